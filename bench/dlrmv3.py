@@ -139,11 +139,11 @@ def measured(seed: int, alpha: float, model: CostModel, gbit: float, repeats: in
     """Medians of the steps of all arms, in ms. seed: moves the batches."""
     from examples.torchrec_dlrmv3 import train
     from shardcore.measure import local_ranks
-    from shardcore.torchrec.baseline import silenced_torchrec
+    from shardcore.torchrec.baseline import silence_torchrec_logging
 
     topology = train.topology_of(HOSTS, RANKS, WITHIN_GBPS, gbit / 8)
     whole = train.problem_of(topology, model.setting.batch // RANKS, alpha, seed)
-    with silenced_torchrec():
+    with silence_torchrec_logging():
         arms = train.arms_of(whole, model, Budget(evals=3000))
     slowest: dict[tuple[str, int], float] = defaultdict(float)
     with box_of(Box(HOSTS, RANKS // HOSTS, gbit)) as places:

@@ -41,7 +41,7 @@ from shardcore.search.greedy import ORDERS
 from shardcore.search.learned.policy import NETS, Policy, read_policy, write_policy
 from shardcore.search.learned.training import PolicyConfig, train
 from shardcore.tables.generate import generate_pool
-from shardcore.tables.held_out import kept_for_testing
+from shardcore.tables.held_out import is_held_out
 from tasks import evaluate
 
 TRAIN, VALIDATION, SEED = 60, 15, 2026
@@ -53,7 +53,7 @@ SIZES = {"20 x 4": (20, 4), "100 x 4": (100, 4), "40 x 8": (40, 8)}
 def halves() -> tuple[list[Table], list[Table]]:
     """Tables for training, and those for testing."""
     pool = generate_pool()
-    return tuple([t for t in pool if kept_for_testing(t, one_of=2) == testing] for testing in (False, True))
+    return tuple([t for t in pool if is_held_out(t, one_of=2) == testing] for testing in (False, True))
 
 
 def sized(

@@ -33,7 +33,7 @@ def table_features(shard: Shard, batch: int) -> list[float]:
     """NeuroShard's 20 features of a table, of a shard's part of it."""
     reuse = shard.table.access
     if not isinstance(reuse, Reuse):
-        reuse = access.reuse_of(streams.stream(shard.table, batch)[0], batch)
+        reuse = access.reuse_of(streams.draw_lookups(shard.table, batch)[0], batch)
     return [shard.rows, shard.width, shard.table.pooling * access.access_share(shard), *reuse.bins]
 
 

@@ -99,7 +99,7 @@ def main() -> None:
             known = what_if(priced, problem, model)
             moves = f"{len(known.best) + sum(map(len, known.of_table.values()))} in {time.perf_counter() - began:.1f} s"
             version = Version("plan", plan, priced.cost, priced.workload.memory_bytes, known)
-            page.write_text(plan_page.single(problem, version))
+            page.write_text(plan_page.unpublished_plan_page(problem, version))
             evaluate, size = opened(page, chrome), f"{len(problem.tables)} × {len(problem.topology)}"
             load = evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd")
             took = [f"{act_ms(evaluate, act):.0f}" for act in _ACTS.values()]

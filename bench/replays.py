@@ -181,10 +181,10 @@ def write(folder: Path, kept: Sequence[replays.ReplaySet], model: neural.NeuralM
     rows = replay_records.judge(kept, model)
     writing.write_csv(folder / "replays.csv", replay_records.csv_rows(rows))
     for name, figure in (
-        ("predicted", model_report.predicted_against_replayed(rows, "Replayed plans")),
+        ("predicted", model_report.replay_scatter_figure(rows, "Replayed plans")),
         (
             "cost",
-            model_report.replayed_cost(replay_metrics.rivals(rows), "Replayed cost"),
+            model_report.replayed_cost_figure(replay_metrics.rivals(rows), "Replayed cost"),
         ),
     ):
         common.write_png(folder / f"{name}.png", figure)

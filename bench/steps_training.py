@@ -192,7 +192,7 @@ def batch_of(problem: Problem, rank: int, seed: int) -> Any:
     local = problem.local_batch
     values, lengths = [], []
     for table in problem.tables:
-        ids, offsets = streams.stream(table, problem.global_batch, seed)
+        ids, offsets = streams.draw_lookups(table, problem.global_batch, seed)
         mine = offsets[rank * local : (rank + 1) * local + 1]
         values.append(ids[mine[0] : mine[-1]])
         lengths.append(np.diff(mine))

@@ -52,7 +52,7 @@ from shardcore.search.state.shards import priced
 from shardcore.step.lower import lower
 from shardcore.step.memory import fits
 from shardcore.tables.generate import generate_pool
-from shardcore.torchrec.baseline import silenced_torchrec
+from shardcore.torchrec.baseline import silence_torchrec_logging
 
 Row = dict[str, Any]
 PROFILE, DEVICES, BATCH, EVALS = "nvidia-h100-sxm", 4, 16_384, 2_000
@@ -131,7 +131,7 @@ def _rival(
     best, chosen = np.inf, None
     for some, factor in ((some, factor) for some in types for factor in FACTORS):
         for share in MEMORY:
-            with silenced_torchrec():
+            with silence_torchrec_logging():
                 found = planned(problem, proposers(), kernels, some, factor, share)
             if found is None:
                 continue

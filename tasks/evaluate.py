@@ -110,8 +110,8 @@ def evaluate_model(folder: Path, measurements: Path, out: Path) -> dict[str, flo
     writing.write_csv(out / "predictions.csv", rows)
     writing.write_atomic(
         out / "predictions.png",
-        figures.png(
-            model_report.predicted_against_measured(measured, predicted, "held-out groups of this machine")
+        figures.png_bytes(
+            model_report.prediction_scatter_figure(measured, predicted, "held-out groups of this machine")
         ),
     )
     return study.judge_test_split(model, known)
@@ -257,7 +257,7 @@ def replay_plans(
     writing.write_csv(out / "replays.csv", replay_records.csv_rows(rows))
     writing.write_atomic(
         out / "replays.png",
-        figures.png(model_report.predicted_against_replayed(rows, f"Replayed, {model.setting.hardware}")),
+        figures.png_bytes(model_report.replay_scatter_figure(rows, f"Replayed, {model.setting.hardware}")),
     )
     return replay_metrics.figures(rows)
 

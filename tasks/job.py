@@ -156,10 +156,10 @@ def _log(
     if by.champion:
         metrics["model_version"] = float(by.version)
     _log_metrics(client, metrics, job_folder.step_number(step), _at_ms(step))
-    mlflow.log_text(job_report.traced_text(job.traced), f"{job.name}/parts.txt")
+    mlflow.log_text(job_report.traced_step_text(job.traced), f"{job.name}/parts.txt")
     mlflow.log_dict(dict(checked.correction.document()), f"{job.name}/correction.json")
-    headline = job_report.headline(job.total_ms, predicted_ms, checked.interval_ms)
-    return f"{job.name}: {headline}. {job_report.bottleneck(job.traced.steps[-1])}"
+    headline = job_report.step_headline(job.total_ms, predicted_ms, checked.interval_ms)
+    return f"{job.name}: {headline}. {job_report.bottleneck_sentence(job.traced.steps[-1])}"
 
 
 def _predicted_ms(out: Path, by: Pricing, checked: CheckedJob) -> float:
@@ -205,7 +205,7 @@ def log_steps(folder: Path, out: Path, steps: JobSteps, notes: Sequence[str]) ->
         for number, ms in steps.measured_ms.items():
             at_ms = _at_ms(job_folder.step_folder(folder, number))
             _log_metrics(client, {MEASURED: ms}, number, at_ms)
-        page = job_page.page(name, records(client, run.info.run_id), notes)
+        page = job_page.traced_job_page(name, records(client, run.info.run_id), notes)
         mlflow.log_text(page, PAGE)
         mlflow.set_tag("mlflow.note.content", "\n\n".join(notes))
     writing.write_atomic(out / PAGE, page.encode())

@@ -209,7 +209,7 @@ def _log_replay_metrics(
         [Metric(f"replays/{k}", v, now_ms, 0) for k, v in replay_metrics.figures(rows).items()],
     )
     client.log_figure(
-        version.run_id, model_report.predicted_against_replayed(rows, "Replayed plans"), "replays.png"
+        version.run_id, model_report.replay_scatter_figure(rows, "Replayed plans"), "replays.png"
     )
     client.set_model_version_tag(version.name, version.version, _REPLAYS_TAG, known)
 

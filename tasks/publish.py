@@ -88,7 +88,7 @@ def publish_plans(
             unreached.extend([failures[i]] if isinstance(found, Unreachable) else [])
             logger.warning("%s", failures[i], extra={"problem": path.stem}, exc_info=None if plain else found)
         else:
-            decision, rows[i] = found.decision, published_report.row(found)
+            decision, rows[i] = found.decision, published_report.published_plan_row(found)
             if "profile" in decision.provenance:
                 under.setdefault(f"{decision.provenance['model']}, {NOT_MEASURED}", []).append(
                     decision.problem
@@ -126,8 +126,8 @@ def publish_plans(
         name, refused = registry.model_name(here), model_history.refusal(client, registry.model_name(here))
         models = model_history.history(client, name) if by.champion or refused else []
         first = [*([refused] if refused else []), *known_errors.worse_than_usual(by.model)]
-        errors = [models_page.errors_of(x) for x in models if by.champion and x.version == by.version]
-        store.write(plans, store.MODELS, models_page.page(name, models, first).encode())
+        errors = [models_page.errors_sentence(x) for x in models if by.champion and x.version == by.version]
+        store.write(plans, store.MODELS, models_page.model_versions_page(name, models, first).encode())
         notes = [f"{words}: {', '.join(sorted(of))}" for words, of in sorted(under.items())]
         table = report.markdown_table(published_report.HEADERS, table_rows)
         lines = [
@@ -143,7 +143,7 @@ def publish_plans(
             *(f"- no new plan: {failures[i]}" for i in sorted(failures)),
         ]
         store.write(plans, store.REPORT, "\n".join(lines).encode(errors="replace"))
-        store.write(plans, store.INDEX, index_page.page(_last_decisions(plans)).encode())
+        store.write(plans, store.INDEX, index_page.store_index_page(_last_decisions(plans)).encode())
         create_markdown_artifact(
             "\n\n".join([f"Under {by.link}, in {redacted(str(plans))}", table, *notes]),
             key="published-plans",
@@ -232,7 +232,7 @@ def _publisher(
                 of_policy.tags.get("cost_model_version"),
                 by.version,
             )
-    return by, Publisher(by.model, plans, config, provenance, plan_page.page, policy)
+    return by, Publisher(by.model, plans, config, provenance, plan_page.published_version_page, policy)
 
 
 def _last_decisions(plans: str | Path) -> dict[str, Decision | None]:

@@ -21,7 +21,7 @@ def find_links(problem: Path, out: Path, ranks: Path | None, config: PairConfig)
     pairs.require_links(stored)
     with ray_cluster():
         measured = measure_pairs(len(stored.topology), config)
-    return topology_report.write(measured, stored, out, ranks)
+    return topology_report.write_measured_topology(measured, stored, out, ranks)
 
 
 @task(task_run_name="measure-pairs")

@@ -151,7 +151,7 @@ def train_model(
             logger.warning("%s", sentence)
         studied = _study(model, data.known, config)
         card = model_report.model_card(model, studied, registry.model_name(setting.hardware))
-        mlflow.log_metrics(studied.flat())
+        mlflow.log_metrics(studied.flat_metrics())
         _log_curves(client, run.info.run_id, trained.curves, studied.curve)
         _log_figures(model, accuracy.held_out(data.known.compute))
         mlflow.log_text(card, registry.CARD)
@@ -166,7 +166,7 @@ def train_model(
 
 def _study(
     model: neural.NeuralModel, known: drift_correction.Measurements, config: TrainConfig
-) -> model_report.Studied:
+) -> model_report.StudyResults:
     logger = get_run_logger()
 
     def progress(_: str, samples: int, values: dict[str, float]) -> None:
@@ -182,14 +182,14 @@ def _study(
         if config.learning_curve
         else None
     )
-    studied = model_report.Studied(
+    studied = model_report.StudyResults(
         metrics,
         study.unseen_tables(known.compute, model.setting, config.fit),
         metrics["test"].get("repeatability"),
         curve,
     )
     if curve:
-        logger.info("%s", model_report.gain_of_doubling(curve, studied.repeatability))
+        logger.info("%s", model_report.doubling_gain_sentence(curve, studied.repeatability))
     return studied
 
 
@@ -247,10 +247,10 @@ def _log_figures(
             held = coverage(*accuracy.intervals(model, timed, level / 100), measured)
             mlflow.log_metric("calibration/held", held, step=level)
         for name, figure in {
-            "predicted_against_measured": model_report.predicted_against_measured(
+            "predicted_against_measured": model_report.prediction_scatter_figure(
                 measured, predicted, f"Held-out groups{of}"
             ),
-            "error_by_size": model_report.error_by_size(
+            "error_by_size": model_report.error_by_size_figure(
                 measured, predicted, shards, f"Errors on held-out groups{of}"
             ),
         }.items():

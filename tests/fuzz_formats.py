@@ -254,7 +254,9 @@ def use_measurements(folder: Path, sound: Sound) -> None:
 def use_torchrec(folder: Path, sound: Sound) -> None:
     plan = plan_files.read_torchrec(folder / "torchrec.json")
     plan_files.read_qcomms(folder / "torchrec.json")
-    assert plan_files.from_json(plan_files.to_json(plan)) == plan, "written and read again it is another"
+    assert plan_files.plan_from_json(plan_files.plan_to_json(plan)) == plan, (
+        "written and read again it is another"
+    )
 
 
 @reads(

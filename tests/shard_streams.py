@@ -3,12 +3,12 @@
 import numpy as np
 
 from shardcore.core.types import Shard
-from shardcore.tables.streams import stream
+from shardcore.tables.streams import draw_lookups
 
 
 def shard_stream(shard: Shard, batch: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """The stream of a shard's table, restricted to the shard's rows. Ids count from its first row."""
-    ids, offsets = stream(shard.table, batch, seed)
+    ids, offsets = draw_lookups(shard.table, batch, seed)
     if shard.full_rows:
         return ids, offsets
     inside = (ids >= shard.row_lo) & (ids < shard.row_hi)

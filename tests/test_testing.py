@@ -13,7 +13,7 @@ from shardcore.search.decisions.groups import Groups
 from shardcore.search.decisions.memory_tiers import MemoryTiers
 from shardcore.search.decisions.row_units import RowUnits
 from shardcore.testing import CostModelConformance, DecisionConformance, SharderConformance
-from shardcore.testing.problems import model_for, with_slack
+from shardcore.testing.problems import problem_with_slack, small_problem_model
 
 
 class TestSharder(SharderConformance):
@@ -26,7 +26,7 @@ class TestSharder(SharderConformance):
 
 class TestAnalyticModel(CostModelConformance):
     def model(self):
-        return model_for(self.problem())
+        return small_problem_model(self.problem())
 
 
 class TestNeuralModel(CostModelConformance):
@@ -34,7 +34,7 @@ class TestNeuralModel(CostModelConformance):
         return by_hand()
 
     def problem(self):
-        roomy = with_slack(0, 4, 40.0)
+        roomy = problem_with_slack(0, 4, 40.0)
         linked = replace(roomy.topology, links=links_of(within_host=100.0))
         return replace(roomy, topology=linked, global_batch=by_hand().setting.batch)
 
@@ -51,7 +51,7 @@ class TestRowUnits(DecisionConformance):
         return RowUnits()
 
     def problem(self):
-        roomy = with_slack(0, 4, 40.0)
+        roomy = problem_with_slack(0, 4, 40.0)
         hosts = ("p/a", "p/b", "q/c", "q/d")
         devices = tuple(replace(d, host=h) for d, h in zip(roomy.topology.devices, hosts, strict=True))
         return replace(roomy, topology=replace(roomy.topology, devices=devices))
@@ -62,7 +62,7 @@ class TestTiers(DecisionConformance):
         return MemoryTiers()
 
 
-class Dear(type(model_for(with_slack(0, 2, 4.0)))):
+class Dear(type(small_problem_model(problem_with_slack(0, 2, 4.0)))):
     """A model whose heads of one and of several ops disagree."""
 
     def head(self, sums):
@@ -72,7 +72,7 @@ class Dear(type(model_for(with_slack(0, 2, 4.0)))):
 def test_a_broken_model_is_noticed():
     class Suite(CostModelConformance):
         def model(self):
-            return Dear(model_for(self.problem()).setting)
+            return Dear(small_problem_model(self.problem()).setting)
 
     with pytest.raises(AssertionError):
         Suite().test_heads_of_many_ops_and_of_one_agree_compiled_too()

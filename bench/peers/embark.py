@@ -56,7 +56,7 @@ from shardcore.search.state.shards import cheapest, priced
 from shardcore.step.kinds import Layout, even_rows, kinds_on_all_devices, run_of
 from shardcore.step.memory import fits, own_peaks
 from shardcore.step.ways import Bundle, bundles, devices_of, division, placements_of, searched_tables
-from shardcore.torchrec.baseline import exchange_ms, lookup_ms
+from shardcore.torchrec.baseline import exchange_ms_per_column, lookup_ms_per_element
 
 _MOST_SHARDS = 1 << 20
 Grid = tuple[int, int]
@@ -157,7 +157,7 @@ def _bw_ratio(problem: Problem, model: CostModel) -> float:
 
     1 if the model has no cost for one of the two. The ratio then does not matter.
     """
-    lookup, exchange = lookup_ms(problem, model), exchange_ms(problem, model)
+    lookup, exchange = lookup_ms_per_element(problem, model), exchange_ms_per_column(problem, model)
     return exchange / lookup if lookup > 0 and exchange > 0 else 1.0
 
 

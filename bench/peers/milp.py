@@ -3,7 +3,7 @@ scipy.optimize.milp).
 
 Bundles b go to devices d, and their bytes have to fit. Minimise the largest load of a device:
 
-    load_d = sum over its bundles of (ms_b / speed_d + columns_b × exchange_ms)
+    load_d = sum over its bundles of (ms_b / speed_d + columns_b × exchange_ms_per_column)
 
 The fused cost is not additive. So ms_b is one of two surrogates, tried in turn:
 
@@ -46,7 +46,7 @@ from shardcore.search.state.feasible import feasible_shards, fitting
 from shardcore.search.state.shards import cheapest, priced
 from shardcore.step.memory import fits
 from shardcore.step.ways import Bundle, bundles, devices_of, equal_parts, placements_of
-from shardcore.torchrec.baseline import exchange_ms
+from shardcore.torchrec.baseline import exchange_ms_per_column
 
 GROUP = 8
 """The most devices of a program."""
@@ -128,7 +128,7 @@ def milp(
     """
     problem.require_setting(model.setting)
     meter = (budget or Budget()).start()
-    n_devices, per_column_ms = len(problem.topology), exchange_ms(problem, model)
+    n_devices, per_column_ms = len(problem.topology), exchange_ms_per_column(problem, model)
     shards, given = feasible_shards(problem), {"algorithm": "milp", "seed": seed}
     plans = [] if shards else [priced((), problem, model, **given, packed=False)]
     # Each cut once.

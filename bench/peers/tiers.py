@@ -29,8 +29,8 @@ from shardcore.search.decisions.memory_tiers import with_load_factors
 from shardcore.step import access
 from shardcore.step.kinds import WHOLE_ROWS, layout_of_torchrec, run_of
 from shardcore.step.memory import host_bytes, own_peaks
-from shardcore.tables.heat import heat_of
-from shardcore.torchrec.placements import placements_of
+from shardcore.tables.heat import heat_of_tables
+from shardcore.torchrec.placements import placements_from_torchrec
 
 KERNELS = {"fused": 1.0, "fused_uvm": 0.0}
 """Load factors of kernels without a cache."""
@@ -40,7 +40,7 @@ class Misses(CacheStatistics):
     """The miss ratios of a table's heat."""
 
     def __init__(self, table: Table, batch: int):
-        self.heat = heat_of([table], batch, unseen=True)[0] if access.lookups(table, batch) else None
+        self.heat = heat_of_tables([table], batch, unseen=True)[0] if access.lookups(table, batch) else None
 
     def __deepcopy__(self, memo: Any) -> Misses:
         return self
@@ -51,7 +51,9 @@ class Misses(CacheStatistics):
 
     def expected_miss_rate(self, clf: float) -> float:
         return (
-            float(self.heat.misses(clf * self.heat.table_rows)) / self.expected_lookups if self.heat else 0.0
+            float(self.heat.missed_rows(clf * self.heat.table_rows)) / self.expected_lookups
+            if self.heat
+            else 0.0
         )
 
     @property
@@ -203,4 +205,4 @@ def planned(
         cache = plan[name].cache_params
         factors[table.name] = KERNELS.get(plan[name].compute_kernel, cache.load_factor if cache else 1.0)
     own = with_load_factors(problem, factors)
-    return own, placements_of(plan, dict(zip(names, own.tables, strict=True)), problem.topology)
+    return own, placements_from_torchrec(plan, dict(zip(names, own.tables, strict=True)), problem.topology)

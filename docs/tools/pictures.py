@@ -30,8 +30,8 @@ from shardcore import (
 from shardcore.core.topology import default_reserve
 from shardcore.io.files import read_problem
 from shardcore.io.writing import write_atomic
-from shardcore.report.device_figures import DeviceLoad, figure
-from shardcore.report.figures import svg
+from shardcore.report.device_figures import DeviceLoad, device_figure
+from shardcore.report.figures import svg_text
 from shardcore.step.kinds import CHANNELS, ID_CHANNELS, LAYOUTS
 from shardcore.step.memory import held_bytes
 from shardcore.tables.public import public_optimizer, public_pool
@@ -54,7 +54,7 @@ def main() -> None:
         "profile": profile,
         "stages": stages,
     }.items():
-        write_atomic(FOLDER / f"{name}.svg", svg(draw()).encode())
+        write_atomic(FOLDER / f"{name}.svg", svg_text(draw()).encode())
         print(FOLDER / f"{name}.svg")
 
 
@@ -83,7 +83,7 @@ def step() -> Figure:
         cost = price(workload, model)
         free = held_bytes(problem)
         loads.append(DeviceLoad(cost, workload.memory_bytes, free, f"{words}, {cost.total_ms:.1f} ms"))
-    return figure(loads)
+    return device_figure(loads)
 
 
 # --- kinds of sharding ----------------------------------------------------------------------------------------

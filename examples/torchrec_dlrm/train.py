@@ -67,7 +67,7 @@ def batch(seed: int, samples: int) -> tuple[torch.Tensor, KeyedJaggedTensor, tor
     dense, score = rng.normal(size=(samples, DENSE)), np.zeros(samples)
     values, lengths = [], []
     for table in TABLES:
-        ids, offsets = streams.stream(table, samples, seed)
+        ids, offsets = streams.draw_lookups(table, samples, seed)
         sizes = np.diff(offsets)
         np.add.at(score, np.repeat(np.arange(samples), sizes), np.sin(ids * 12.9898) / np.sqrt(table.pooling))
         values.append(ids)

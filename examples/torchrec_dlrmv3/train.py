@@ -41,8 +41,8 @@ from shardcore.io.hot_ids import HotIds
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.decisions.driver import decide
 from shardcore.search.decisions.hot_rows import HotRows
-from shardcore.tables.heat import row_counts
-from shardcore.tables.hot_rows import HOT, cold_names
+from shardcore.tables.heat import count_row_lookups
+from shardcore.tables.hot_rows import HOT, cold_part_names
 from shardcore.tables.public import public_pool
 from shardcore.torchrec.hot_cold import HotColdEmbeddingCollection
 from shardcore.torchrec.moves.row_files import load_rows, save_rows
@@ -254,12 +254,12 @@ def _theirs(problem: Problem, types: Sequence[str]) -> Plan | None:
 
 def ids_of(arm: Arm, whole: Problem) -> dict[str, HotIds]:
     """The ids with the most lookups in other batches, as many as there are hot rows."""
-    names, rows = cold_names(arm.problem), {t.name: t.rows for t in arm.problem.tables}
+    names, rows = cold_part_names(arm.problem), {t.name: t.rows for t in arm.problem.tables}
     batches = [batch_of(whole, SEEDS + k)[0].to_dict() for k in range(OTHER_BATCHES)] if names else []
     hot = {}
     for table in (t for t in whole.tables if t.name in names):
         name, n = table.name, rows[table.name + HOT]
-        counts = sum(row_counts(table, b[f].values().numpy()) for b in batches for f in FEATURES[name])
+        counts = sum(count_row_lookups(table, b[f].values().numpy()) for b in batches for f in FEATURES[name])
         hot[name] = HotIds(name, table.rows, np.sort(np.argsort(-counts, kind="stable")[:n]))
     return hot
 

@@ -303,11 +303,11 @@ def texts(decisions: Sequence[Decision], found: Found, original: Problem) -> Ite
 
     for decision in decisions:
         if isinstance(decision, Provision):
-            yield from decisions_report.clusters(decision, found)
+            yield from decisions_report.cluster_lines(decision, found)
         if isinstance(decision, HotRows):
             yield decisions_report.hot_rows_table(original, found.problem)
         if isinstance(decision, MemoryTiers):
-            yield decisions_report.tiers_report(found.problem)
+            yield decisions_report.memory_tiers_text(found.problem)
         if isinstance(decision, RowUnits):
             yield pod_note(found.problem, found.plan)
 

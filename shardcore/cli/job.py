@@ -112,12 +112,12 @@ def read(args: ReadOptions) -> None:
         raise ShardCoreError("--out-plan needs --propose, which searches the plan")
     model = models.load(args.source) if args.source else None
     job = _read_job(args.folder, args)
-    print(job_report.traced_text(job.traced))
+    print(job_report.traced_step_text(job.traced))
     checked = None
     try:
         checked = _checked(job, model) if model else None
     finally:  # what traces tell without the model is said, too
-        print(f"\n{job_report.bottleneck(job.traced.steps[-1])}")
+        print(f"\n{job_report.bottleneck_sentence(job.traced.steps[-1])}")
         _print_remarks(job, checked)
     if checked:
         _write(args, checked)
@@ -151,8 +151,8 @@ def _checked(job: ReadJob, model: CostModel) -> CheckedJob:
         checked = traced_job.check(job, model)
     before, after = checked.before.cost, checked.after.cost
     ranks = checked.problem.topology.ranks
-    print(f"\n{job_report.predicted_text(job.traced.steps[-1], before, after, ranks)}")
-    print(f"\n{job_report.headline(job.total_ms, before.total_ms, checked.interval_ms)}")
+    print(f"\n{job_report.prediction_text(job.traced.steps[-1], before, after, ranks)}")
+    print(f"\n{job_report.step_headline(job.total_ms, before.total_ms, checked.interval_ms)}")
     return checked
 
 
@@ -161,7 +161,7 @@ def _print_remarks(job: ReadJob, checked: CheckedJob | None) -> None:
 
     for line in (*job.remarks, *job.traced.remarks, *(checked.remarks if checked else ())):
         print(line, file=sys.stderr)
-    if names := job_report.unnamed_text(job.traced.steps[-1]):
+    if names := job_report.unrecognised_kernels_text(job.traced.steps[-1]):
         print(f"not recognised: {names}", file=sys.stderr)
 
 
@@ -243,7 +243,7 @@ def watch(args: WatchOptions) -> None:
                 except ShardCoreError as error:  # a damaged step must not end the watch
                     print(f"{step.name}: {error}", file=sys.stderr)
                     continue
-                print(f"{step.name}: {job_report.bottleneck(job.traced.steps[-1])}", flush=True)
+                print(f"{step.name}: {job_report.bottleneck_sentence(job.traced.steps[-1])}", flush=True)
                 _print_remarks(job, checked)
         if not args.steps or len(known) < args.steps:
             time.sleep(args.seconds)
@@ -295,7 +295,7 @@ def _followed(args: FollowOptions) -> list[tuple[str, str]]:
     from shardcore.report import follow_report
 
     decision = store.current_decision(args.plans, args.name)
-    lines = [(decision.id, follow_report.decision_text(decision))]
+    lines = [(decision.id, follow_report.current_version_text(decision))]
     jobs = followed.read_reports(args.plans, args.name)
     if not jobs:
         lines.append(("", f"no job has reported yet. {IN_THE_JOB}"))
@@ -308,7 +308,7 @@ def _followed(args: FollowOptions) -> list[tuple[str, str]]:
         key = f"{job.job} {job.current} {job.events[-1:]}"
         lines.append((key, follow_report.job_text(job, time.time())))
         lines += changes
-        lines.append((f"{key} {decision.id}", f"  {follow_report.next_text(job, decision.current)}"))
+        lines.append((f"{key} {decision.id}", f"  {follow_report.next_action_text(job, decision.current)}"))
     return lines
 
 

@@ -93,7 +93,7 @@ def plan(args: PlanOptions) -> None:
         # What was searched is shown, even if it has no answer.
         if len(outcomes) > 1:
             outermost = min(decisions, key=lambda decision: decision.level)
-            print(decisions_report.entries_table(outermost.name, entries_of(outermost, outcomes)))
+            print(decisions_report.proposals_table(outermost.name, entries_of(outermost, outcomes)))
         if args.clusters and outcomes:
             deciding.write_clusters(args.clusters, outcomes, None)
         raise
@@ -129,7 +129,7 @@ def _print_planned(
         found if isinstance(found, FoundGroups) else None,
         at_confidence(model, args.confidence),
     )
-    if (found.ledger and args.explain) or decisions_report.has_choice(found.ledger):
+    if (found.ledger and args.explain) or decisions_report.has_several_proposals(found.ledger):
         print(f"{decisions_report.ledger_text(found.ledger)}\n")
     sure = f" with {args.confidence:.0%} confidence in each op" if args.confidence else ""
     by = found.plan.provenance["algorithm"] if groups else args.algorithm
@@ -170,7 +170,7 @@ def _print_explained(plan: Plan, problem: Problem, model: CostModel, budget: Bud
     problem = as_planned(plan, problem)
     with shown():
         explained = explain(price_plan(plan, problem, model), problem, model, budget)
-    print(f"\n{plan_report.text(explained)}")
+    print(f"\n{plan_report.explanation_text(explained)}")
 
 
 def _print_extrapolated(sentences: Sequence[str]) -> None:
@@ -249,7 +249,7 @@ def price(args: PriceOptions) -> None:
         of = f"; {grouped.cost_words(body, of_groups, whole)}" if of_groups else ""
         print(f"{args.plan}: {body['total_ms']:.3f} ms a step predicted{sure}{error}{of}")
         print(f"under {known_errors.label(model)}\n")
-        print(plan_report.cost_text(Version(str(args.plan), found, cost, workload.memory_bytes), own))
+        print(plan_report.device_costs_text(Version(str(args.plan), found, cost, workload.memory_bytes), own))
     if args.out:
         writing.write_atomic(args.out, f"{rounded_json(body)}\n".encode())
         print(f"{args.out}: the cost as JSON", file=sys.stderr)
@@ -291,7 +291,7 @@ def export(args: ExportOptions) -> None:
     from shardcore.torchrec.plan_files import write_torchrec
     from shardcore.torchrec.sharding_plan import to_torchrec
 
-    torchrec.require_installed("a file for TorchRec is written with TorchRec")
+    torchrec.require_torchrec_installed("a file for TorchRec is written with TorchRec")
     problem = files.read_problem(args.problem)
     if args.module is None:
         args = dataclasses.replace(args, module=_collection(problem))

@@ -172,14 +172,14 @@ def hot_drift(args: HotDriftOptions) -> None:
     from shardcore.io.hot_ids import read_hot_ids, write_hot_ids
     from shardcore.io.row_counts import read_row_counts
     from shardcore.plans.hot_drift import hot_drift as drift_of
-    from shardcore.report.decisions_report import drift_table
+    from shardcore.report.decisions_report import hot_row_drift_table
 
     found = drift_of(
         files.read_problem(args.problem), read_hot_ids(args.hot_ids), read_row_counts(args.row_counts)
     )
     if args.out:
         write_hot_ids(args.out, [one.new for one in found])
-    print(drift_table(found))
+    print(hot_row_drift_table(found))
 
 
 def _topology(args: ProblemOptions) -> Topology:

@@ -119,7 +119,7 @@ def fit(args: FitOptions) -> None:
     from shardcore.cost import profile_fit
     from shardcore.cost.profile import load_profile, write_profile
     from shardcore.cost.profile_samples import checks
-    from shardcore.report.profile_report import left_out_text, profile_text
+    from shardcore.report.profile_report import profile_text, unused_timings_text
 
     start = load_profile(args.from_)
     known, judging, left_out = _timings(args.timings, start)
@@ -137,7 +137,7 @@ def fit(args: FitOptions) -> None:
         f"  {before.kind}: mean error {before.error:.0%} before, {after.error:.0%} after"
         for before, after in zip(checks(start, judging), checks(fitted, judging), strict=True)
     )
-    print("\n".join(filter(None, (left_out_text(left_out), *errors))))
+    print("\n".join(filter(None, (unused_timings_text(left_out), *errors))))
     print(f"\n{args.out}: {profile_text(fitted, start)}")
 
 

@@ -117,7 +117,7 @@ def history(args: HistoryOptions) -> None:
     found = list(islice(store.history(args.plans, args.name), args.last))
     if not found:
         store.current(args.plans, args.name)  # raises, naming what is published
-    print(plan_report.history_text(found))
+    print(plan_report.decision_history_text(found))
 
 
 @command
@@ -130,7 +130,7 @@ def diff(args: DiffOptions) -> None:
         raise ShardCoreError(f"diff was given --{given} without --page, whose plans it prices; give both")
     require_outputs(args, [] if args.problem else [p.with_name("problem.json") for p in (args.old, args.new)])
     (old, _), (new, problem) = (_read(path, args.problem) for path in (args.old, args.new))
-    print(plan_report.diff_text(moves_of(old, new, problem)))
+    print(plan_report.moves_by_table_text(moves_of(old, new, problem)))
     if args.page:
         model = load(source_of(args, args.new, new))
         _write_comparison(args.page, model, ((args.new, new), (args.old, old)), problem)
@@ -152,7 +152,7 @@ def _write_comparison(
     for path, made in plans:
         plan = rebind_tables(made, problem)
         versions.append(_version(str(path), plan, as_planned(plan, problem), model))
-    writing.write_atomic(page, plan_page.comparison(problem, *versions).encode())
+    writing.write_atomic(page, plan_page.plan_comparison_page(problem, *versions).encode())
 
 
 def _version(name: str, plan: Plan, problem: Problem, model: CostModel) -> Version:
@@ -182,7 +182,7 @@ def drift(args: DriftOptions) -> None:
     with shown():
         report("searching a re-plan")
         found = drift_of(plan, problem, now, model, config, args.threshold)
-    print(plan_report.drift_text(found))
+    print(plan_report.plan_drift_text(found))
     if args.out:
         files.write_problem(args.out / "problem.json", now)
         files.write_plan(args.out / "plan.json", found.replan, now)
@@ -218,7 +218,9 @@ def _page_of(args: ViewOptions) -> str:
     plan, problem = _read(args.plan, args.problem)
     model = load(source_of(args, args.plan, plan)).for_problem(problem)
     problem.require_setting(model.setting)
-    return plan_page.single(problem, _version(str(args.plan), plan, as_planned(plan, problem), model))
+    return plan_page.unpublished_plan_page(
+        problem, _version(str(args.plan), plan, as_planned(plan, problem), model)
+    )
 
 
 def _read(path: Path, problem: Path | None) -> tuple[Plan, Problem]:

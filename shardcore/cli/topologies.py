@@ -58,7 +58,7 @@ def measure(args: MeasureOptions) -> None:
     else:
         transport = Transport(args.device)
         found = pairs.measure(len(problem.topology), args.pairs, transport, _print_turns)
-    print(topology_report.write(found, problem, args.out, args.ranks))
+    print(topology_report.write_measured_topology(found, problem, args.out, args.ranks))
 
 
 def _rank(problem: Problem) -> int:

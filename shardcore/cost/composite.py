@@ -31,7 +31,7 @@ from shardcore.io.model_files import model_folders
 from shardcore.step.exchanges import ChannelTerms
 from shardcore.step.kinds import Channel
 from shardcore.step.lower import Workload
-from shardcore.tables.host_rows import link_bytes_of
+from shardcore.tables.host_rows import link_bytes_of_shard
 
 if TYPE_CHECKING:
     from shardcore.cost.neural import NeuralModel
@@ -59,7 +59,9 @@ class Links:
         for i, shard in enumerate(shards):
             # Shards without rows below device memory have no bytes on links, whatever GB/s stands in.
             gbps = self.gbps.get(shard.table.tier, 1.0)
-            ms = link_bytes_of(shard, batch or self.batch, self.optimizer) / (gbps * BYTES_PER_MS_PER_GBPS)
+            ms = link_bytes_of_shard(shard, batch or self.batch, self.optimizer) / (
+                gbps * BYTES_PER_MS_PER_GBPS
+            )
             # Without a cache, lookups themselves read the link, so nothing is fetched ahead.
             codes[i, [2 if self.fetches_ahead and shard.table.load_factor > 0 else 0, 1]] = ms
         return codes

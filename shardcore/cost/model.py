@@ -25,7 +25,7 @@ from shardcore.core.validation import require, require_type, shown
 from shardcore.cost.heads import Compiled, Head
 from shardcore.step.exchanges import CommCost, ExchangeLaw
 from shardcore.step.lower import Workload, lower
-from shardcore.tables.host_rows import in_one_cache
+from shardcore.tables.host_rows import with_shared_cache_load_factors
 
 
 def round_encodings(codes: np.ndarray) -> np.ndarray:
@@ -239,7 +239,11 @@ def device_parts_ms(workload: Workload, model: CostModel) -> np.ndarray:
     if not ops_by_id:
         return np.zeros((3, len(devices)))
     for batch in dict.fromkeys(op.batch for op in ops_by_id.values()):
-        some = {i: in_one_cache(op.shards, batch) for i, op in ops_by_id.items() if op.batch == batch}
+        some = {
+            i: with_shared_cache_load_factors(op.shards, batch)
+            for i, op in ops_by_id.items()
+            if op.batch == batch
+        }
         row_of |= zip(some, itertools.count(len(row_of)), strict=False)
         priced.append(model.parts(group_sums([*some.values()], model, batch)))
     of_ops = np.moveaxis(np.concatenate(priced, -2), -2, 0)

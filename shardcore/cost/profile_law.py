@@ -36,7 +36,7 @@ from shardcore.core.types import OUTPUT_BYTES, PRECISION_BYTES, Shard, Table
 from shardcore.step.access import access_share, concentration_of, output_rows, unique_rows_of
 from shardcore.step.exchanges import Terms, law_ms, merged_units
 from shardcore.step.link_counts import link_counts
-from shardcore.tables.host_rows import link_bytes_of
+from shardcore.tables.host_rows import link_bytes_of_shard
 
 MS_PER_US, MS_PER_NS = 1e-3, 1e-6
 Rates = Mapping[str, Any]
@@ -101,7 +101,7 @@ def work_of(
     lookups = batch * np.array([t.looked_up * access_share(s) for t, s in zip(tables, shards, strict=True)])
     width = np.array([s.width for s in shards], dtype=float)
     state = OPTIMIZERS[optimizer]
-    link = [link_bytes_of(s, batch, optimizer) * (slower or {}).get(s.table.tier, 1.0) for s in shards]
+    link = [link_bytes_of_shard(s, batch, optimizer) * (slower or {}).get(s.table.tier, 1.0) for s in shards]
     link = np.array(link).reshape(-1, 2)
     below = np.array([t.in_host_memory for t in tables], dtype=bool)
     has_cache = np.array([t.load_factor > 0 for t in tables], dtype=bool)

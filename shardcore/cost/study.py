@@ -18,7 +18,7 @@ from shardcore.cost.neural import NeuralModel
 from shardcore.cost.nnls import fit_law
 from shardcore.io import dataset
 from shardcore.io.measurements import ComputeSample
-from shardcore.tables.held_out import kept_for_testing
+from shardcore.tables.held_out import is_held_out
 
 CONTROL = 8
 """An op timed more often than this is the reference op, and left out of repeatability sets."""
@@ -53,8 +53,8 @@ def judge_test_split(model: NeuralModel, known: drift_correction.Measurements) -
 
 
 def split_by_table(compute: Sequence[ComputeSample]) -> tuple[list[ComputeSample], list[ComputeSample]]:
-    """The ops without any table kept for testing (kept_for_testing), and the ops of such tables only."""
-    kept = [[kept_for_testing(x.table) for x in s.request.shards] for s in compute]
+    """The ops without any table kept for testing (is_held_out), and the ops of such tables only."""
+    kept = [[is_held_out(x.table) for x in s.request.shards] for s in compute]
     return (
         [s for s, k in zip(compute, kept, strict=True) if not any(k)],
         [s for s, k in zip(compute, kept, strict=True) if all(k)],

@@ -52,7 +52,7 @@ class IndexStreams:
             self._expected.pop(key).cancel()
         for key in wanted:
             if key not in self._kept and key not in self._expected:
-                self._expected[key] = self._threads.submit(streams.stream, *key)
+                self._expected[key] = self._threads.submit(streams.draw_lookups, *key)
 
     def lookups(self, request: ComputeRequest, seed: int) -> Stream:
         """Indices [L] and offsets of a request's T features, table after table.
@@ -94,7 +94,7 @@ class IndexStreams:
             return self._kept[key]
         # An expected stream may still be being drawn. Its result waits for that.
         expected = self._expected.pop(key, None)
-        parts = expected.result() if expected else streams.stream(*key)
+        parts = expected.result() if expected else streams.draw_lookups(*key)
         ids, offsets = (torch.from_numpy(part).to(self.place) for part in parts)
         self._kept[key] = drawn = ids, offsets
         self.drawn += 1

@@ -17,7 +17,7 @@ from shardcore.core.validation import require
 from shardcore.io.hot_ids import HotIds
 from shardcore.io.row_counts import RowCounts
 from shardcore.step.id_bytes import lookup_bytes
-from shardcore.tables.hot_rows import COLD, HOT, cold_names
+from shardcore.tables.hot_rows import COLD, HOT, cold_part_names
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def hot_drift(problem: Problem, hot: Mapping[str, HotIds], counts: RowCounts) ->
     Raises ShardCoreError for a problem without hot rows, hot ids or counts of other tables, and a table
     without lookups.
     """
-    cold = cold_names(problem)
+    cold = cold_part_names(problem)
     require(
         bool(cold),
         f"problem {problem.name!r} has no tables NAME{HOT} and NAME{COLD}; it needs to be one that hot-rows wrote",

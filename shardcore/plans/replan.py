@@ -36,7 +36,7 @@ from shardcore.step.kinds import WHOLE_ROWS, device_names
 from shardcore.step.lower import require_plan
 from shardcore.step.memory import fits, held_bytes, used_bytes
 from shardcore.step.ways import on_all_devices
-from shardcore.tables.hot_rows import as_cold
+from shardcore.tables.hot_rows import rename_to_cold_parts
 
 _TRIES = 4
 """Searches under a limit on what moves, at most."""
@@ -197,7 +197,9 @@ class Start(Decision, noun="a plan to start from"):
 
     def numbered(self, problem: Problem) -> tuple[Plan, Problem]:
         """The old plan with devices and tables as the problem has them, and the problem to re-plan."""
-        return without_devices(as_cold(self.old, problem), self.before, problem, sorted({*self.gone}))
+        return without_devices(
+            rename_to_cold_parts(self.old, problem), self.before, problem, sorted({*self.gone})
+        )
 
     def moved(self, plan: Plan, problem: Problem) -> Diff:
         """The moves from the old plan to a new one."""

@@ -21,7 +21,7 @@ from shardcore.cost.model import CostModel, PricedPlan, step_ms
 from shardcore.step.kinds import WHOLE_ROWS, merged
 from shardcore.step.lower import traffic_of_outputs
 from shardcore.step.memory import account_of, gib, sums_of
-from shardcore.tables.host_rows import in_one_cache
+from shardcore.tables.host_rows import with_shared_cache_load_factors
 
 BEST, OF_TABLE = 20, 3
 """Number of moves that are kept: of all tables, and of each table."""
@@ -139,7 +139,7 @@ class _PlanSums:
         self.shards = [shard for _, op in ops for shard in op.shards]
         self.at = np.array([d for d, _ in ops])[op_of]
         self.run = np.array([self.runs.index(op.run) for _, op in ops])[op_of]
-        as_cached = [in_one_cache(op.shards, op.batch) for _, op in ops]
+        as_cached = [with_shared_cache_load_factors(op.shards, op.batch) for _, op in ops]
         self.codes = model.encode([shard for of_op in as_cached for shard in of_op], problem.global_batch)
         number = self.run * n + self.at
         self.sums = np.zeros((len(self.runs) * n, self.codes.shape[1]))

@@ -11,7 +11,7 @@ import numpy as np
 
 from shardcore.io.dataset import has_reference_op
 from shardcore.io.measurements import CollectiveSample, ComputeSample
-from shardcore.report.figures import panels
+from shardcore.report.figures import figure_with_panels
 from shardcore.step.memory import gib
 from shardcore.step.scopes import WORLD
 
@@ -37,19 +37,19 @@ def dataset_summary(
     if timed:
         shards = [x for s in timed for x in s.request.shards]
         rows += [
-            ("shards an op", _range([len(s.request.shards) for s in timed])),
-            ("widths", _range([x.width for x in shards])),
+            ("shards an op", _range_text([len(s.request.shards) for s in timed])),
+            ("widths", _range_text([x.width for x in shards])),
             ("shard weights", f"{gib(min(x.bytes for x in shards))} to {gib(max(x.bytes for x in shards))}"),
             ("row ranges", f"{np.mean([not x.full_rows for x in shards]):.0%} of shards"),
             ("batches", ", ".join(map(str, sorted({s.request.batch for s in timed})))),
-            ("total ms", _range([s.total_ms for s in timed])),
-            ("repeats", _range([s.forward.repeats for s in timed if s.forward])),
-            ("spread of one sample's repeats", _deciles([_relative_spread(s) for s in timed])),
-            ("slowdown of the machine (1: usual)", _range([s.slowdown for s in timed])),
+            ("total ms", _range_text([s.total_ms for s in timed])),
+            ("repeats", _range_text([s.forward.repeats for s in timed if s.forward])),
+            ("spread of one sample's repeats", _deciles_text([_relative_spread(s) for s in timed])),
+            ("slowdown of the machine (1: usual)", _range_text([s.slowdown for s in timed])),
         ]
         known = [s.relative_ci for s in timed if s.relative_ci and np.isfinite(s.relative_ci)]
         if known:
-            rows += [("a median is known to", _deciles(known))]
+            rows += [("a median is known to", _deciles_text(known))]
     # The reference op is timed throughout. It shows drift, not repeatability.
     again = repeats[has_reference_op(repeats) :]
     if again:
@@ -60,8 +60,8 @@ def dataset_summary(
         ratios = np.array([b.total_ms / a.total_ms for a, b in pairs])
         rows += [
             ("samples timed again", f"{len(again)}, {np.median(apart) / 60:.0f} minutes apart (median)"),
-            ("difference of two timings", _deciles(abs(ratios - 1))),
-            ("the same as the clock showed them", _deciles(abs(ratios * clock - 1))),
+            ("difference of two timings", _deciles_text(abs(ratios - 1))),
+            ("the same as the clock showed them", _deciles_text(abs(ratios * clock - 1))),
             (
                 "agree within √2 × what they are known to",
                 f"{np.mean([_timings_agree(a, b) for a, b in pairs]):.0%}",
@@ -75,7 +75,7 @@ def dataset_summary(
             ("reference op: drift as the clock showed it", f"{clock.max() / clock.min() - 1:.0%}"),
             (
                 "reference op: deviation at the usual speed",
-                _deciles(abs(reference / np.median(reference) - 1)),
+                _deciles_text(abs(reference / np.median(reference) - 1)),
             ),
         ]
     return rows
@@ -95,12 +95,12 @@ def exchange_summary(samples: Sequence[CollectiveSample]) -> list[tuple[str, str
         ]
         rows += [
             ("of them", ", ".join(f"{n} {kind}" for kind, n in kinds.most_common())),
-            ("ranks", _range([len(s.request.widths) for s in timed])),
-            ("columns a rank", _range([w for s in timed for w in s.request.widths])),
-            ("transfer ms", _range([x.median_ms for x in transfers])),
+            ("ranks", _range_text([len(s.request.widths) for s in timed])),
+            ("columns a rank", _range_text([w for s in timed for w in s.request.widths])),
+            ("transfer ms", _range_text([x.median_ms for x in transfers])),
             (
                 "spread of one transfer's repeats",
-                _deciles([(x.q3_ms - x.q1_ms) / x.median_ms for x in transfers]),
+                _deciles_text([(x.q3_ms - x.q1_ms) / x.median_ms for x in transfers]),
             ),
             *((f"over {words}", f"{n} exchanges") for words, n in sorted(emulated.items())),
             ("more ranks than cores", f"{sum(s.oversubscribed for s in timed)} exchanges"),
@@ -121,11 +121,11 @@ def step_summary(kept: Sequence[ReplaySet]) -> list[tuple[str, str]]:
     return [
         ("steps", f"{len(costs)} plans of {problems} problems"),
         ("of them with shards of kind", ", ".join(f"{n} {kind}" for kind, n in kinds.most_common())),
-        ("devices", _range([len(one.problem.topology) for one in kept])),
-        ("step ms", _range([c.total_ms for c in costs])),
+        ("devices", _range_text([len(one.problem.topology) for one in kept])),
+        ("step ms", _range_text([c.total_ms for c in costs])),
         (
             "spread of one step's repeats",
-            _deciles([(c.step.q3_ms - c.step.q1_ms) / c.step.median_ms for c in costs]),
+            _deciles_text([(c.step.q3_ms - c.step.q1_ms) / c.step.median_ms for c in costs]),
         ),
         ("more devices than cores", f"{sum(c.oversubscribed for c in costs)} plans"),
     ]
@@ -136,8 +136,8 @@ def traced_summary(samples: Sequence[TracedSample]) -> list[tuple[str, str]]:
     jobs = Counter(sample.job for sample in samples)
     return [
         ("traced steps", ", ".join(f"{n} of {job}" for job, n in jobs.most_common())),
-        ("their ranks", _range([len(step.ranks) for sample in samples for step in sample.steps])),
-        ("their ms without tracing", _range([sample.step_ms for sample in samples])),
+        ("their ranks", _range_text([len(step.ranks) for sample in samples for step in sample.steps])),
+        ("their ms without tracing", _range_text([sample.step_ms for sample in samples])),
     ]
 
 
@@ -146,7 +146,7 @@ def dataset_figure(
 ) -> Figure:
     """Coverage, noise, drift and repeatability of a dataset, one panel each."""
     timed = [s for s in samples if s.error is None]
-    figure, [coverage, noise, drift, again] = panels((11, 8), 2, 2)
+    figure, [coverage, noise, drift, again] = figure_with_panels((11, 8), 2, 2)
     figure.suptitle(title)
     if not timed:
         figure.text(0.5, 0.5, f"all {len(samples)} samples failed", ha="center")
@@ -195,10 +195,10 @@ def _relative_spread(sample: ComputeSample) -> float:
     return sum(x.q3_ms - x.q1_ms for x in (sample.forward, sample.backward) if x) / sample.total_ms
 
 
-def _range(values: Sequence[float]) -> str:
+def _range_text(values: Sequence[float]) -> str:
     return f"{min(values):.4g} to {max(values):.4g}, median {np.median(values):.4g}"
 
 
-def _deciles(values: Sequence[float] | np.ndarray) -> str:
+def _deciles_text(values: Sequence[float] | np.ndarray) -> str:
     low, middle, high = np.percentile(values, [10, 50, 90])
     return f"{low:.1%} / {middle:.1%} / {high:.1%} (10th / 50th / 90th percentile)"

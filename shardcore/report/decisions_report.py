@@ -9,7 +9,7 @@ import numpy as np
 
 from shardcore.core.types import Problem
 from shardcore.plans.hot_drift import HotDrift
-from shardcore.report.figures import panels
+from shardcore.report.figures import figure_with_panels
 from shardcore.report.text import records_table, text_table
 from shardcore.search.decisions.driver import Entry, Found, Ledger, Outcome
 from shardcore.search.decisions.memory_tiers import gains_ms, link_ms, tiers_of
@@ -33,20 +33,20 @@ def ledger_text(ledger: Ledger | None) -> str:
     """All that was proposed, and why the best one won; then the same within it. "": nothing was decided."""
     if ledger is None:
         return ""
-    table = entries_table(ledger.decision, ledger.entries, ledger.best)
+    table = proposals_table(ledger.decision, ledger.entries, ledger.best)
     because = f"\n{ledger.chosen}: {ledger.because}" * (len(ledger.entries) > 1)
     return f"{table}{because}\n\n{ledger_text(ledger.best.within)}".rstrip("\n")
 
 
-def entries_table(decision: str, entries: Sequence[Entry], chosen: Entry | None = None) -> str:
+def proposals_table(decision: str, entries: Sequence[Entry], chosen: Entry | None = None) -> str:
     """A row for each proposal of a decision, up to a number. chosen: the one that won. None: none did."""
     names = dict.fromkeys(name for entry in entries for name in entry.facts)
     shown = [x for i, x in enumerate(entries) if i < MOST_ENTRIES or x is chosen]
     rows = [
         (
             entry.proposed + " (best)" * (entry is chosen and len(entries) > 1),
-            *(_cell(entry.facts.get(name)) for name in names),
-            _cell(entry.ms),
+            *(_cell_text(entry.facts.get(name)) for name in names),
+            _cell_text(entry.ms),
             f"{entry.seconds:.1f}",
             f"{entry.evals:,}",
             entry.why,
@@ -58,12 +58,12 @@ def entries_table(decision: str, entries: Sequence[Entry], chosen: Entry | None 
     return table + more * (len(entries) > len(shown))
 
 
-def has_choice(ledger: Ledger | None) -> bool:
+def has_several_proposals(ledger: Ledger | None) -> bool:
     """Tell if there was more than one proposal, here or within the best."""
-    return ledger is not None and (len(ledger.entries) > 1 or has_choice(ledger.best.within))
+    return ledger is not None and (len(ledger.entries) > 1 or has_several_proposals(ledger.best.within))
 
 
-def _cell(value: Any) -> str:
+def _cell_text(value: Any) -> str:
     if value is None:
         return "-"
     if isinstance(value, float):
@@ -88,7 +88,7 @@ def hot_rows_table(before: Problem, problem: Problem) -> str:
     return text_table(["table", "rows", "hot rows", "their lookups"], rows) if rows else ""
 
 
-def drift_table(drifts: Sequence[HotDrift]) -> str:
+def hot_row_drift_table(drifts: Sequence[HotDrift]) -> str:
     """A table of how hot the hot rows still are, and of what other hot ids would save and move."""
     rows = [
         {
@@ -115,7 +115,7 @@ def drift_table(drifts: Sequence[HotDrift]) -> str:
 # --- memory tiers ------------------------------------------------------------------------------------------
 
 
-def tiers_report(problem: Problem) -> str:
+def memory_tiers_text(problem: Problem) -> str:
     """Tables that are not wholly in device memory, those with most bytes over the link first.
 
     A second table has the ms that more memory would save.
@@ -165,7 +165,7 @@ def _cluster_record(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def clusters(decision: Provision, result: Found) -> Iterator[str]:
+def cluster_lines(decision: Provision, result: Found) -> Iterator[str]:
     """The chosen cluster, the best of each offer, and what has no plan."""
     outcomes = result.outcomes
     best = best_of_each(outcomes, decision.target)
@@ -193,7 +193,7 @@ def clusters_figure(outcomes: Sequence[Outcome], chosen: Outcome | None) -> Figu
     def points(of: Sequence[Outcome]) -> tuple[list[float], list[float]]:
         return [x.proposal.price_per_hour for x in of], [x.proposal.samples_per_s(x.ms) for x in of]
 
-    made, [axes] = panels((8, 5))
+    made, [axes] = figure_with_panels((8, 5))
     prices, rates = points(
         sorted((x for x in outcomes if x.found), key=lambda x: (x.proposal.price_per_hour, x.ms))
     )

@@ -14,7 +14,7 @@ from shardcore.core.step_cost import StepCost
 from shardcore.core.types import Plan, Problem
 from shardcore.cost.model import CostModel, price
 from shardcore.io.writing import write_atomic
-from shardcore.report.figures import panels, png, svg
+from shardcore.report.figures import figure_with_panels, png_bytes, svg_text
 from shardcore.report.plan_explorer import PARTS
 from shardcore.step.lower import lower
 from shardcore.step.memory import held_bytes
@@ -55,10 +55,12 @@ class Picture:
         suffix = Path(path).suffix
         if suffix not in (".png", ".svg"):
             raise ShardCoreError(f"path is {path}; it needs to end in .png or .svg")
-        write_atomic(Path(path), png(self.figure) if suffix == ".png" else svg(self.figure).encode())
+        write_atomic(
+            Path(path), png_bytes(self.figure) if suffix == ".png" else svg_text(self.figure).encode()
+        )
 
     def _repr_png_(self) -> bytes:
-        return png(self.figure)
+        return png_bytes(self.figure)
 
 
 def plot(plan: Plan, problem: Problem, model: CostModel, before: Plan | None = None) -> Picture:
@@ -83,24 +85,24 @@ def plot(plan: Plan, problem: Problem, model: CostModel, before: Plan | None = N
             by = shown.provenance.get("algorithm", "an unknown algorithm")
             words = f"{name}, by {by}: {cost.total_ms:.2f} ms a step" * (before is not None)
             loads.append(DeviceLoad(cost, workload.memory_bytes, free, words))
-    return Picture(figure(loads))
+    return Picture(device_figure(loads))
 
 
-def figure(loads: Sequence[DeviceLoad]) -> Figure:
+def device_figure(loads: Sequence[DeviceLoad]) -> Figure:
     """Two panels over devices for each load: stacked parts of a step, and used memory."""
-    made, of_loads = panels((11, 3.4 * len(loads)), len(loads), 2)
+    made, of_loads = figure_with_panels((11, 3.4 * len(loads)), len(loads), 2)
     made.set_layout_engine("none")
     made.subplots_adjust(0.06, 0.14 / len(loads), 0.99, 1 - 0.08 / len(loads), 0.16, 0.35)
     for load, costs, memory in zip(loads, of_loads[::2], of_loads[1::2], strict=True):
-        _stack_costs(costs, load, max(max(x.cost.device_ms) for x in loads))
-        _bar_memory(memory, load)
+        _draw_step_parts(costs, load, max(max(x.cost.device_ms) for x in loads))
+        _draw_memory(memory, load)
     return made
 
 
-def _stack_costs(axes: Axes, load: DeviceLoad, most_ms: float) -> None:
+def _draw_step_parts(axes: Axes, load: DeviceLoad, most_ms: float) -> None:
     below = np.zeros(len(load.memory_bytes))
     for label, name, color in PARTS:
-        below = _bars(axes, np.array(getattr(load.cost, name)), below, color, label)
+        below = _draw_bars(axes, np.array(getattr(load.cost, name)), below, color, label)
     # Plans under each other have one scale. Room above the bars, for the name.
     axes.set(ylabel="ms of one step", xlabel="device", ylim=(0, most_ms * (1.18 if load.name else 1.05)))
     axes.text(0.01, 0.99, load.name, transform=axes.transAxes, va="top", weight="bold")
@@ -116,7 +118,7 @@ def _stack_costs(axes: Axes, load: DeviceLoad, most_ms: float) -> None:
     )
 
 
-def _bar_memory(axes: Axes, load: DeviceLoad) -> None:
+def _draw_memory(axes: Axes, load: DeviceLoad) -> None:
     # The largest unit in which the fullest device reads as 1 or more.
     unit, name = next(
         (u, n)
@@ -125,13 +127,13 @@ def _bar_memory(axes: Axes, load: DeviceLoad) -> None:
     )
     free = np.array(load.free_bytes) / unit
     used = np.array(load.memory_bytes) / unit
-    _bars(axes, free, np.zeros(len(free)), "#eeeeee", "may be used")
-    _bars(axes, used, np.zeros(len(free)), "#228833", "used")
+    _draw_bars(axes, free, np.zeros(len(free)), "#eeeeee", "may be used")
+    _draw_bars(axes, used, np.zeros(len(free)), "#228833", "used")
     axes.set(ylabel=f"memory, {name}", xlabel="device")
     axes.legend(frameon=False, fontsize=8, ncols=2, loc="lower right", bbox_to_anchor=(1.0, 1.0))
 
 
-def _bars(axes: Axes, heights: np.ndarray, below: np.ndarray, color: str, label: str) -> np.ndarray:
+def _draw_bars(axes: Axes, heights: np.ndarray, below: np.ndarray, color: str, label: str) -> np.ndarray:
     """Draw bars on top of `below`, and return the new tops."""
     n = len(heights)
     # One outline per layer: a rectangle per device would bloat the SVG of 1,000 devices.

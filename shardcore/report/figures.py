@@ -19,7 +19,7 @@ _POWER = re.compile(r"\$\\mathdefault\{\d*(\\times)?10\^\{[-\u2212]?\d+\}\}\$")
 """Formula that matplotlib itself writes at a logarithmic axis."""
 
 
-def panels(
+def figure_with_panels(
     size: tuple[float, float], rows: int = 1, columns: int = 1, **options: Any
 ) -> tuple[Figure, list[Axes]]:
     """A figure, and its panels row by row. size: width and height in inches. options: of `Figure.subplots`."""
@@ -32,10 +32,10 @@ def panels(
     return figure, made
 
 
-def png(figure: Figure) -> bytes:
+def png_bytes(figure: Figure) -> bytes:
     """The figure as PNG."""
     content = io.BytesIO()
-    _without_formulas(figure).savefig(content, dpi=120, format="png")
+    _disable_math_text(figure).savefig(content, dpi=120, format="png")
     return content.getvalue()
 
 
@@ -43,13 +43,13 @@ def write_png(path: Path, draw: Callable[[], Figure]) -> str:
     """Write a picture, and give a line for people: its path, or why it was not drawn without matplotlib."""
     try:
         with extras_named():
-            write_atomic(path, png(draw()))
+            write_atomic(path, png_bytes(draw()))
     except MissingExtra as error:
         return f"{path} was not drawn: {error}"
     return str(path)
 
 
-def svg(figure: Figure) -> str:
+def svg_text(figure: Figure) -> str:
     """The figure as SVG for HTML. The same figure gives the same text."""
     import matplotlib
 
@@ -58,11 +58,11 @@ def svg(figure: Figure) -> str:
     with matplotlib.rc_context(
         {"svg.fonttype": "none", "svg.hashsalt": "shardcore", "font.family": "sans-serif"}
     ):
-        _without_formulas(figure).savefig(text, format="svg", metadata={"Date": None})
+        _disable_math_text(figure).savefig(text, format="svg", metadata={"Date": None})
     return text.getvalue()[text.getvalue().index("<svg") :]
 
 
-def _without_formulas(figure: Figure) -> Figure:
+def _disable_math_text(figure: Figure) -> Figure:
     """The figure, whose texts are no formulas: a name such as A$_$ is none that can be drawn."""
     from matplotlib.text import Text
 

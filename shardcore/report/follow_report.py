@@ -9,7 +9,7 @@ from shardcore.plans.words import count, when
 from shardcore.step.memory import gib
 
 
-def decision_text(x: Decision) -> str:
+def current_version_text(x: Decision) -> str:
     return f"{x.problem}: version {x.current} is current since {when(x.decided_at)} ({x.outcome}): {x.reason}"
 
 
@@ -38,7 +38,7 @@ def event_text(event: JobEvent) -> str:
     return "; ".join(words)
 
 
-def next_text(report: JobReport, current: str) -> str:
+def next_action_text(report: JobReport, current: str) -> str:
     """Action of a job at its next look."""
     if report.current == current:
         return "next: nothing, until another version is current"

@@ -6,8 +6,8 @@ from shardcore.core.types import Problem
 from shardcore.core.validation import require
 from shardcore.report.text import records_table
 from shardcore.step.access import lookups
-from shardcore.tables.hash_tables import imbalance
-from shardcore.tables.heat import heat_of
+from shardcore.tables.hash_tables import row_division_imbalance
+from shardcore.tables.heat import heat_of_tables
 
 _MOST = 0.8
 
@@ -23,8 +23,15 @@ def heat_table(problem: Problem, held: float) -> str:
         if lookups(table, batch) == 0:
             heats.append((0.0, 0.0, table, 0.0))
             continue
-        [heat] = heat_of([table], batch, unseen=True)
-        heats.append((heat.unique_rows, float(heat.misses(held * table.rows)), table, heat.rows_of(_MOST)))
+        [heat] = heat_of_tables([table], batch, unseen=True)
+        heats.append(
+            (
+                heat.unique_rows,
+                float(heat.missed_rows(held * table.rows)),
+                table,
+                heat.fewest_rows_with_share(_MOST),
+            )
+        )
     n_devices = len(problem.topology)
     uneven = any(t.row_shares for t in problem.tables) and n_devices > 1
     heats.sort(key=lambda x: -x[0])
@@ -38,7 +45,11 @@ def heat_table(problem: Problem, held: float) -> str:
             "rows a batch touches": f"{touched:,.0f}",
             f"misses with {held:.0%} held": f"{missed / touched:.0%}" if touched else "-",
             # Where rows are divided, in the order of ids or as a hash table's routing sends them.
-            **({f"busiest of {n_devices} ranges": f"{imbalance(table, n_devices):.2f}x"} if uneven else {}),
+            **(
+                {f"busiest of {n_devices} ranges": f"{row_division_imbalance(table, n_devices):.2f}x"}
+                if uneven
+                else {}
+            ),
         }
         for touched, missed, table, hot in heats
     ]

@@ -23,7 +23,7 @@ figure { margin: 1rem 0; } svg { width: 100%; height: auto; }
 """
 
 
-def document(title: str, body: Iterable[str], policy: str = STATIC, style: str = "") -> str:
+def html_page(title: str, body: Iterable[str], policy: str = STATIC, style: str = "") -> str:
     """A page. body: its elements, as HTML. policy, style: of its own script and elements."""
     return "\n".join(
         [
@@ -36,5 +36,5 @@ def document(title: str, body: Iterable[str], policy: str = STATIC, style: str =
     )
 
 
-def note(text: str) -> str:
+def note_html(text: str) -> str:
     return f'<p class="note">{escape(text)}</p>'

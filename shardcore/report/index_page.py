@@ -10,30 +10,30 @@ from shardcore.core.html import Link, table
 from shardcore.plans import store
 from shardcore.plans.decisions import Decision
 from shardcore.plans.words import when
-from shardcore.report.html import document, note
+from shardcore.report.html import html_page, note_html
 
 _HEADERS = ("problem", "ms of a step", "model", "decided", "outcome")
 
 
-def page(decisions: Mapping[str, Decision | None]) -> str:
+def store_index_page(decisions: Mapping[str, Decision | None]) -> str:
     """The page as one HTML file. Its links are relative to the store.
 
     decisions: the last decision on each problem. None: it cannot be read.
     """
-    rows = [_row(name, decision) for name, decision in sorted(decisions.items())]
-    return document(
+    rows = [_problem_row(name, decision) for name, decision in sorted(decisions.items())]
+    return html_page(
         "Published plans",
         [
             "<h1>Published plans</h1>",
             f'<p><a href="{store.MODELS}">Versions of the cost model</a> · '
             f'<a href="{store.REPORT}">The last publish</a></p>',
             table(_HEADERS, rows, words=(2, 3, 4)),
-            note("Costs are those that the model of that time predicted."),
+            note_html("Costs are those that the model of that time predicted."),
         ],
     )
 
 
-def _row(name: str, decision: Decision | None) -> tuple[Any, ...]:
+def _problem_row(name: str, decision: Decision | None) -> tuple[Any, ...]:
     if decision is None:
         return name, "cannot be read", "", "", ""
     model, profile = (decision.provenance.get(key) for key in ("model_version", "profile"))

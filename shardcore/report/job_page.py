@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from shardcore.core.html import table
 from shardcore.plans.words import when
-from shardcore.report.figures import panels, svg
-from shardcore.report.html import document, note
+from shardcore.report.figures import figure_with_panels, svg_text
+from shardcore.report.html import html_page, note_html
 from shardcore.report.text import percent_change
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class JobRecord:
     factors: Mapping[str, float] = field(default_factory=dict)
 
 
-def rows(records: Sequence[JobRecord]) -> list[tuple[str, ...]]:
+def traced_step_rows(records: Sequence[JobRecord]) -> list[tuple[str, ...]]:
     """Rows under HEADERS, the last step first."""
     return [
         (
@@ -69,31 +69,31 @@ def rows(records: Sequence[JobRecord]) -> list[tuple[str, ...]]:
     ]
 
 
-def page(job: str, records: Sequence[JobRecord], first: Sequence[str] = ()) -> str:
+def traced_job_page(job: str, records: Sequence[JobRecord], first: Sequence[str] = ()) -> str:
     """The page as one self-contained HTML file.
 
     first: sentences that come first.
     """
-    return document(
+    return html_page(
         job,
         [
             f"<h1>{escape(job)}</h1>",
             *(f"<p>{escape(x)}</p>" for x in first),
-            note(
+            note_html(
                 "Each step was predicted before it was read: by the champion of its time, with what earlier steps took "
                 "around the embeddings. Below: by what each part differs from that model."
             ),
-            f"<figure>{svg(figure(records))}</figure>",
-            table(HEADERS, rows(records), words=(1, 7)),
+            f"<figure>{svg_text(traced_job_figure(records))}</figure>",
+            table(HEADERS, traced_step_rows(records), words=(1, 7)),
         ],
     )
 
 
-def figure(records: Sequence[JobRecord]) -> Figure:
+def traced_job_figure(records: Sequence[JobRecord]) -> Figure:
     """Measured and predicted ms over time, and the factors of parts below."""
     from datetime import UTC, datetime
 
-    made, [steps, factors] = panels((11, 5.4), rows=2, sharex=True)
+    made, [steps, factors] = figure_with_panels((11, 5.4), rows=2, sharex=True)
     ordered = sorted(records, key=lambda x: x.at)
     times: list[Any] = [datetime.fromtimestamp(x.at, UTC) for x in ordered]
     steps.plot(times, [x.measured_ms for x in ordered], "o-", color="#4477aa", label="measured")

@@ -24,10 +24,10 @@ _WAITS = 0.1
 """Share of the step from which waiting is worth a sentence."""
 
 
-def traced_text(job: TracedJob) -> str:
+def traced_step_text(job: TracedJob) -> str:
     """The parts of the last traced step, for each rank."""
     step = job.steps[-1]
-    shown = _shown_ranks(step)
+    shown = _ranks_to_show(step)
     rows = [
         [part.words, *(f"{rank.ms.get(name, 0.0):.2f}" for rank in shown)]
         for name, part in TRACED_PARTS.items()
@@ -41,11 +41,11 @@ def traced_text(job: TracedJob) -> str:
     return table + f"\nand {left} more ranks" * (left > 0) + _missing_ranks_text(step, "\n")
 
 
-def predicted_text(step: TracedStep, before: StepCost, after: StepCost, ranks: Sequence[int]) -> str:
+def prediction_text(step: TracedStep, before: StepCost, after: StepCost, ranks: Sequence[int]) -> str:
     """Measured and predicted parts of each rank. ranks: the device of each rank."""
     headers = ["rank", "part", "measured ms", "predicted", "difference", "corrected", "difference"]
     rows = []
-    for rank in _shown_ranks(step):
+    for rank in _ranks_to_show(step):
         device = ranks[rank.rank]
         for name in (*PARTS, "dense_ms"):
             measured = rank.cost_ms(name)
@@ -63,7 +63,7 @@ def _missing_ranks_text(step: TracedStep, before: str) -> str:
     return words if step.missing_ranks else ""
 
 
-def bottleneck(step: TracedStep) -> str:
+def bottleneck_sentence(step: TracedStep) -> str:
     """A sentence on what limits a step."""
     last = min(step.ranks, key=lambda rank: rank.cost_ms("waiting_ms"))
     others = [rank for rank in step.ranks if rank is not last]
@@ -82,15 +82,15 @@ def bottleneck(step: TracedStep) -> str:
             return f"{first}, which began the step later.{missing}"
         return f"{first}: its {WORDS[name]} took {more_ms:.1f} ms more than those of others.{missing}"
     parts = {name: part.words for name, part in TRACED_PARTS.items() if name != UNNAMED}
-    name = max(parts, key=lambda name: _mean_ms(step, name))
-    ms = _mean_ms(step, name)
+    name = max(parts, key=lambda name: _mean_part_ms(step, name))
+    ms = _mean_part_ms(step, name)
     return (
         f"Most of the step goes to {parts[name]}: {ms:.1f} ms of {step.total_ms:.1f} "
         f"({ms / step.total_ms:.0%}).{missing}"
     )
 
 
-def unnamed_text(step: TracedStep) -> str:
+def unrecognised_kernels_text(step: TracedStep) -> str:
     """Names that are not recognised, with their ms in the mean over ranks. Empty where there are none."""
     totals: dict[str, float] = {}
     for rank in step.ranks:
@@ -100,16 +100,16 @@ def unnamed_text(step: TracedStep) -> str:
     return "; ".join(f"{name[:60]} {ms:.2f} ms" for name, ms in longest)
 
 
-def _mean_ms(step: TracedStep, name: str) -> float:
+def _mean_part_ms(step: TracedStep, name: str) -> float:
     return sum(rank.ms.get(name, 0.0) for rank in step.ranks) / len(step.ranks)
 
 
-def _shown_ranks(step: TracedStep) -> list[RankStep]:
+def _ranks_to_show(step: TracedStep) -> list[RankStep]:
     order = sorted(step.ranks, key=lambda rank: rank.cost_ms("waiting_ms"))
     return sorted([*order[: MOST_RANKS - 1], *order[MOST_RANKS - 1 :][-1:]], key=lambda rank: rank.rank)
 
 
-def headline(total_ms: float, predicted_ms: float, interval_ms: tuple[float, float]) -> str:
+def step_headline(total_ms: float, predicted_ms: float, interval_ms: tuple[float, float]) -> str:
     """The step as measured and as predicted."""
     low, high = interval_ms
     return (

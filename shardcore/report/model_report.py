@@ -15,7 +15,7 @@ from shardcore.core import links
 from shardcore.cost import accuracy, collective_model, known_errors, ranges, replay_metrics
 from shardcore.cost.metrics import kendall_tau, mape
 from shardcore.cost.neural import NeuralModel
-from shardcore.report.figures import panels
+from shardcore.report.figures import figure_with_panels
 from shardcore.report.text import markdown_table
 from shardcore.step.kinds import CHANNELS, kinds_of
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Studied:
+class StudyResults:
     """Results of studying a model. None: too few samples.
 
     metrics: by split, the result of accuracy.evaluate; that of "test" is of study.judge_test_split.
@@ -41,7 +41,7 @@ class Studied:
     repeatability: float | None = None
     curve: LearningCurve | None = None
 
-    def flat(self) -> dict[str, float]:
+    def flat_metrics(self) -> dict[str, float]:
         """All figures in one flat mapping, for MLflow, which groups what has a slash."""
         figures: dict[str, float | None] = {
             f"{split}/{k}": v for split, values in self.metrics.items() for k, v in values.items()
@@ -56,9 +56,9 @@ class Studied:
 # --- figures ---------------------------------------------------------------------------------------------
 
 
-def predicted_against_measured(measured_ms: np.ndarray, predicted_ms: np.ndarray, title: str) -> Figure:
+def prediction_scatter_figure(measured_ms: np.ndarray, predicted_ms: np.ndarray, title: str) -> Figure:
     """Scatter of [S] values on log axes, with the line of equality and ±10%."""
-    figure, (axes,) = _figure(title)
+    figure, (axes,) = _titled_figure(title)
     axes.scatter(measured_ms, predicted_ms, s=8, alpha=0.6, linewidths=0)
     _draw_equality(
         axes,
@@ -71,18 +71,18 @@ def predicted_against_measured(measured_ms: np.ndarray, predicted_ms: np.ndarray
     return figure
 
 
-def error_by_size(
+def error_by_size_figure(
     measured_ms: np.ndarray, predicted_ms: np.ndarray, shards: np.ndarray, title: str
 ) -> Figure:
     """Relative errors [S] over measured ms, and over the number of shards in the op."""
-    figure, by = _figure(title, columns=2)
+    figure, by = _titled_figure(title, columns=2)
     error = 100 * (predicted_ms / measured_ms - 1)
     # A few outliers would squeeze the rest into a line.
     limit = max(10.0, 1.1 * float(np.percentile(abs(error), 99)))
     for axes, x, label in zip(by, (measured_ms, shards), ("measured ms", "shards in the op"), strict=True):
         axes.axhline(0, color="0.4", linewidth=1)
         axes.scatter(x, np.clip(error, -limit, limit), s=6, alpha=0.35, linewidths=0)
-        bins = _equal_bins(x)
+        bins = _equal_count_bins(x)
         at = [np.median(x[b]) for b in bins]
         low, middle, high = np.array([np.percentile(error[b], [10, 50, 90]) for b in bins]).T
         axes.fill_between(
@@ -90,19 +90,19 @@ def error_by_size(
         )
         axes.plot(at, middle, color="C1", marker="o", markersize=4, label="their median")
         axes.set(xscale="log", xlabel=label, ylim=(-limit, limit))
-        _plain_ticks(axes, "x")
+        _use_plain_ticks(axes, "x")
     by[0].set_ylabel("predicted − measured, % of measured")
     by[0].legend(loc="lower left", frameon=False)
     return figure
 
 
-def predicted_against_replayed(rows: Sequence[replay_metrics.ReplayRecord], title: str) -> Figure:
+def replay_scatter_figure(rows: Sequence[replay_metrics.ReplayRecord], title: str) -> Figure:
     """Predicted over replayed ms of plans of many problems, on log axes.
 
     A colour marks the algorithm. A line joins the plans of a problem. Bars are 95% intervals of replays. The
     line of equality and ±10% are drawn too.
     """
-    figure, (axes,) = _figure(title)
+    figure, (axes,) = _titled_figure(title)
     figure.set_figwidth(8)
     predicted, replayed, noise = (
         np.array([getattr(r, k) for r in rows]) for k in ("predicted_ms", "replayed_ms", "noise_ms")
@@ -137,9 +137,9 @@ def predicted_against_replayed(rows: Sequence[replay_metrics.ReplayRecord], titl
     return figure
 
 
-def replayed_cost(rivals: Mapping[str, replay_metrics.SharderComparison], title: str) -> Figure:
+def replayed_cost_figure(rivals: Mapping[str, replay_metrics.SharderComparison], title: str) -> Figure:
     """Mean replayed cost of each algorithm over ours, dearest on top, with 95% intervals over problems."""
-    figure, (axes,) = _figure(title)
+    figure, (axes,) = _titled_figure(title)
     order = sorted(rivals, key=lambda name: rivals[name].cost.mean)
     n_problems = max(rival.problems for rival in rivals.values())
     for i, rival in enumerate(rivals[name] for name in order):
@@ -168,8 +168,8 @@ def replayed_cost(rivals: Mapping[str, replay_metrics.SharderComparison], title:
 _MARKERS = "osv"
 
 
-def _figure(title: str, columns: int = 1) -> tuple[Figure, list[Axes]]:
-    figure, made = panels((6.4 if columns == 1 else 11, 4.8), columns=columns, sharey=True)
+def _titled_figure(title: str, columns: int = 1) -> tuple[Figure, list[Axes]]:
+    figure, made = figure_with_panels((6.4 if columns == 1 else 11, 4.8), columns=columns, sharey=True)
     figure.suptitle(title)
     for axes in made:
         axes.grid(color="0.92", linewidth=0.8)
@@ -183,11 +183,11 @@ def _draw_equality(axes: Axes, ms: np.ndarray, words: str) -> None:
     axes.fill_between(line, line * 0.9, line * 1.1, color="0.85", label="±10%", zorder=0)
     axes.plot(line, line, color="0.4", linewidth=1)
     axes.set(xscale="log", yscale="log", ylabel="predicted ms", xlim=line, ylim=line)
-    _plain_ticks(axes)
+    _use_plain_ticks(axes)
     axes.text(0.97, 0.03, words, transform=axes.transAxes, ha="right", va="bottom")
 
 
-def _plain_ticks(axes: Axes, ways: str = "xy") -> None:
+def _use_plain_ticks(axes: Axes, ways: str = "xy") -> None:
     """Write plain numbers instead of powers of ten on log axes."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
@@ -198,7 +198,7 @@ def _plain_ticks(axes: Axes, ways: str = "xy") -> None:
         axis.set_minor_formatter(NullFormatter())
 
 
-def _equal_bins(x: np.ndarray) -> list[np.ndarray]:
+def _equal_count_bins(x: np.ndarray) -> list[np.ndarray]:
     """Indices of [S] values in 1 to 12 bins of about 40 values or more. Equal values share a bin."""
     edges = np.unique(np.quantile(x, np.linspace(0, 1, int(np.clip(len(x) // 40, 1, 12)) + 1)))
     place = np.searchsorted(edges[1:-1], x, side="right")
@@ -208,7 +208,7 @@ def _equal_bins(x: np.ndarray) -> list[np.ndarray]:
 # --- words -----------------------------------------------------------------------------------------------
 
 
-def gain_of_doubling(curve: LearningCurve, repeatability: float | None) -> str:
+def doubling_gain_sentence(curve: LearningCurve, repeatability: float | None) -> str:
     """A sentence: what twice the samples would gain."""
     most = max(n for n, _ in curve.rows)
     floor = f"; a timing itself is off by {repeatability:.1f}%" if repeatability is not None else ""
@@ -237,7 +237,7 @@ _SPLIT_ROWS = (
 """Rows of the card's table of splits: words, metric of accuracy.evaluate, format."""
 
 
-def model_card(model: NeuralModel, studied: Studied, name: str) -> str:
+def model_card(model: NeuralModel, studied: StudyResults, name: str) -> str:
     """The model's card as a page of Markdown.
 
     name: the model's name in the registry.
@@ -254,18 +254,18 @@ def model_card(model: NeuralModel, studied: Studied, name: str) -> str:
             "what is in another setting is refused. A group that grows never costs less, and an empty one costs "
             "nothing.",
             "## Trained on",
-            _trained_on(model),
+            _training_table(model),
             "## Where to trust it",
-            _ranges(model),
+            _training_ranges_text(model),
             "## How good it is",
-            _how_good(studied),
+            _accuracy_text(studied),
             "## How to use it",
             use,
         ]
     )
 
 
-def _trained_on(model: NeuralModel) -> str:
+def _training_table(model: NeuralModel) -> str:
     setting, samples, provenance = model.setting, model.meta["samples"], model.meta["provenance"]
     groups, exchanges = (
         " / ".join(f"{samples[f'{kind}_{side}']:,}" for side in ("train", "validation", "test"))
@@ -279,7 +279,7 @@ def _trained_on(model: NeuralModel) -> str:
             ("groups: train / validation / test", groups),
             ("exchanges: train / validation / test", exchanges),
             *(
-                [("replayed steps: exchanges take there, of what they take alone", _in_steps(model))]
+                [("replayed steps: exchanges take there, of what they take alone", _step_factors_text(model))]
                 if "steps" in model.meta
                 else []
             ),
@@ -294,7 +294,7 @@ def _trained_on(model: NeuralModel) -> str:
     )
 
 
-def _in_steps(model: NeuralModel) -> str:
+def _step_factors_text(model: NeuralModel) -> str:
     factors = [
         f"{channel.words} {way} {collective_model.in_step(model.weights, channel, way):.2f}"
         for channel in CHANNELS
@@ -304,7 +304,7 @@ def _in_steps(model: NeuralModel) -> str:
     return f"{model.meta['steps']:,}: {', '.join(factors)}"
 
 
-def _ranges(model: NeuralModel) -> str:
+def _training_ranges_text(model: NeuralModel) -> str:
     """The training ranges, in the words that warn of plans beyond them, and what no range covers."""
     owners = {"shard": "a shard", "op": "a device", "exchange": "a device"}
     lines = []
@@ -316,11 +316,11 @@ def _ranges(model: NeuralModel) -> str:
         "\n".join(["Within what it was trained on:\n", *lines]) + "\n\nBeyond it costs go on growing "
         "with the work to do, but nothing vouches for them: plans and answers name what of theirs is "
         "beyond (`extrapolated`). So they do with "
-        f"what was not measured but is priced by proxy: {'; '.join(_proxies(model))}."
+        f"what was not measured but is priced by proxy: {'; '.join(_proxy_names(model))}."
     )
 
 
-def _proxies(model: NeuralModel) -> list[str]:
+def _proxy_names(model: NeuralModel) -> list[str]:
     """Names of what is priced without its own measurements."""
     measured = [c for c in CHANNELS if collective_model.is_measured(model.weights, c)]
     known = [collective_model.measured_links(model.weights, c) for c in measured]
@@ -348,9 +348,9 @@ def _proxies(model: NeuralModel) -> list[str]:
     ]
 
 
-def _how_good(studied: Studied) -> str:
+def _accuracy_text(studied: StudyResults) -> str:
     rows = [
-        (words, *(_split_cell(found, key, form) for found in studied.metrics.values()))
+        (words, *(_metric_cell(found, key, form) for found in studied.metrics.values()))
         for words, key, form in _SPLIT_ROWS
         if any(key in found for found in studied.metrics.values())
     ]
@@ -365,11 +365,11 @@ def _how_good(studied: Studied) -> str:
             f"On groups of tables kept aside a model trained without them errs by {studied.unseen_tables:.1f}%."
         )
     if studied.curve is not None:
-        sentences.append(gain_of_doubling(studied.curve, None))
+        sentences.append(doubling_gain_sentence(studied.curve, None))
     return markdown_table(("", *studied.metrics), rows) + "\n\n" + " ".join(sentences)
 
 
-def _split_cell(found: Mapping[str, float], key: str, form: str) -> str:
+def _metric_cell(found: Mapping[str, float], key: str, form: str) -> str:
     count = found.get(f"n_{key.removesuffix('_mape')}") if "comm" in key else None
     return "-" if key not in found else form.format(found[key]) + (f" ({count:.0f})" if count else "")
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from shardcore.core.html import table
 from shardcore.plans.words import when
-from shardcore.report.figures import panels, svg
-from shardcore.report.html import document, note
+from shardcore.report.figures import figure_with_panels, svg_text
+from shardcore.report.html import html_page, note_html
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -63,16 +63,16 @@ class ModelRecord:
     replays: str = ""
 
 
-def rows(records: Sequence[ModelRecord]) -> list[tuple[str, ...]]:
+def model_version_rows(records: Sequence[ModelRecord]) -> list[tuple[str, ...]]:
     """Rows under HEADERS, the last version first."""
     return [
         (
             x.version,
             when(x.registered_at),
-            _percent(x.error),
-            _percent(x.noise),
-            _percent(x.replay_error),
-            _percent(x.replay_noise),
+            _percent_text(x.error),
+            _percent_text(x.noise),
+            _percent_text(x.replay_error),
+            _percent_text(x.replay_noise),
             "; ".join(f"{when(begin)} to {when(end) if end else 'now'}" for begin, end in x.reigns)
             or "never",
             x.gate or "-",
@@ -83,42 +83,42 @@ def rows(records: Sequence[ModelRecord]) -> list[tuple[str, ...]]:
     ]
 
 
-def errors_of(record: ModelRecord) -> str:
+def errors_sentence(record: ModelRecord) -> str:
     """Errors of a version on single ops and exchanges, and on whole steps: a sentence."""
     steps = f"; replayed steps of plans: {record.replays}" if record.replays else ""
     return f"Version {record.version}: {record.accuracy or 'its errors are not known'}{steps}"
 
 
-def page(name: str, records: Sequence[ModelRecord], first: Sequence[str] = ()) -> str:
+def model_versions_page(name: str, records: Sequence[ModelRecord], first: Sequence[str] = ()) -> str:
     """The page as one self-contained HTML file.
 
     first: sentences about the champion, which come first.
     """
     newest = sorted(records, key=lambda x: -x.registered_at)[:_EXPLAINED]
-    return document(
+    return html_page(
         name,
         [
             f"<h1>{escape(name)}</h1>",
             *(f"<p><b>{escape(x)}.</b></p>" for x in first),
-            note(
+            note_html(
                 "Each version was judged on this machine's held-out data of its time. Dashed: the noise of those "
                 "measurements, which a busy machine raises, and errors with it. Shaded: plans were published "
                 "under it."
             ),
-            *(f"<p>{escape(errors_of(x))}.</p>" for x in newest if x.accuracy or x.replays),
-            f"<figure>{svg(figure(records))}</figure>",
-            table(HEADERS, rows(records), words=(1, 6, 7, 8)),
+            *(f"<p>{escape(errors_sentence(x))}.</p>" for x in newest if x.accuracy or x.replays),
+            f"<figure>{svg_text(model_errors_figure(records))}</figure>",
+            table(HEADERS, model_version_rows(records), words=(1, 6, 7, 8)),
         ],
     )
 
 
-def figure(records: Sequence[ModelRecord]) -> Figure:
+def model_errors_figure(records: Sequence[ModelRecord]) -> Figure:
     """Errors of versions over the time of their registration."""
     from datetime import UTC, datetime
 
     from matplotlib.dates import date2num
 
-    made, [axes] = panels((11, 3.2))
+    made, [axes] = figure_with_panels((11, 3.2))
     axes.xaxis_date()
 
     def at(unix_s: float) -> datetime:
@@ -148,5 +148,5 @@ def figure(records: Sequence[ModelRecord]) -> Figure:
     return made
 
 
-def _percent(x: float | None) -> str:
+def _percent_text(x: float | None) -> str:
     return "-" if x is None else f"{x:.2f}"

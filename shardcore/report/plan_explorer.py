@@ -52,20 +52,20 @@ STYLE = f"""
 """
 
 
-def script() -> str:
+def script_text() -> str:
     """The script."""
     return files("shardcore.report").joinpath("plan_explorer.js").read_text()
 
 
-def policy() -> str:
+def script_policy() -> str:
     """The content security policy of a page with the script: the browser loads nothing, and runs only it."""
-    digest = base64.b64encode(hashlib.sha256(script().encode()).digest()).decode()
+    digest = base64.b64encode(hashlib.sha256(script_text().encode()).digest()).decode()
     return f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
 
 
-def glance_text(now: Version) -> str:
+def bottleneck_sentence(now: Version) -> str:
     """One sentence: the bottleneck device, and why it is that."""
-    cost, d = now.cost, _last_device(now)
+    cost, d = now.cost, _bottleneck_device(now)
     others = [ms for i, ms in enumerate(cost.waiting_ms) if i != d]
     compute, exchange = cost.compute_ms[d], max(cost.forward_comm_ms) + cost.backward_comm_ms[d]
     why = f"its compute takes {compute:.3f} ms, with a mean of {sum(cost.compute_ms) / len(cost.compute_ms):.3f}"
@@ -77,25 +77,25 @@ def glance_text(now: Version) -> str:
     return f"Device {d} is the bottleneck, ready last: {why}{waits}{share}."
 
 
-def _last_device(version: Version) -> int:
+def _bottleneck_device(version: Version) -> int:
     """The device that is ready last."""
     ready = [c + b for c, b in zip(version.cost.compute_ms, version.cost.backward_comm_ms, strict=True)]
     return ready.index(max(ready))
 
 
-def explorer(now: Version, problem: Problem, before: Version | None = None) -> str:
+def explorer_html(now: Version, problem: Problem, before: Version | None = None) -> str:
     """The part as HTML. before: a plan to compare with, of the same devices. Empty for very large plans."""
     if len(problem.tables) > MOST_TABLES or len(problem.topology) > MOST_DEVICES:
         return ""
     # What is in the page cannot end the element that it is in.
-    data = json.dumps(_data(now, problem, before), separators=(",", ":")).replace("<", "\\u003c")
+    data = json.dumps(_page_data(now, problem, before), separators=(",", ":")).replace("<", "\\u003c")
     moved = (
         f'<label><input id="moved" type="checkbox"> only what differs from {escape(before.name)}</label>'
         if before
         else ""
     )
     against = f" The line on a bar is {escape(before.name)}." if before else ""
-    highest_ms = max(sum(parts) for v in (now, before) if v for parts in _parts_ms(v))
+    highest_ms = max(sum(parts) for v in (now, before) if v for parts in _device_parts_ms(v))
     shares = [u / max(f, 1) for u, f in zip(now.memory_bytes, held_bytes(problem), strict=True)]
     legend = "".join(f'<span><i style="background:{color}"></i>{words}</span>' for words, _, color in PARTS)
     return "\n".join(
@@ -110,7 +110,7 @@ def explorer(now: Version, problem: Problem, before: Version | None = None) -> s
             '<svg id="memory" class="bars" preserveAspectRatio="none"></svg></div></div>',
             f'<div class="legend note">{legend}</div>',
             '<div id="device"></div>',
-            _what_if_form(now.what_if) if now.what_if else "",
+            _what_if_html(now.what_if) if now.what_if else "",
             "<h2>Tables</h2>",
             '<div class="tools"><input id="filter" type="search" placeholder="name of a table" aria-label="filter">'
             f'<select id="kind" aria-label="kind"></select>{moved}'
@@ -119,12 +119,12 @@ def explorer(now: Version, problem: Problem, before: Version | None = None) -> s
             '<tbody id="tables-body"></tbody></table>',
             '<noscript><p class="note">Bars, sorting, filtering and moves need JavaScript.</p></noscript>',
             f'<script type="application/json" id="plan-data">{data}</script>',
-            f"<script>{script()}</script>",
+            f"<script>{script_text()}</script>",
         ]
     )
 
 
-def _what_if_form(known: WhatIf) -> str:
+def _what_if_html(known: WhatIf) -> str:
     if not (known.of_table or known.stays):
         return '<p class="note">No table of this plan is on one device alone and may move.</p>'
     return "\n".join(
@@ -143,25 +143,25 @@ def _what_if_form(known: WhatIf) -> str:
     )
 
 
-def _parts_ms(version: Version) -> Iterable[tuple[float, ...]]:
+def _device_parts_ms(version: Version) -> Iterable[tuple[float, ...]]:
     """ms of each device, in the order of PARTS."""
     return zip(*(getattr(version.cost, name) for _, name, _ in PARTS), strict=True)
 
 
-def _data(now: Version, problem: Problem, before: Version | None) -> dict[str, Any]:
+def _page_data(now: Version, problem: Problem, before: Version | None) -> dict[str, Any]:
     is_, was = now.plan.by_table(), before.plan.by_table() if before else {}
     changed = diff(before.plan, now.plan) if before else None
     moved = {m.table for m in changed.moves} | {*changed.added} if changed else set()
     n = len(problem.topology)
     return {
         "parts": [(words, color) for words, _, color in PARTS],
-        "devices": _devices(now, problem),
-        "bottleneck": _last_device(now),
+        "devices": _device_records(now, problem),
+        "bottleneck": _bottleneck_device(now),
         "total_ms": now.cost.total_ms,
         "what_if": _what_if_data(now.what_if, problem)
         if now.what_if and (now.what_if.of_table or now.what_if.stays)
         else None,
-        "before": before and {"version": before.name, "devices": _devices(before, problem)},
+        "before": before and {"version": before.name, "devices": _device_records(before, problem)},
         "tables": [
             {
                 "name": t.name,
@@ -169,9 +169,9 @@ def _data(now: Version, problem: Problem, before: Version | None) -> dict[str, A
                 "dim": t.dim,
                 "lookups": t.pooling,
                 "bytes": t.bytes,
-                "is": _places(is_[t.name], n),
+                "is": _placement_records(is_[t.name], n),
                 "moved": t.name in moved,
-                "was": _places(was[t.name], n) if t.name in moved and t.name in was else None,
+                "was": _placement_records(was[t.name], n) if t.name in moved and t.name in was else None,
             }
             for t in problem.tables
         ],
@@ -200,7 +200,7 @@ def _what_if_data(known: WhatIf, problem: Problem) -> dict[str, Any]:
     }
 
 
-def _places(placements: Sequence[Placement], n: int) -> list[dict[str, Any]]:
+def _placement_records(placements: Sequence[Placement], n: int) -> list[dict[str, Any]]:
     """on: the devices. None: all."""
     return [
         {
@@ -213,7 +213,7 @@ def _places(placements: Sequence[Placement], n: int) -> list[dict[str, Any]]:
     ]
 
 
-def _devices(version: Version, problem: Problem) -> list[dict[str, Any]]:
+def _device_records(version: Version, problem: Problem) -> list[dict[str, Any]]:
     return [
         {
             "host": device.host,
@@ -224,7 +224,7 @@ def _devices(version: Version, problem: Problem) -> list[dict[str, Any]]:
         }
         for device, of, used, free in zip(
             problem.topology.devices,
-            _parts_ms(version),
+            _device_parts_ms(version),
             version.memory_bytes,
             held_bytes(problem),
             strict=True,

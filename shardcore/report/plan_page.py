@@ -11,10 +11,10 @@ from shardcore.plans.decisions import Decision, Version, version_name
 from shardcore.plans.diff import Diff, diff
 from shardcore.plans.words import moves_text, when
 from shardcore.report import plan_report
-from shardcore.report.device_figures import DeviceLoad, figure
-from shardcore.report.figures import svg
-from shardcore.report.html import document, note
-from shardcore.report.plan_explorer import STYLE, explorer, glance_text, policy
+from shardcore.report.device_figures import DeviceLoad, device_figure
+from shardcore.report.figures import svg_text
+from shardcore.report.html import html_page, note_html
+from shardcore.report.plan_explorer import STYLE, bottleneck_sentence, explorer_html, script_policy
 from shardcore.report.text import percent_change
 from shardcore.search.explain import Explanation
 from shardcore.step.memory import gib
@@ -24,7 +24,7 @@ MOST_ROWS = 12
 _REFUSED = ' <span class="warn">(considered, not taken)</span>'
 
 
-def page(
+def published_version_page(
     now: Version,
     problem: Problem,
     explained: Explanation,
@@ -42,9 +42,9 @@ def page(
     decision = decisions[0]
     refused = "" if now.name == version_name(decision.current) else _REFUSED
     what = "the embeddings and the dense part" if explained.cost.dense_ms else "the embeddings"
-    explored = explorer(now, problem, before)
+    explored = explorer_html(now, problem, before)
     load = DeviceLoad(explained.cost, explained.memory_bytes, explained.free_bytes)
-    return document(
+    return html_page(
         f"{problem.name}, {now.name}",
         [
             f"<h1>{escape(problem.name)}</h1>\n"
@@ -53,16 +53,16 @@ def page(
             f"{len(problem.tables)} tables on {len(problem.topology)} devices, global batch "
             f"{problem.global_batch:,}.<br>{escape(decision.outcome.capitalize())}: "
             f"{escape(decision.reason)}.</p>",
-            *([_warning(now.cost.extrapolated)] if now.cost.extrapolated else []),
-            f'<p class="glance">{escape(glance_text(now))}</p>',
-            explored or f"<figure>{svg(figure([load]))}</figure>",
+            *([_extrapolation_warning(now.cost.extrapolated)] if now.cost.extrapolated else []),
+            f'<p class="glance">{escape(bottleneck_sentence(now))}</p>',
+            explored or f"<figure>{svg_text(device_figure([load]))}</figure>",
             "<h2>What bounds it</h2>",
-            *(f"<p>{escape(line)}</p>" for line in plan_report.sentences(explained)),
-            _shards(explained),
-            _memory(explained),
+            *(f"<p>{escape(line)}</p>" for line in plan_report.explanation_sentences(explained)),
+            _shards_html(explained),
+            _memory_html(explained),
             "<h2>Instead</h2>",
-            _alternatives(explained),
-            *(["<h2>Against the version before</h2>", _moves(moves)] if moves is not None else []),
+            _alternatives_html(explained),
+            *(["<h2>Against the version before</h2>", _moves_html(moves)] if moves is not None else []),
             "<h2>Decisions</h2>",
             table(
                 plan_report.DECISION_HEADERS,
@@ -72,51 +72,51 @@ def page(
             "<h2>Where it comes from</h2>",
             table(("", ""), {**decision.provenance, **now.plan.provenance}.items(), words=(1,)),
         ],
-        policy(),
+        script_policy(),
         STYLE,
     )
 
 
-def comparison(problem: Problem, now: Version, before: Version) -> str:
+def plan_comparison_page(problem: Problem, now: Version, before: Version) -> str:
     """A page of two plans of a problem. Versions name them."""
     summary = moves_text(diff(before.plan, now.plan, problem))
     title = f"{problem.name}: {now.name} against {before.name}"
     ms, was = now.cost.total_ms, before.cost.total_ms
     totals = f"<b>{ms:.2f} ms</b> predicted for a step, {percent_change(ms, was)} against {was:.2f} ms"
-    return document(
+    return html_page(
         title,
         [
             f"<h1>{escape(title)}</h1>",
             f"<p>{totals}. {escape(summary[0].upper() + summary[1:])}.</p>",
-            *([_warning(now.cost.extrapolated)] if now.cost.extrapolated else []),
-            f'<p class="glance">{escape(glance_text(now))}</p>',
-            explorer(now, problem, before),
+            *([_extrapolation_warning(now.cost.extrapolated)] if now.cost.extrapolated else []),
+            f'<p class="glance">{escape(bottleneck_sentence(now))}</p>',
+            explorer_html(now, problem, before),
         ],
-        policy(),
+        script_policy(),
         STYLE,
     )
 
 
-def single(problem: Problem, now: Version) -> str:
+def unpublished_plan_page(problem: Problem, now: Version) -> str:
     """A page of one plan that no store has."""
-    return document(
+    return html_page(
         f"{problem.name}: {now.name}",
         [
             f'<h1>{escape(problem.name)}</h1><p class="note">{escape(now.name)}</p>',
             f"<p><b>{now.cost.total_ms:.2f} ms</b> predicted for a step: {len(problem.tables)} tables on "
             f"{len(problem.topology)} devices, global batch {problem.global_batch:,}.</p>",
-            *([_warning(now.cost.extrapolated)] if now.cost.extrapolated else []),
-            f'<p class="glance">{escape(glance_text(now))}</p>',
-            explorer(now, problem),
+            *([_extrapolation_warning(now.cost.extrapolated)] if now.cost.extrapolated else []),
+            f'<p class="glance">{escape(bottleneck_sentence(now))}</p>',
+            explorer_html(now, problem),
             "<h2>Where it comes from</h2>",
             table(("", ""), now.plan.provenance.items(), words=(1,)),
         ],
-        policy(),
+        script_policy(),
         STYLE,
     )
 
 
-def _warning(extrapolated: Sequence[str]) -> str:
+def _extrapolation_warning(extrapolated: Sequence[str]) -> str:
     # A sentence a quantity, so there are a dozen at most.
     return f'<p class="warn">Beyond what was measured: {escape("; ".join(extrapolated))}.</p>'
 
@@ -124,27 +124,29 @@ def _warning(extrapolated: Sequence[str]) -> str:
 # --- tables ----------------------------------------------------------------------------------------------
 
 
-def _shards(x: Explanation) -> str:
+def _shards_html(x: Explanation) -> str:
     shown = [(s.shard, s.kind, f"{s.saves_ms:.3f}", gib(s.bytes)) for s in x.shards[:MOST_ROWS]]
     headers = (f"on device {x.device}", "kind", "without it, ms less", "weights")
-    return table(headers, shown) + _rest(len(x.shards))
+    return table(headers, shown) + _remaining_rows_note(len(x.shards))
 
 
-def _memory(x: Explanation) -> str:
+def _memory_html(x: Explanation) -> str:
     rows = table(plan_report.MEMORY_HEADERS, plan_report.memory_rows(x))
-    return rows + note(plan_report.memory_note(x))
+    return rows + note_html(plan_report.peak_moment_text(x))
 
 
-def _alternatives(x: Explanation) -> str:
-    return table(("", "ms", "against this plan"), plan_report.alternative_rows(x)) + note(x.searched)
+def _alternatives_html(x: Explanation) -> str:
+    return table(("", "ms", "against this plan"), plan_report.alternative_rows(x)) + note_html(x.searched)
 
 
-def _moves(moves: Diff) -> str:
-    rows = plan_report.moves_rows(moves)[:MOST_ROWS]
+def _moves_html(moves: Diff) -> str:
+    rows = plan_report.move_rows(moves)[:MOST_ROWS]
     listed = table(plan_report.MOVES_HEADERS, rows, words=(2, 3, 4)) if rows else ""
     summary = moves_text(moves)
-    return f"<p>{escape(summary[0].upper() + summary[1:])}.</p>{listed}{_rest(len(moves.moves))}"
+    return (
+        f"<p>{escape(summary[0].upper() + summary[1:])}.</p>{listed}{_remaining_rows_note(len(moves.moves))}"
+    )
 
 
-def _rest(n: int) -> str:
-    return note(f"and {n - MOST_ROWS} more") if n > MOST_ROWS else ""
+def _remaining_rows_note(n: int) -> str:
+    return note_html(f"and {n - MOST_ROWS} more") if n > MOST_ROWS else ""

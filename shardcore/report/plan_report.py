@@ -11,7 +11,7 @@ from shardcore.plans.diff import Diff
 from shardcore.plans.drift import Drift
 from shardcore.plans.replan import ReplanConfig
 from shardcore.plans.words import count, moves_text, moves_words, threshold_words, when
-from shardcore.report.plan_explorer import PARTS, glance_text
+from shardcore.report.plan_explorer import PARTS, bottleneck_sentence
 from shardcore.report.text import device_table, percent_change, text_table
 from shardcore.search.explain import Explanation
 from shardcore.step.kinds import device_names, layout_of
@@ -24,18 +24,18 @@ MOST_SHARDS = 8
 # --- explanation -----------------------------------------------------------------------------------------
 
 
-def text(x: Explanation) -> str:
+def explanation_text(x: Explanation) -> str:
     """The explanation as paragraphs and tables, for a terminal."""
-    return "\n\n".join(_paragraphs(x))
+    return "\n\n".join(_explanation_paragraphs(x))
 
 
-def sentences(x: Explanation) -> tuple[str, str, str, str]:
+def explanation_sentences(x: Explanation) -> tuple[str, str, str, str]:
     """Four sentences: the bottleneck device, the exchange, memory, and the distance to a lower bound."""
     return _bottleneck_text(x), _exchange_text(x), _memory_text(x), _bound_text(x)
 
 
-def _paragraphs(x: Explanation) -> Iterator[str]:
-    yield "\n".join(sentences(x))
+def _explanation_paragraphs(x: Explanation) -> Iterator[str]:
+    yield "\n".join(explanation_sentences(x))
     shown, rest = x.shards[:MOST_SHARDS], x.shards[MOST_SHARDS:]
     rows = [(s.shard, s.kind, f"{s.saves_ms:.3f}", gib(s.bytes)) for s in shown]
     if rest:
@@ -47,7 +47,7 @@ def _paragraphs(x: Explanation) -> Iterator[str]:
         dearest = sorted(x.cuts_ms.items(), key=lambda cut: -cut[1])
         rows = [(name, f"{ms:+.3f} ({ms / x.total_ms:+.1%})") for name, ms in dearest[:MOST_SHARDS]]
         yield text_table(("in parts", "whole where its widest part is, ms"), rows)
-    yield f"{text_table(MEMORY_HEADERS, memory_rows(x))}\n({memory_note(x)})"
+    yield f"{text_table(MEMORY_HEADERS, memory_rows(x))}\n({peak_moment_text(x)})"
     yield f"{text_table(('instead', 'ms', 'against this plan'), alternative_rows(x))}\n({x.searched})"
 
 
@@ -133,7 +133,7 @@ def memory_rows(x: Explanation) -> list[tuple[str, str, str]]:
     return [*rows, ("reserved", gib(x.reserved_bytes), "not counted")]
 
 
-def memory_note(x: Explanation) -> str:
+def peak_moment_text(x: Explanation) -> str:
     """The moment of that peak."""
     return f"device {x.fullest} at its peak: {x.memory.phase}"
 
@@ -168,7 +168,7 @@ def alternative_rows(x: Explanation) -> list[tuple[str, str, str]]:
 # --- cost ------------------------------------------------------------------------------------------------
 
 
-def cost_text(now: Version, problem: Problem) -> str:
+def device_costs_text(now: Version, problem: Problem) -> str:
     """A row for each device, those that end last if there are many, and the bottleneck in a sentence."""
     cost = now.cost
     columns = {words: getattr(cost, name) for words, name, _ in PARTS} | {
@@ -180,7 +180,7 @@ def cost_text(now: Version, problem: Problem) -> str:
         ],
     }
     dense = f" The dense part adds {cost.dense_ms:.3f} ms." if cost.dense_ms else ""
-    return f"{device_table(columns, [-ms for ms in cost.waiting_ms])}\n\n{glance_text(now)}{dense}"
+    return f"{device_table(columns, [-ms for ms in cost.waiting_ms])}\n\n{bottleneck_sentence(now)}{dense}"
 
 
 # --- moves, drift ----------------------------------------------------------------------------------------
@@ -198,20 +198,21 @@ def replan_text(moves: Diff, config: ReplanConfig) -> str:
 MOVES_HEADERS = ("table", "moves", "had to", "was", "is")
 
 
-def moves_rows(moves: Diff) -> list[tuple[str, ...]]:
+def move_rows(moves: Diff) -> list[tuple[str, ...]]:
     """A row under MOVES_HEADERS for each table that moves."""
     return [
-        (m.table, gib(m.bytes), "yes" if m.forced else "", where(m.old), where(m.new)) for m in moves.moves
+        (m.table, gib(m.bytes), "yes" if m.forced else "", placement_text(m.old), placement_text(m.new))
+        for m in moves.moves
     ]
 
 
-def diff_text(moves: Diff) -> str:
+def moves_by_table_text(moves: Diff) -> str:
     """Moves table by table."""
-    listed = [text_table(MOVES_HEADERS, moves_rows(moves), words=(2, 3, 4))] if moves.moves else []
+    listed = [text_table(MOVES_HEADERS, move_rows(moves), words=(2, 3, 4))] if moves.moves else []
     return "\n\n".join([moves_text(moves), *listed])
 
 
-def where(placements: Iterable[Placement]) -> str:
+def placement_text(placements: Iterable[Placement]) -> str:
     """Placement of a table: its devices, its columns if cut, and how devices share it."""
     words = []
     for p in sorted(placements, key=lambda p: p.shard.col_lo):
@@ -223,7 +224,7 @@ def where(placements: Iterable[Placement]) -> str:
     return "; ".join(words)
 
 
-def drift_text(x: Drift) -> str:
+def plan_drift_text(x: Drift) -> str:
     """Drift in a few lines, for a terminal."""
     moved = count(len(x.moves.moves), "table")
     limit = "" if x.most_tables is None else f", of {x.most_tables} that may"
@@ -256,19 +257,19 @@ def decision_row(x: Decision) -> tuple[str, ...]:
         when(x.decided_at),
         x.outcome,
         x.current,
-        _ms(x.total_ms),
-        _ms(x.candidate_ms),
+        _ms_text(x.total_ms),
+        _ms_text(x.candidate_ms),
         f"version {model}{f', data {data}' * bool(data)}" if model else "-",
         x.reason,
     )
 
 
-def history_text(decisions: Iterable[Decision]) -> str:
+def decision_history_text(decisions: Iterable[Decision]) -> str:
     rows = [DECISION_HEADERS, *(decision_row(x) for x in decisions)]
     width = max(len(row[-1]) for row in rows)
     headers, *rows = ((*row[:-1], row[-1].ljust(width)) for row in rows)  # left-align the reasons
     return text_table(headers, rows)
 
 
-def _ms(value: float | None) -> str:
+def _ms_text(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"

@@ -60,7 +60,7 @@ def profile_text(profile: Profile, before: Profile | None = None) -> str:
     return f"{head}\n\n{text_table(headers, rows, words=range(len(headers) - 4, len(headers)))}"
 
 
-def left_out_text(reasons: Mapping[str, int]) -> str:
+def unused_timings_text(reasons: Mapping[str, int]) -> str:
     """Numbers of timings that a fit did not use, by reason, the most common first."""
     rows = sorted(((n, why) for why, n in reasons.items() if n), reverse=True)
     rest = rows[_MOST_REASONS:]

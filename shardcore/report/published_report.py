@@ -23,7 +23,7 @@ HEADERS = (
 """Headers of a table of published plans."""
 
 
-def row(published: Published) -> tuple[Any, ...]:
+def published_plan_row(published: Published) -> tuple[Any, ...]:
     """A row under HEADERS. A plan kept beside a cheaper one has the margin of the gain, which it is within."""
     decision, total = published.decision, published.cost.total_ms
     # A candidate that is cheaper, but not surely, is not current.

@@ -34,11 +34,11 @@ def replay_text(
     parts = [text_table(headers, rows)]
     costs = predicted or [None] * len(measured)
     for name, sample, cost in zip(names, measured, costs, strict=True):
-        parts.append(f"{name}, ms of each device\n{_devices(sample, cost)}")
+        parts.append(f"{name}, ms of each device\n{_replayed_devices_table(sample, cost)}")
     return "\n\n".join(parts)
 
 
-def _devices(sample: StepSample, predicted: StepCost | None) -> str:
+def _replayed_devices_table(sample: StepSample, predicted: StepCost | None) -> str:
     columns = {
         "compute": sample.compute_ms,
         "waiting": sample.waiting_ms,

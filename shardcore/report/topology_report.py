@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from shardcore.measure.pairs import PairMeasurement
 
 
-def write(
+def write_measured_topology(
     pairs: PairMeasurement,
     problem: Problem,
     out: Path,
@@ -34,10 +34,10 @@ def write(
                 "nodes": list(pairs.nodes),
             },
         )
-    return "\n".join(lines(pairs))
+    return "\n".join(measured_topology_lines(pairs))
 
 
-def lines(pairs: PairMeasurement) -> list[str]:
+def measured_topology_lines(pairs: PairMeasurement) -> list[str]:
     """Groups, links and order of ranks, for people."""
     arranged, text = order(pairs.levels, len(pairs.pair_ms)), []
     for groups in pairs.levels:

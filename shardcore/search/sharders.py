@@ -112,7 +112,9 @@ _searches: dict[str, Callable[..., Plan]] = {
 # Listed only where it can run, so that comparisons need no exception for it.
 # A folder of the same name has no origin.
 if all((spec := find_spec(name)) and spec.origin for name in ("torchrec", "fbgemm_gpu")):
-    _searches["torchrec"] = lambda *given, **options: import_module(_TORCHREC).torchrec(*given, **options)
+    _searches["torchrec"] = lambda *given, **options: import_module(_TORCHREC).search_with_torchrec_planner(
+        *given, **options
+    )
 SHARDERS: dict[str, Sharder] = _Sharders(
     # Plans of published rules and searches stay theirs: a move may also make them cheaper.
     {name: _checked_search(search, name in SPACE_OF) for name, search in _searches.items()}
@@ -132,7 +134,7 @@ def known(name: str) -> str:
         return name
     # It exists, but not here: the message says how to install it.
     if name == "torchrec":
-        import_module(_TORCHREC).require_installed(f"algorithm {name!r} runs TorchRec's planner")
+        import_module(_TORCHREC).require_torchrec_installed(f"algorithm {name!r} runs TorchRec's planner")
     raise ShardCoreError(
         f"algorithm {name!r} is not known; there are "
         f"{', '.join(SHARDERS)}; and with a policy {', '.join(LEARNED)}"

@@ -32,7 +32,7 @@ from shardcore.measure.sampling.steps import Plans, first_step_plans, step_table
 from shardcore.measure.supervise import Finished, Supervisor
 from shardcore.measure.tally import Tally
 from shardcore.measure.transport import NoRoom, Transport
-from shardcore.tables.held_out import kept_for_testing
+from shardcore.tables.held_out import is_held_out
 
 KEEP_EVERY_S = 5.0
 """Most seconds between two writes, whatever the chunk. A kill loses at most the samples of that time."""
@@ -161,7 +161,7 @@ class Wanted:
     def groups(self) -> Iterator[tuple[str, ComputeRequest]]:
         """The first different groups of the seed's draws, with their ids."""
         live, config, shape = tables_with_lookups(self.pool), self.config, self.config.groups()
-        drawn = [t for t in live if kept_for_testing(t)] if config.held_out else live
+        drawn = [t for t in live if is_held_out(t)] if config.held_out else live
 
         def draw(i: int) -> ComputeRequest:
             return compute_request(drawn, i, self.setting, config.seed, shape)

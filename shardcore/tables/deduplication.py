@@ -13,7 +13,7 @@ import numpy as np
 from shardcore.core.errors import ShardCoreError
 
 
-def dedup_of(features: Sequence[tuple[np.ndarray, np.ndarray]], batch: int) -> float:
+def deduplication_factor(features: Sequence[tuple[np.ndarray, np.ndarray]], batch: int) -> float:
     """Mean number of samples for each distinct value, which is Table.dedup.
 
     features: for each feature, its ids, sample after sample, and the number of ids of each sample.

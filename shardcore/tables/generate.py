@@ -17,15 +17,15 @@ from shardcore.core.access_statistics import REUSE_BINS, Reuse
 from shardcore.core.types import MIN_WIDTH, Table
 from shardcore.core.validation import MOST_DIM, MOST_TABLES, Record, Seed, within
 from shardcore.step import access
-from shardcore.tables.statistics import published_statistics, read_release
+from shardcore.tables.statistics import published_statistics, read_published_release
 
 _EMPTY = (0.0,) * REUSE_BINS
 _LEAST = 2
 """Fewest unique rows of a live table."""
 _NEAR = 0.01
-"""Largest relative deviation of a statistic that `_mend` accepts."""
+"""Largest relative deviation of a statistic that `_repair_statistics` accepts."""
 _SMALL = 150
-"""Unique rows below which rounding to whole rows changes a table's statistics. `_mend` changes such tables only."""
+"""Unique rows below which rounding to whole rows changes a table's statistics. `_repair_statistics` changes such tables only."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class PoolConfig(Record, noun="pool"):
 def generate_pool(config: PoolConfig = PoolConfig()) -> tuple[Table, ...]:
     """A pool with the published statistics of dlrm_datasets (see `published`).
 
-    Tables are drawn from a plausible family. `_calibrate` changes them as little as possible to meet the published
-    rows, pooling, reuse bins, access shares and unique rows. `_round` and `_mend` then make rows whole, so that a
+    Tables are drawn from a plausible family. `_calibrate_parameters` changes them as little as possible to meet the published
+    rows, pooling, reuse bins, access shares and unique rows. `_round_to_whole_rows` and `_repair_statistics` then make rows whole, so that a
     table's streams have exactly its histogram.
 
     How the properties of one table go together is not public, and is made up. A small pool meets the statistics as
@@ -55,16 +55,16 @@ def generate_pool(config: PoolConfig = PoolConfig()) -> tuple[Table, ...]:
     """
     # One generator for all draws, so that the seed alone decides the pool.
     rng = np.random.default_rng(config.seed)
-    release = read_release()
+    release = read_published_release()
     batch = release["batch_size"]
     # Empty tables in the published proportion. They add nothing to sums, but count in means.
     n_empty = round(config.tables * release["empty_tables"] / release["tables"])
     with _one_thread():
-        draw = _calibrate(_draw(rng, config.tables - n_empty), config.tables)
-        rows_in_bin, unseen = _round(draw, rng)
+        draw = _calibrate_parameters(_draw_parameters(rng, config.tables - n_empty), config.tables)
+        rows_in_bin, unseen = _round_to_whole_rows(draw, rng)
         # Rounding shifts statistics, which single rows then correct.
-        _mend(rows_in_bin, unseen, config.tables)
-    specs = [_spec(n, u, batch) for n, u in zip(rows_in_bin, unseen, strict=True)]
+        _repair_statistics(rows_in_bin, unseen, config.tables)
+    specs = [_rows_pooling_and_access(n, u, batch) for n, u in zip(rows_in_bin, unseen, strict=True)]
     specs += [(1, 0.0, Reuse(_EMPTY, batch))] * n_empty
     return tuple(
         Table(f"t{i:03d}", specs[j][0], config.dim, specs[j][1], specs[j][2])
@@ -84,14 +84,14 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _draw(rng: np.random.Generator, n: int) -> torch.Tensor:
-    """[n, K + 2] parameters of live tables, as `_unpack` reads them.
+def _draw_parameters(rng: np.random.Generator, n: int) -> torch.Tensor:
+    """[n, K + 2] parameters of live tables, as `_rows_from_parameters` reads them.
 
     A table's rows are distributed over bins as those of the release, tilted towards frequent rows by 2^(tilt × bin)
     and smoothly perturbed. Tables with frequent rows have fewer rows, and lower pooling: they are small vocabularies,
     of which a batch sees nearly every row.
     """
-    k, release = np.arange(REUSE_BINS), read_release()
+    k, release = np.arange(REUSE_BINS), read_published_release()
     # z correlates the parameters of a table: tilt, pooling and unseen rows all use it.
     z, z_pooling, z_rows, noise = *rng.standard_normal((3, n)), rng.standard_normal((n, REUSE_BINS))
     # A Gaussian kernel over bins, so that neighbouring bins are perturbed alike. The diagonal keeps it definite.
@@ -112,7 +112,7 @@ def _draw(rng: np.random.Generator, n: int) -> torch.Tensor:
     return torch.tensor(np.concatenate([np.log(weights), *rows], 1))
 
 
-def _unpack(draw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _rows_from_parameters(draw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Unique rows in each bin [N, K], and rows that the batch does not touch [N].
 
     draw: [N, K + 2] logits of the bins, log of unique rows beyond _LEAST, log of untouched rows.
@@ -122,8 +122,8 @@ def _unpack(draw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.softmax(draw[:, :REUSE_BINS], 1) * unique[:, None], draw[:, -1].exp()
 
 
-def _terms(rows_in_bin: torch.Tensor, unseen: torch.Tensor) -> torch.Tensor:
-    """[..., 5 + 3 K] contribution of a table to the sums from which `_statistics` follows."""
+def _statistic_terms(rows_in_bin: torch.Tensor, unseen: torch.Tensor) -> torch.Tensor:
+    """[..., 5 + 3 K] contribution of a table to the sums from which `_statistics_from_sums` follows."""
     unique, lookups_in_bin = rows_in_bin.sum(-1), rows_in_bin * torch.tensor(access.BIN_MEAN)
     bins, rows, lookups = rows_in_bin / unique[..., None], unique + unseen, lookups_in_bin.sum(-1)
     # With squares, standard deviations also follow from sums over tables.
@@ -131,8 +131,8 @@ def _terms(rows_in_bin: torch.Tensor, unseen: torch.Tensor) -> torch.Tensor:
     return torch.cat([scalars, bins, bins**2, lookups_in_bin], -1)
 
 
-def _statistics(sums: torch.Tensor, tables: int, batch: int) -> torch.Tensor:
-    """[..., S] statistics of a pool from the sums of its tables' terms, in the order of _goal.
+def _statistics_from_sums(sums: torch.Tensor, tables: int, batch: int) -> torch.Tensor:
+    """[..., S] statistics of a pool from the sums of its tables' terms, in the order of _target_statistics.
 
     Empty tables add nothing to the sums.
     """
@@ -155,13 +155,13 @@ def _statistics(sums: torch.Tensor, tables: int, batch: int) -> torch.Tensor:
     return torch.cat([torch.stack(scalars, -1), bins / tables, sd(bins, bins2), shares], -1)
 
 
-def _goal(tables: int) -> torch.Tensor:
+def _target_statistics(tables: int) -> torch.Tensor:
     """[S] published statistics, scaled to a pool of `tables`.
 
     Unique row shares are left out: they follow from the access shares.
     """
     # Totals grow with the number of tables. Means and shares do not.
-    scale = tables / read_release()["tables"]
+    scale = tables / read_published_release()["tables"]
     values = {
         k: v * (scale if k in ("lookups", "unique rows") else 1) for k, v in published_statistics().items()
     }
@@ -169,17 +169,23 @@ def _goal(tables: int) -> torch.Tensor:
     return torch.tensor(kept, dtype=torch.float64)
 
 
-def _calibrate(draw: torch.Tensor, tables: int) -> torch.Tensor:
+def _calibrate_parameters(draw: torch.Tensor, tables: int) -> torch.Tensor:
     """The parameters nearest to `draw` with which a pool has the published statistics.
 
     This is Gauss-Newton with minimum-norm steps, as statistics are far fewer than parameters. The normal matrix is
     damped, and no parameter moves by more than 1 in a step.
     """
-    goal, batch = _goal(tables), read_release()["batch_size"]
+    goal, batch = _target_statistics(tables), read_published_release()["batch_size"]
 
     def deviations(x: torch.Tensor) -> torch.Tensor:
         # Relative, so that millions of rows and shares below 1 count equally.
-        return _statistics(_terms(*_unpack(x.reshape(draw.shape))).sum(0), tables, batch) / goal - 1
+        return (
+            _statistics_from_sums(
+                _statistic_terms(*_rows_from_parameters(x.reshape(draw.shape))).sum(0), tables, batch
+            )
+            / goal
+            - 1
+        )
 
     x = best = draw.flatten()
     best_error = float("inf")
@@ -202,13 +208,13 @@ def _calibrate(draw: torch.Tensor, tables: int) -> torch.Tensor:
     return best.reshape(draw.shape)
 
 
-def _round(draw: torch.Tensor, rng: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+def _round_to_whole_rows(draw: torch.Tensor, rng: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor]:
     """Whole rows in each bin [N, K], at least one a table, and whole untouched rows [N].
 
     The remainder of each rounding is carried on. In small tables it goes from bin to bin, which keeps the table's
     total. In others it goes from table to table, which keeps each bin's total.
     """
-    exact, unseen = (x.numpy() for x in _unpack(draw))
+    exact, unseen = (x.numpy() for x in _rows_from_parameters(draw))
     # Small tables have few rows a bin. Rounding each bin alone would lose many of them.
     small = exact.sum(1) < _SMALL
     whole = np.zeros_like(exact)
@@ -222,13 +228,13 @@ def _round(draw: torch.Tensor, rng: np.random.Generator) -> tuple[torch.Tensor, 
     return torch.tensor(whole), torch.tensor(np.rint(unseen))
 
 
-def _mend(rows_in_bin: torch.Tensor, unseen: torch.Tensor, tables: int) -> None:
+def _repair_statistics(rows_in_bin: torch.Tensor, unseen: torch.Tensor, tables: int) -> None:
     """Undo the effect of rounding on the statistics, in place.
 
     Each round makes the best of all moves, until all statistics are within _NEAR or no move helps. A move puts one row
     of a small table into a near bin, adds a row, or removes one.
     """
-    goal, batch = _goal(tables), read_release()["batch_size"]
+    goal, batch = _target_statistics(tables), read_published_release()["batch_size"]
     identity = torch.eye(REUSE_BINS, dtype=rows_in_bin.dtype)
     # Only near bins, so that a table changes little.
     near = [(i, j) for i in range(REUSE_BINS) for j in range(REUSE_BINS) if 0 < abs(i - j) <= 3]
@@ -242,17 +248,17 @@ def _mend(rows_in_bin: torch.Tensor, unseen: torch.Tensor, tables: int) -> None:
     def gains(i: torch.Tensor) -> torch.Tensor:
         """[..., M, terms] change of the sums by each move of tables i. NaN for an impossible move."""
         moved = rows_in_bin[i][..., None, :] + moves
-        after = _terms(moved, unseen[i][..., None].expand(moved.shape[:-1]))
-        change = after - _terms(rows_in_bin[i], unseen[i])[..., None, :]
+        after = _statistic_terms(moved, unseen[i][..., None].expand(moved.shape[:-1]))
+        change = after - _statistic_terms(rows_in_bin[i], unseen[i])[..., None, :]
         # A bin cannot have negative rows, nor a live table fewer than _LEAST.
         impossible = (moved < 0).any(-1) | (moved.sum(-1) < _LEAST)
         return change.masked_fill(impossible[..., None], torch.nan)
 
     def deviations(sums: torch.Tensor) -> torch.Tensor:
-        return _statistics(sums, tables, batch) / goal - 1
+        return _statistics_from_sums(sums, tables, batch) / goal - 1
 
     # [small tables, M, terms] changes, computed once. A round then only adds vectors.
-    sums, change = _terms(rows_in_bin, unseen).sum(0), gains(small)
+    sums, change = _statistic_terms(rows_in_bin, unseen).sum(0), gains(small)
     for _ in range(300):
         now = deviations(sums)
         # Impossible moves are NaN, and count as infinitely far.
@@ -267,7 +273,9 @@ def _mend(rows_in_bin: torch.Tensor, unseen: torch.Tensor, tables: int) -> None:
         change[table] = gains(small[table])
 
 
-def _spec(rows_in_bin: torch.Tensor, unseen: torch.Tensor, batch: int) -> tuple[int, float, Reuse]:
+def _rows_pooling_and_access(
+    rows_in_bin: torch.Tensor, unseen: torch.Tensor, batch: int
+) -> tuple[int, float, Reuse]:
     """Rows, pooling and access of a table with whole rows in each bin."""
     n = rows_in_bin.numpy()
     # Whole lookups in a batch, so that a stream can have exactly this histogram.

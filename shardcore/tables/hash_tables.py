@@ -17,17 +17,17 @@ from shardcore.core.access_statistics import MOST_RANGES, ManagedCollision, RowS
 from shardcore.core.types import Table
 
 
-def _contiguous(ids: np.ndarray, buckets: int, input_size: int) -> np.ndarray:
+def _contiguous_buckets(ids: np.ndarray, buckets: int, input_size: int) -> np.ndarray:
     # Ids beyond the size that was promised go round, as FBGEMM's block_bucketize_sparse_features sends them.
     bucket = ids // -(-input_size // buckets)
     return np.where(bucket < buckets, bucket, ids % buckets)
 
 
-def _round_robin(ids: np.ndarray, buckets: int, input_size: int) -> np.ndarray:
+def _round_robin_buckets(ids: np.ndarray, buckets: int, input_size: int) -> np.ndarray:
     return ids % buckets
 
 
-def _hashed(ids: np.ndarray, buckets: int, input_size: int) -> np.ndarray:
+def _hashed_buckets(ids: np.ndarray, buckets: int, input_size: int) -> np.ndarray:
     # Any good hash: what matters is that ids do not keep their place (64-bit finaliser of MurmurHash3).
     x = ids.astype(np.uint64)
     for shift, factor in ((33, 0xFF51AFD7ED558CCD), (33, 0xC4CEB9FE1A85EC53)):
@@ -36,40 +36,40 @@ def _hashed(ids: np.ndarray, buckets: int, input_size: int) -> np.ndarray:
 
 
 ROUTES: Mapping[str, Callable[[np.ndarray, int, int], np.ndarray]] = {
-    "contiguous": _contiguous,
-    "round_robin": _round_robin,
-    "hashed": _hashed,
+    "contiguous": _contiguous_buckets,
+    "round_robin": _round_robin_buckets,
+    "hashed": _hashed_buckets,
 }
 """(ids [L], buckets, size of the range of raw ids) -> [L] bucket of each, by access_statistics.ROUTINGS."""
 
 
-def _buckets(collision: ManagedCollision, n_devices: int) -> int:
+def _n_buckets(collision: ManagedCollision, n_devices: int) -> int:
     """Buckets of a table. One that does not say has one for each of the devices."""
     return collision.buckets if collision.buckets > 1 else n_devices
 
 
-def bucket_of_ids(ids: np.ndarray, collision: ManagedCollision, n_devices: int) -> np.ndarray:
+def buckets_of_ids(ids: np.ndarray, collision: ManagedCollision, n_devices: int) -> np.ndarray:
     """[L] bucket of each raw id. n_devices: that divide the rows."""
-    return ROUTES[collision.routing](np.asarray(ids), _buckets(collision, n_devices), collision.input_size)
+    return ROUTES[collision.routing](np.asarray(ids), _n_buckets(collision, n_devices), collision.input_size)
 
 
-def routed_shares(ids: np.ndarray, collision: ManagedCollision, n_devices: int) -> RowShares | None:
+def routed_row_shares(ids: np.ndarray, collision: ManagedCollision, n_devices: int) -> RowShares | None:
     """The shares of a batch's raw ids [L] in ranges of rows: those of buckets. None: nothing is to divide.
 
     n_devices: that divide the rows.
     """
     if len(ids) == 0 or n_devices < 2:
         return None
-    buckets = _buckets(collision, n_devices)
+    buckets = _n_buckets(collision, n_devices)
     # Ranges end where devices' rows do.
     n = buckets if buckets <= MOST_RANGES else n_devices
     hit, counts = np.unique(ids, return_counts=True)
-    where = bucket_of_ids(hit, collision, n_devices) * n // buckets
+    where = buckets_of_ids(hit, collision, n_devices) * n // buckets
     lookups, unique = (np.bincount(where, of, n) for of in (counts, None))
     return RowShares(*(tuple((of / of.sum()).round(9).tolist()) for of in (lookups, unique)))
 
 
-def imbalance(table: Table, n_devices: int) -> float:
+def row_division_imbalance(table: Table, n_devices: int) -> float:
     """Lookups of the busiest device over the mean, if so many divide the table's rows. 1: they are even."""
     if table.row_shares is None or n_devices < 2:
         return 1.0

@@ -77,36 +77,36 @@ class Heat:
         Raises ShardCoreError for more rows than the table has.
         """
         # Rows of a class are equally hot, so lookups are piecewise linear in rows.
-        return np.interp(self._require(rows, "hottest rows"), *self._cumulative)
+        return np.interp(self._checked_row_counts(rows, "hottest rows"), *self._cumulative_rows_and_lookups)
 
-    def rows_of(self, share: float) -> float:
+    def fewest_rows_with_share(self, share: float) -> float:
         """The fewest rows that have this share of all lookups."""
         # The inverse of hottest_lookups.
-        rows, lookups = self._cumulative
+        rows, lookups = self._cumulative_rows_and_lookups
         return float(np.interp(share * lookups[-1], lookups, rows))
 
     @property
-    def _cumulative(self) -> tuple[np.ndarray, np.ndarray]:
+    def _cumulative_rows_and_lookups(self) -> tuple[np.ndarray, np.ndarray]:
         """[K + 1] rows, and their lookups, of the first 0, 1, ..., K classes."""
         return np.append(0.0, np.cumsum(self.rows)), np.append(0.0, np.cumsum(self.rows * self.lookups))
 
-    def misses(self, rows: float | np.ndarray) -> np.ndarray:
+    def missed_rows(self, rows: float | np.ndarray) -> np.ndarray:
         """[N] unique rows a batch that a warm cache of `rows` rows misses.
 
         Raises ShardCoreError for a cache that is larger than the table.
         """
-        sizes, misses = self._misses
+        sizes, misses = self._miss_curve
         # A set that fills early is of a smaller cache, and one that fills late of a larger one.
-        as_if = np.multiply.outer(self._require(rows, "cached rows"), _set_sizes())
+        as_if = np.multiply.outer(self._checked_row_counts(rows, "cached rows"), _rows_filling_a_set())
         # All rows need no cache, whose sets would be too full for some.
         return np.where(rows >= self.table_rows, 0.0, np.interp(as_if, sizes, misses).mean(-1))
 
     @property
-    def held_rows(self) -> np.ndarray:
+    def cached_rows_by_memory(self) -> np.ndarray:
         """[M] rows of this table in a cache, for memories that rise alike for all tables: one is of one memory."""
-        return self._misses[0]
+        return self._miss_curve[0]
 
-    def _require(self, rows: float | np.ndarray, what: str) -> np.ndarray:
+    def _checked_row_counts(self, rows: float | np.ndarray, what: str) -> np.ndarray:
         numbers = np.asarray(rows, dtype=float)
         wrong = numbers[~((numbers >= 0) & (numbers <= self.table_rows))]
         if wrong.size:
@@ -117,7 +117,7 @@ class Heat:
         return numbers
 
     @cached_property
-    def _misses(self) -> tuple[np.ndarray, np.ndarray]:
+    def _miss_curve(self) -> tuple[np.ndarray, np.ndarray]:
         """[points] sizes of a cache in rows, rising, and unique rows a batch that each misses."""
         # Half of the points are caches smaller than a batch's rows, half are larger ones.
         q, half = self.touched, _POINTS // 2
@@ -126,7 +126,7 @@ class Heat:
         # Rows of a set in their order of entering, over its slots. The later, the fuller is the set.
         last = np.minimum(1 / slots, 2)
         order = last * ((np.arange(_PARTS) + 0.5) / _PARTS)[:, None]
-        enters = _has_room(order)
+        enters = _room_probability(order)
         # T, the batches that a larger cache remembers. T = 1 is left out, as then all that come enter.
         batches = np.geomspace(1, _MOST_BATCHES, half)[1:, None]
         # In a small cache, a row stays as long as each batch touches it. The share of time h that it is held balances
@@ -149,7 +149,7 @@ class Heat:
         )
 
 
-def heat_of(tables: Sequence[Table], batch: int, unseen: bool = False) -> list[Heat]:
+def heat_of_tables(tables: Sequence[Table], batch: int, unseen: bool = False) -> list[Heat]:
     """[T] the heat of tables at a batch, from their access statistics.
 
     unseen: True if rows that a histogram's batch never saw are looked up, as in data. False: they are not, as in
@@ -176,11 +176,11 @@ def heat_of(tables: Sequence[Table], batch: int, unseen: bool = False) -> list[H
     if numbers:
         rows, sums = access.bins_of([tables[i] for i in numbers])
         for i, rows_in_bin, lookups_in_bin in zip(numbers, rows, sums, strict=True):
-            of_reuse[i] = _of_reuse(tables[i], batch, rows_in_bin, lookups_in_bin, unseen)
-    return [of_reuse.get(i) or _of_zipf(table, batch) for i, table in enumerate(tables)]
+            of_reuse[i] = _heat_from_reuse(tables[i], batch, rows_in_bin, lookups_in_bin, unseen)
+    return [of_reuse.get(i) or _heat_from_zipf(table, batch) for i, table in enumerate(tables)]
 
 
-def _has_room(order: np.ndarray) -> np.ndarray:
+def _room_probability(order: np.ndarray) -> np.ndarray:
     """[...] probability that a set still has room for a row, if so many per slot come before it in the mean."""
     from scipy.stats import gamma
 
@@ -188,14 +188,14 @@ def _has_room(order: np.ndarray) -> np.ndarray:
 
 
 @lru_cache(maxsize=1)
-def _set_sizes() -> np.ndarray:
+def _rows_filling_a_set() -> np.ndarray:
     """[_PARTS] rows that fill a set, over its ways: their mean is about 1."""
     from scipy.stats import gamma
 
     return gamma.ppf((np.arange(_PARTS) + 0.5) / _PARTS, _WAYS) / _WAYS
 
 
-def row_counts(table: Table, ids: np.ndarray) -> np.ndarray:
+def count_row_lookups(table: Table, ids: np.ndarray) -> np.ndarray:
     """[table.rows] number of times that each row is among ids [L].
 
     Raises ShardCoreError for an id outside the table.
@@ -210,8 +210,8 @@ def row_counts(table: Table, ids: np.ndarray) -> np.ndarray:
     return np.bincount(ids, minlength=table.rows)
 
 
-def _of_reuse(table: Table, batch: int, rows: np.ndarray, sums: np.ndarray, unseen: bool) -> Heat:
-    """The heat of a table with a reuse histogram. rows, sums: rows and lookups in each bin. unseen: see heat_of."""
+def _heat_from_reuse(table: Table, batch: int, rows: np.ndarray, sums: np.ndarray, unseen: bool) -> Heat:
+    """The heat of a table with a reuse histogram. rows, sums: rows and lookups in each bin. unseen: see heat_of_tables."""
     # Classes are bins, the highest first.
     live = np.flatnonzero(rows > 0)[::-1]
     sizes, keep = rows[live], batch / table.reuse.batch
@@ -224,7 +224,7 @@ def _of_reuse(table: Table, batch: int, rows: np.ndarray, sums: np.ndarray, unse
         # Bin 0 is rows seen once. Rows of other bins keep the lookups that the tail leaves.
         more = live > 0
         # Good and Turing: unseen rows have rows[0] lookups together, and rows seen once 2 rows[1].
-        others, mean = _tail(sizes[more].sum(), table.rows, min(2 * rows[1], rows[0]) + rows[0])
+        others, mean = _power_law_tail(sizes[more].sum(), table.rows, min(2 * rows[1], rows[0]) + rows[0])
         known = sums[live[more]].sum()
         # The total of lookups stays the same.
         scale = (sums.sum() - others @ mean) / known if known else 0.0
@@ -238,7 +238,7 @@ def _of_reuse(table: Table, batch: int, rows: np.ndarray, sums: np.ndarray, unse
     )
 
 
-def _tail(first: float, last: float, lookups: float) -> tuple[np.ndarray, np.ndarray]:
+def _power_law_tail(first: float, last: float, lookups: float) -> tuple[np.ndarray, np.ndarray]:
     """Classes of the ranks from `first` to `last` under a power law: [K] rows, and [K] lookups of one row of each.
 
     The hottest row has _RARE lookups. All rows together have `lookups`, which determines the power.
@@ -257,7 +257,7 @@ def _tail(first: float, last: float, lookups: float) -> tuple[np.ndarray, np.nda
     return rows, each * lookups / (each @ rows)
 
 
-def _of_zipf(table: Table, batch: int) -> Heat:
+def _heat_from_zipf(table: Table, batch: int) -> Heat:
     sizes, mass = access.zipf_classes(table)
     lookups = access.lookups(table, batch) * mass / sizes
     # A row's lookups are Poisson, so a batch touches it with probability 1 - exp(-lookups).

@@ -7,7 +7,7 @@ import hashlib
 from shardcore.core.types import Table
 
 
-def kept_for_testing(table: Table, one_of: int = 20) -> bool:
+def is_held_out(table: Table, one_of: int = 20) -> bool:
     """Tell if a table is kept for testing: one in `one_of`, chosen by its name.
 
     Users bring tables that nobody measured. So studies (cost/study.py) train without these tables, and judge models

@@ -28,15 +28,15 @@ from shardcore.core.catalog import OPTIMIZERS
 from shardcore.core.tiers import BELOW
 from shardcore.core.types import PRECISION_BYTES, Shard, Table
 from shardcore.step import access
-from shardcore.tables.heat import Heat, heat_of
+from shardcore.tables.heat import Heat, heat_of_tables
 
 
-def link_bytes_of(shard: Shard, batch: int, optimizer: str) -> np.ndarray:
+def link_bytes_of_shard(shard: Shard, batch: int, optimizer: str) -> np.ndarray:
     """[2] bytes of a batch of a shard, forward and backward, at the load factor of its table.
 
     They are in proportion to the shard's columns and to its lookups: a row range has the miss ratio of the table.
 
-    Raises ShardCoreError as `heat_of` does.
+    Raises ShardCoreError as `heat_of_tables` does.
     """
     if not shard.table.in_host_memory:
         return np.zeros(2)
@@ -51,11 +51,11 @@ def _link_bytes(table: Table, batch: int, optimizer: str) -> tuple[float, float]
 
     A row is written back when another takes its place, so in the forward pass.
 
-    Raises ShardCoreError as `heat_of` does.
+    Raises ShardCoreError as `heat_of_tables` does.
     """
     if (lookups := access.lookups(table, batch)) == 0:
         return 0.0, 0.0
-    heat = _heat(_in_device_memory(table), batch)
+    heat = _heat_with_unseen_rows(_as_in_device_memory(table), batch)
     a_cell, a_row = (OPTIMIZERS[optimizer].state_bytes(each) for each in ("cell", "row"))
     row = table.dim * PRECISION_BYTES[table.precision]
     # Read and written, so twice.
@@ -65,17 +65,17 @@ def _link_bytes(table: Table, batch: int, optimizer: str) -> tuple[float, float]
         row, state = row + table.dim * a_cell + a_row, 0.0
     if cached := table.cached(table.rows):
         # A miss fetches a row and writes back the one that it replaces.
-        return 2 * row * float(heat.misses(cached)), state
+        return 2 * row * float(heat.missed_rows(cached)), state
     # Deduplicated values are looked up, and so read, once.
     return lookups / table.dedup * row, 2 * heat.unique_rows * row + state
 
 
-def held_rows(table: Table, batch: int) -> np.ndarray:
+def cached_rows_by_memory(table: Table, batch: int) -> np.ndarray:
     """[M] rows of a table in a cache, by how long it remembers. A cache of several tables has one memory for all."""
-    return _heat(_in_device_memory(table), batch).held_rows
+    return _heat_with_unseen_rows(_as_in_device_memory(table), batch).cached_rows_by_memory
 
 
-def in_one_cache(shards: Sequence[Shard], batch: int) -> tuple[Shard, ...]:
+def with_shared_cache_load_factors(shards: Sequence[Shard], batch: int) -> tuple[Shard, ...]:
     """The shards of an op with the load factors that its cache comes to, of which theirs only give the size."""
     caches: dict[str, list[int]] = defaultdict(list)
     for i, shard in enumerate(shards):
@@ -86,7 +86,7 @@ def in_one_cache(shards: Sequence[Shard], batch: int) -> tuple[Shard, ...]:
     for of_cache in caches.values():
         cached = [shards[i] for i in of_cache]
         # A range of rows is as hot as its table.
-        held = np.array([held_rows(s.table, batch) * (s.rows / s.table.rows) for s in cached])
+        held = np.array([cached_rows_by_memory(s.table, batch) * (s.rows / s.table.rows) for s in cached])
         size = sum(s.table.cached(s.rows) for s in cached)
         memories = np.arange(held.shape[1])
         memory = np.interp(size, held.sum(0), memories)
@@ -98,8 +98,8 @@ def in_one_cache(shards: Sequence[Shard], batch: int) -> tuple[Shard, ...]:
     return tuple(found)
 
 
-def longest_held(tables: Sequence[Table], batch: int, parts: int) -> tuple[Table, ...]:
-    """The tables with load factors that `in_one_cache` never exceeds, whichever of them share a cache.
+def with_highest_load_factors(tables: Sequence[Table], batch: int, parts: int) -> tuple[Table, ...]:
+    """The tables with load factors that `with_shared_cache_load_factors` never exceeds, whichever of them share a cache.
 
     A cache of several tables remembers no longer than the longest of their own would.
     parts: devices that may divide rows. Each rounds the size of its cache.
@@ -107,17 +107,17 @@ def longest_held(tables: Sequence[Table], batch: int, parts: int) -> tuple[Table
     memories = {}
     for i, table in enumerate(tables):
         if table.shares_cache and access.lookups(table, batch):
-            held = held_rows(table, batch)
+            held = cached_rows_by_memory(table, batch)
             memories[i] = np.interp(table.cached(table.rows) + parts, held, np.arange(len(held)))
     longest, found = max(memories.values(), default=0.0), list(tables)
     for i in memories:
-        held = held_rows(tables[i], batch)
+        held = cached_rows_by_memory(tables[i], batch)
         share = float(np.interp(longest, np.arange(len(held)), held)) / tables[i].rows
         found[i] = replace(tables[i], load_factor=min(max(share, tables[i].load_factor), 1 - 1e-12))
     return tuple(found)
 
 
-def _in_device_memory(table: Table) -> Table:
+def _as_in_device_memory(table: Table) -> Table:
     """The table with all rows there: one key for all of its load factors."""
     return (
         replace(table, load_factor=1.0, tier=BELOW[0], managed_collision=None)
@@ -127,6 +127,6 @@ def _in_device_memory(table: Table) -> Table:
 
 
 @lru_cache(maxsize=1 << 10)
-def _heat(table: Table, batch: int) -> Heat:
+def _heat_with_unseen_rows(table: Table, batch: int) -> Heat:
     # Data looks up rows that a histogram's batch never saw. These are what a cache misses.
-    return heat_of([table], batch, unseen=True)[0]
+    return heat_of_tables([table], batch, unseen=True)[0]

@@ -23,7 +23,7 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Placement, Plan, Problem, Table
 from shardcore.step import access
 from shardcore.step.kinds import LAYOUTS
-from shardcore.tables.heat import Heat, heat_of
+from shardcore.tables.heat import Heat, heat_of_tables
 
 HOT, COLD = "_hot", "_cold"
 """Suffixes of the names of a table's parts."""
@@ -33,19 +33,19 @@ REPLICA = next(kind for kind in LAYOUTS.values() if kind.dense_gradient)
 """Kind of sharding of hot rows."""
 
 
-def hot_counts(problem: Problem, least_lookups: float) -> dict[str, int]:
+def hot_row_counts(problem: Problem, least_lookups: float) -> dict[str, int]:
     """Number of hot rows by table: rows with at least `least_lookups` expected lookups in a global batch.
 
     Tables without hot rows or without cold ones are left out.
 
-    Raises ShardCoreError for a threshold that is not above 0, and as `heat_of` does.
+    Raises ShardCoreError for a threshold that is not above 0, and as `heat_of_tables` does.
     """
     if not 0 < least_lookups < float("inf"):
         raise ShardCoreError(
             f"hot rows were asked for from {least_lookups} lookups a batch on; it needs a number above 0"
         )
     counts = {}
-    for table, heat in heats(problem):
+    for table, heat in heat_of_divisible_tables(problem):
         rows = int(heat.rows[heat.lookups >= least_lookups].sum())
         # Both parts need rows (see _require_divisible).
         if 0 < rows < table.rows:
@@ -53,7 +53,7 @@ def hot_counts(problem: Problem, least_lookups: float) -> dict[str, int]:
     return counts
 
 
-def heats(problem: Problem) -> list[tuple[Table, Heat]]:
+def heat_of_divisible_tables(problem: Problem) -> list[tuple[Table, Heat]]:
     """The tables that may be divided, with their heat."""
     # A table whose kinds a user has fixed stays as it is.
     fixed, batch = problem.kinds_of, problem.global_batch
@@ -62,7 +62,7 @@ def heats(problem: Problem) -> list[tuple[Table, Heat]]:
         for table in problem.tables
         if table.sequence and table.name not in fixed and access.lookups(table, batch)
     ]
-    return list(zip(tables, heat_of(tables, problem.global_batch), strict=True))
+    return list(zip(tables, heat_of_tables(tables, problem.global_batch), strict=True))
 
 
 def with_hot_rows(problem: Problem, rows: Mapping[str, int]) -> Problem:
@@ -78,20 +78,20 @@ def with_hot_rows(problem: Problem, rows: Mapping[str, int]) -> Problem:
             raise ShardCoreError(
                 f"hot rows were asked for of table {name!r}, which problem {problem.name!r} does not have"
             )
-    parts = {name: hot_and_cold(known[name], n, problem.global_batch) for name, n in rows.items()}
+    parts = {name: split_hot_and_cold(known[name], n, problem.global_batch) for name, n in rows.items()}
     within = {known[name].collection for name in rows} - {""}
     tables = [
         # Hot parts stay in the collection. Other tables of it move to its `cold` module.
-        part if part.name == name + HOT else _moved_inside(part, within)
+        part if part.name == name + HOT else _move_to_cold_module(part, within)
         for name, table in known.items()
         for part in parts.get(name, (table,))
     ]
     return replace(
-        problem, tables=tuple(tables), constraints=_constraints_of_parts(problem.constraints, rows)
+        problem, tables=tuple(tables), constraints=_constraints_on_cold_parts(problem.constraints, rows)
     )
 
 
-def hot_and_cold(table: Table, rows: int, batch: int) -> tuple[Table, Table]:
+def split_hot_and_cold(table: Table, rows: int, batch: int) -> tuple[Table, Table]:
     """The hottest rows of a table, and the others, as two tables.
 
     rows: number of hot rows. batch: samples for which lookups are computed.
@@ -102,7 +102,7 @@ def hot_and_cold(table: Table, rows: int, batch: int) -> tuple[Table, Table]:
     Raises ShardCoreError for a number of rows that leaves a part empty.
     """
     _require_divisible(table, rows)
-    hot_share, hot_access, cold_access = access_of_hottest(table, rows, batch)
+    hot_share, hot_access, cold_access = split_access_statistics(table, rows, batch)
     # A replica is whole in device memory, so its load factor is 1.
     hot = replace(
         table,
@@ -126,14 +126,14 @@ def hot_and_cold(table: Table, rows: int, batch: int) -> tuple[Table, Table]:
     return hot, cold
 
 
-def access_of_hottest(table: Table, rows: int, batch: int) -> tuple[float, Reuse | Zipf, Reuse | Zipf]:
+def split_access_statistics(table: Table, rows: int, batch: int) -> tuple[float, Reuse | Zipf, Reuse | Zipf]:
     """Share of lookups of the `rows` hottest rows, their access statistics, and those of the others."""
     if isinstance(table.access, Zipf):
-        heat = heat_of([table], batch)[0]
+        heat = heat_of_tables([table], batch)[0]
         # Relative to the same classes, so that the shares of both parts sum to 1.
         share = float(heat.hottest_lookups(rows)) / float(heat.hottest_lookups(table.rows))
         # The first ranks of a power law follow it, too. The others do not.
-        return share, table.access, _reuse_of_others(heat, rows)
+        return share, table.access, _reuse_of_cold_rows(heat, rows)
     # Rows and lookups in each bin, in the histogram's batch, in which counts are exact.
     bins, sums = (of_tables[0] for of_tables in access.bins_of([table]))
     # Hot rows are taken from the bin with the highest mean count down. Of the last bin some may be left.
@@ -147,7 +147,7 @@ def access_of_hottest(table: Table, rows: int, batch: int) -> tuple[float, Reuse
     return share, hottest, others
 
 
-def _reuse_of_others(heat: Heat, rows: int) -> Reuse:
+def _reuse_of_cold_rows(heat: Heat, rows: int) -> Reuse:
     """The expected reuse histogram of all but the `rows` hottest rows."""
     before = np.concatenate([[0.0], np.cumsum(heat.rows)])
     # Rows of each class that are not hot: clipping the cumulative counts removes the hottest.
@@ -155,13 +155,13 @@ def _reuse_of_others(heat: Heat, rows: int) -> Reuse:
     return Reuse(access.expected_bins(left, heat.lookups), heat.batch)
 
 
-def _moved_inside(table: Table, collections: set[str]) -> Table:
+def _move_to_cold_module(table: Table, collections: set[str]) -> Table:
     """The table, moved to the `cold` module if its collection is one of these (see HotColdEmbeddingCollection)."""
     inside = table.sequence and table.collection in collections
     return replace(table, collection=table.collection + INSIDE) if inside else table
 
 
-def is_hot(table: Table, problem: Problem) -> bool:
+def is_hot_table(table: Table, problem: Problem) -> bool:
     """Tell if a table holds hot rows of `with_hot_rows`."""
     return (
         table.name.endswith(HOT)
@@ -171,21 +171,21 @@ def is_hot(table: Table, problem: Problem) -> bool:
     )
 
 
-def cold_names(problem: Problem) -> dict[str, str]:
+def cold_part_names(problem: Problem) -> dict[str, str]:
     """Names of the cold parts in a problem of `with_hot_rows`, by the names of the whole tables."""
     return {
         table.name.removesuffix(HOT): table.name.removesuffix(HOT) + COLD
         for table in problem.tables
-        if is_hot(table, problem)
+        if is_hot_table(table, problem)
     }
 
 
-def as_cold(plan: Plan, problem: Problem) -> Plan:
+def rename_to_cold_parts(plan: Plan, problem: Problem) -> Plan:
     """The plan with divided tables renamed to their cold parts in `problem`.
 
     So a plan without hot rows can be the start of a search with them.
     """
-    cold, known = cold_names(problem), {table.name for table in problem.tables}
+    cold, known = cold_part_names(problem), {table.name for table in problem.tables}
 
     def renamed(p: Placement) -> Placement:
         name = p.shard.table.name
@@ -210,7 +210,7 @@ def _require_divisible(table: Table, rows: int) -> None:
         )
 
 
-def _constraints_of_parts(constraints: Constraints, rows: Mapping[str, int]) -> Constraints:
+def _constraints_on_cold_parts(constraints: Constraints, rows: Mapping[str, int]) -> Constraints:
     """The constraints with those of divided tables moved to the cold parts."""
     cold = {name: name + COLD for name in rows}
     return replace(

@@ -13,9 +13,9 @@ DEFAULT_ACCESS = Zipf(1.05)
 """Access statistics that public_pool assumes if a list has none. A common choice, not a measurement."""
 
 
-def public_pools() -> dict[str, str]:
+def public_pool_sources() -> dict[str, str]:
     """Source of each public list, by name."""
-    return {k: v["source"] for k, v in _lists().items() if not k.startswith("_")}
+    return {k: v["source"] for k, v in _read_public_lists().items() if not k.startswith("_")}
 
 
 def public_pool(name: str, zipf_alpha: float | None = None) -> tuple[Table, ...]:
@@ -25,7 +25,7 @@ def public_pool(name: str, zipf_alpha: float | None = None) -> tuple[Table, ...]
 
     Raises ShardCoreError for an unknown name.
     """
-    entry = _list(name)
+    entry = _public_list(name)
     alpha = entry.get("zipf_alpha") if zipf_alpha is None else zipf_alpha
     access = DEFAULT_ACCESS if alpha is None else Zipf(alpha)
     # Equally many digits in all names, so that they sort in the order of tables.
@@ -37,15 +37,15 @@ def public_pool(name: str, zipf_alpha: float | None = None) -> tuple[Table, ...]
 
 def public_optimizer(name: str) -> str:
     """Optimizer with which the reference of a public list trains. "exact_sgd" if the list names none."""
-    return _list(name).get("optimizer", "exact_sgd")
+    return _public_list(name).get("optimizer", "exact_sgd")
 
 
-def _list(name: str) -> dict:
-    if name not in public_pools():
-        known = ", ".join(public_pools())
+def _public_list(name: str) -> dict:
+    if name not in public_pool_sources():
+        known = ", ".join(public_pool_sources())
         raise ShardCoreError(f"there is no public list of tables {name!r}; known are {known}")
-    return _lists()[name]
+    return _read_public_lists()[name]
 
 
-def _lists() -> dict:
+def _read_public_lists() -> dict:
     return json.loads((Path(__file__).parent / "public_tables.json").read_text(encoding="utf-8"))

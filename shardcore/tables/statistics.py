@@ -25,7 +25,7 @@ _STATISTICS = ("rows mean", "rows sd", "pooling mean", "pooling sd", "lookups", 
 )
 
 
-def read_release() -> dict:
+def read_published_release() -> dict:
     """The public figures of the release, from dlrm_datasets_stats.json."""
     path = Path(__file__).parent / "dlrm_datasets_stats.json"
     return json.loads(path.read_text(encoding="utf-8"))[PUBLISHED]
@@ -33,7 +33,7 @@ def read_release() -> dict:
 
 def published_statistics() -> dict[str, float]:
     """The public figures of dlrm_datasets (2021, 856 tables, batch 65,536), named as in pool_statistics."""
-    data = read_release()
+    data = read_published_release()
     values = [
         data["rows"]["mean"],
         data["rows"]["sd"],

@@ -17,7 +17,7 @@ from shardcore.core.types import Table
 from shardcore.step import access
 
 
-def stream(table: Table, batch: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+def draw_lookups(table: Table, batch: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """One batch of a table: row ids [L] int64 and offsets [V + 1] int64, for V distinct values.
 
     V is F · B for F features, or less if they are deduplicated (access.distinct_values). Samples that repeat a value
@@ -31,25 +31,25 @@ def stream(table: Table, batch: int, seed: int = 0) -> tuple[np.ndarray, np.ndar
     rng = np.random.default_rng([seed, batch, table.rows, *table.name.encode()])
     if isinstance(table.access, Reuse):
         # Rank 0 is the most popular row. Ranks become ids below.
-        ranks = _reuse_ranks(table, batch, rng)
+        ranks = _draw_reuse_ranks(table, batch, rng)
     else:
-        ranks = _zipf_ranks(table, access.lookups(table, batch), rng)
+        ranks = _draw_zipf_ranks(table, access.lookups(table, batch), rng)
     if table.dedup > 1:
         # Repeated values are not looked up again, so the batch has fewer lookups.
         ranks = _subsample(ranks, round(len(ranks) / table.dedup), rng)
-    lengths = _lengths(table, len(ranks), access.distinct_values(table, batch), rng)
+    lengths = _draw_lengths(table, len(ranks), access.distinct_values(table, batch), rng)
     # Hashed ids are scattered. Ordered ones are the ranks, or are spread by measured row shares.
     ids = (
-        _scatter(ranks, table.rows)
+        _scatter_ranks(ranks, table.rows)
         if not table.ordered
         else ranks
         if table.row_shares is None
-        else _by_shares(ranks, table, table.row_shares)
+        else _rows_by_shares(ranks, table, table.row_shares)
     )
     return ids, np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
 
 
-def _reuse_ranks(table: Table, batch: int, rng: np.random.Generator) -> np.ndarray:
+def _draw_reuse_ranks(table: Table, batch: int, rng: np.random.Generator) -> np.ndarray:
     counts = access.reference_counts(table)
     keep = batch / table.reuse.batch
     if keep < 1:
@@ -64,7 +64,7 @@ def _reuse_ranks(table: Table, batch: int, rng: np.random.Generator) -> np.ndarr
     return ranks
 
 
-def _zipf_ranks(table: Table, n: int, rng: np.random.Generator) -> np.ndarray:
+def _draw_zipf_ranks(table: Table, n: int, rng: np.random.Generator) -> np.ndarray:
     a, u = table.zipf_alpha, rng.random(n)
     top = table.rows + 1.0
     # Inverse CDF of the bounded continuous power law, as in step/access.py.
@@ -83,13 +83,13 @@ def _subsample(ranks: np.ndarray, n: int, rng: np.random.Generator) -> np.ndarra
     return rng.permutation(np.repeat(rows, 1 + more))
 
 
-def _lengths(table: Table, n: int, bags: int, rng: np.random.Generator) -> np.ndarray:
+def _draw_lengths(table: Table, n: int, bags: int, rng: np.random.Generator) -> np.ndarray:
     if isinstance(table.access, Zipf) and n % bags == 0:
         return np.full(bags, n // bags)
     return np.bincount(rng.integers(0, bags, n), minlength=bags)
 
 
-def _scatter(ranks: np.ndarray, rows: int) -> np.ndarray:
+def _scatter_ranks(ranks: np.ndarray, rows: int) -> np.ndarray:
     """Spread ranks over the rows as hashing would: a bijection of [0, rows) that separates neighbours."""
     # Multiples of the golden ratio are spread evenly. A step coprime to `rows` makes a bijection.
     step = max(1, int(rows * 0.6180339887498949))
@@ -99,7 +99,7 @@ def _scatter(ranks: np.ndarray, rows: int) -> np.ndarray:
     return (ranks * step + rows // 3) % rows
 
 
-def _by_shares(ranks: np.ndarray, table: Table, row_shares: RowShares) -> np.ndarray:
+def _rows_by_shares(ranks: np.ndarray, table: Table, row_shares: RowShares) -> np.ndarray:
     """The row of each rank, so that each range of rows has about its shares of lookups and of unique rows.
 
     Hot ranks go to the ranges with most lookups for each unique row. They are scattered over ranges that have about
@@ -111,7 +111,7 @@ def _by_shares(ranks: np.ndarray, table: Table, row_shares: RowShares) -> np.nda
     heat = np.rint(np.log2(np.maximum(lookups, 1e-12) / np.maximum(unique, 1e-12)))
     order = np.argsort(-heat, kind="stable")
     # Rows of each range, hottest range first, and the number of ranks to place.
-    sizes, n = np.diff(edges)[order], _looked_up_rows(table)
+    sizes, n = np.diff(edges)[order], _n_rows_looked_up(table)
     # End of each range's ranks, by its share of unique rows. A range cannot have more ranks than rows.
     last = np.minimum(np.rint(n * np.cumsum(unique[order] / unique.sum())), np.cumsum(sizes))
     # A range begins no earlier than leaves room, in it and later ones, for all remaining ranks.
@@ -122,7 +122,7 @@ def _by_shares(ranks: np.ndarray, table: Table, row_shares: RowShares) -> np.nda
     scattered = ranks.copy()
     for start, end in itertools.pairwise(starts):
         alike = (ranks >= start) & (ranks < end)
-        scattered[alike] = start + _scatter(ranks[alike] - start, int(end - start))
+        scattered[alike] = start + _scatter_ranks(ranks[alike] - start, int(end - start))
     # The range of each rank, by the first rank of ranges.
     ranks, of = scattered, np.searchsorted(first, scattered, side="right") - 1
     held = np.diff(np.append(first, n))[of]
@@ -130,6 +130,6 @@ def _by_shares(ranks: np.ndarray, table: Table, row_shares: RowShares) -> np.nda
     return edges[:-1][order][of] + (ranks - first[of]) * sizes[of] // np.maximum(held, 1)
 
 
-def _looked_up_rows(table: Table) -> int:
+def _n_rows_looked_up(table: Table) -> int:
     """Number of different rows that the table's streams may look up."""
     return table.rows if isinstance(table.access, Zipf) else len(access.reference_counts(table))

@@ -13,7 +13,7 @@ from shardcore.step.exchange_lines import even_is_least, has_concave_exchanges, 
 from shardcore.step.kinds import CHANNELS, Channel
 from shardcore.step.lower import lower
 from shardcore.step.scopes import WORLD
-from shardcore.testing.problems import with_slack
+from shardcore.testing.problems import problem_with_slack
 
 
 class CostModelConformance:
@@ -29,13 +29,13 @@ class CostModelConformance:
         raise NotImplementedError
 
     def problem(self) -> Problem:
-        return with_slack(0, 4, 4.0)
+        return problem_with_slack(0, 4, 4.0)
 
-    def _encoded(self) -> tuple[CostModel, np.ndarray]:
+    def _model_and_encodings(self) -> tuple[CostModel, np.ndarray]:
         model = self.model().for_problem(self.problem())
         return model, model.encode([Shard.whole(table) for table in self.problem().tables])
 
-    def _plans(self) -> tuple[CostModel, list[Plan]]:
+    def _model_and_plans(self) -> tuple[CostModel, list[Plan]]:
         problem = self.problem()
         model = self.model().for_problem(problem)
         return model, [SHARDERS["random"](problem, model, seed=seed) for seed in range(3)]
@@ -46,7 +46,7 @@ class CostModelConformance:
         assert model.setting.batch == self.problem().global_batch
 
     def test_encodings_are_rows_of_numbers_whatever_the_company(self) -> None:
-        model, codes = self._encoded()
+        model, codes = self._model_and_encodings()
         shards = [Shard.whole(table) for table in self.problem().tables]
         assert codes.shape == (len(shards), codes.shape[1]) and codes.dtype == np.float64
         assert np.isfinite(codes).all()
@@ -54,7 +54,7 @@ class CostModelConformance:
         np.testing.assert_allclose(apart, codes, rtol=1e-5)
 
     def test_heads_of_many_ops_and_of_one_agree_compiled_too(self) -> None:
-        model, codes = self._encoded()
+        model, codes = self._model_and_encodings()
         sums = np.array([codes[:n].sum(0) for n in range(len(codes) + 1)])
         ms, (head, parameters, fetched) = model.head(sums), model.compiled()
         assert ms[0] == 0 and (ms[1:] > 0).all() and np.isfinite(ms).all()
@@ -64,11 +64,11 @@ class CostModelConformance:
         np.testing.assert_allclose([head(s, fetched) for s in sums[1:]], chain_ms, rtol=self.tolerance)
 
     def test_parts_of_an_op_are_times(self) -> None:
-        model, codes = self._encoded()
+        model, codes = self._model_and_encodings()
         assert model.parts(codes).shape == (len(codes), 3) and (model.parts(codes) >= 0).all()
 
     def test_collectives_of_many_plans_and_of_one_agree(self) -> None:
-        model, plans = self._plans()
+        model, plans = self._model_and_plans()
         problem = self.problem()
         traffic = np.stack([lower(plan, problem).traffic for plan in plans], axis=1)
         compute_ms = np.random.default_rng(0).uniform(1, 2, (len(plans), len(problem.topology)))
@@ -80,7 +80,7 @@ class CostModelConformance:
                 np.testing.assert_allclose(ms[i], getattr(alone, name), rtol=self.tolerance, err_msg=name)
 
     def test_prices_are_finite_and_repeat(self) -> None:
-        model, plans = self._plans()
+        model, plans = self._model_and_plans()
         for plan in plans:
             workload = lower(plan, self.problem())
             first = price(workload, model)
@@ -88,7 +88,7 @@ class CostModelConformance:
             assert all(isinstance(sentence, str) for sentence in model.out_of_range(workload))
 
     def test_the_model_for_bounds_never_costs_more(self) -> None:
-        model, codes = self._encoded()
+        model, codes = self._model_and_encodings()
         bounding = model.lower
         if bounding is None:
             return
@@ -100,7 +100,7 @@ class CostModelConformance:
 
     def test_exchanges_are_as_the_model_for_bounds_says(self) -> None:
         """Bounds price even exchanges by a line, which the terms give, and which is nowhere above them."""
-        model, _ = self._encoded()
+        model, _ = self._model_and_encodings()
         topology, bounding = self.problem().topology, model.lower
         if bounding is None or not even_is_least(bounding, topology):
             return

@@ -19,11 +19,11 @@ from shardcore.step import memory
 from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, possible_groups
 from shardcore.step.lower import lower
 from shardcore.step.ways import consolidate
-from shardcore.testing.problems import BATCH, MIB, draw_tables, model_for
+from shardcore.testing.problems import BATCH, MIB, draw_random_tables, small_problem_model
 from shardcore.torchrec.sharding_plan import torchrec_sharding
 
 
-def times_placed(table: Table, shards: Iterable[Shard]) -> set[int]:
+def placement_counts(table: Table, shards: Iterable[Shard]) -> set[int]:
     """Numbers of times that cells of a table are placed, counted without `lower`.
 
     One count for each rectangle between the edges of all shards: exact, however large the table is.
@@ -40,7 +40,7 @@ def times_placed(table: Table, shards: Iterable[Shard]) -> set[int]:
     return set(times.flat)
 
 
-def parts_of(placement: Placement) -> list[tuple[int, Shard]]:
+def shards_by_device(placement: Placement) -> list[tuple[int, Shard]]:
     """Shards of a placement, each with its device. Computed without `step.kinds`, to check it."""
     shard, n = placement.shard, len(placement.devices)
     if placement.kind in ("column", "data_parallel"):
@@ -58,8 +58,12 @@ def check_plan(plan: Plan, problem: Problem) -> None:
     for table in problem.tables:
         mine = [p for p in plan.placements if p.shard.table == table]
         torchrec_sharding(mine, problem.topology)
-        once = (s for p in mine for _, s in (parts_of(p)[:1] if p.kind == "data_parallel" else parts_of(p)))
-        times = times_placed(table, once)
+        once = (
+            s
+            for p in mine
+            for _, s in (shards_by_device(p)[:1] if p.kind == "data_parallel" else shards_by_device(p))
+        )
+        times = placement_counts(table, once)
         assert times == {1}, f"cells of {table.name} are placed {times} times"
     assert list(workload.memory_bytes) == memory.used_bytes(plan, problem)
     together = Counter((p.shard.table.name, d) for p in plan.placements for d in p.devices)
@@ -67,7 +71,12 @@ def check_plan(plan: Plan, problem: Problem) -> None:
         f"several shards of one table on one device: {together.most_common(1)}"
     )
     assert plan.placements == consolidate(plan.placements)
-    split = {p.shard.table.name for p in plan.placements for _, s in parts_of(p) if s != Shard.whole(s.table)}
+    split = {
+        p.shard.table.name
+        for p in plan.placements
+        for _, s in shards_by_device(p)
+        if s != Shard.whole(s.table)
+    }
     assert not split & set(problem.constraints.unsplit)
     homes = {
         t.name: {d for p in plan.placements if p.shard.table == t for d in p.devices} for t in problem.tables
@@ -83,7 +92,7 @@ def check_plan(plan: Plan, problem: Problem) -> None:
         )
 
 
-def every_plan(problem: Problem, columns_alone: bool = False) -> Iterator[Plan]:
+def all_plans(problem: Problem, columns_alone: bool = False) -> Iterator[Plan]:
     """Every plan, up to which columns a group of devices holds, that has each table in one kind of
     sharding."""
 
@@ -102,22 +111,25 @@ def every_plan(problem: Problem, columns_alone: bool = False) -> Iterator[Plan]:
         yield Plan(consolidate(p for placements in choice for p in placements))
 
 
-def tiny_problem(seed: int) -> Problem:
+def draw_tiny_problem(seed: int) -> Problem:
     rng = np.random.default_rng(seed)
     speeds = [1.0, 1.0] if seed % 2 else [1.0, 2.0]
     return Problem(
-        "tiny", draw_tables(rng, 3, dims=(4, 8, 16)), Topology(tuple(Device(MIB, s) for s in speeds)), BATCH
+        "tiny",
+        draw_random_tables(rng, 3, dims=(4, 8, 16)),
+        Topology(tuple(Device(MIB, s) for s in speeds)),
+        BATCH,
     )
 
 
 @cache
-def optima() -> list[tuple[Problem, float, float]]:
+def cheapest_plans_of_tiny_problems() -> list[tuple[Problem, float, float]]:
     """Problems, and the least ms of all plans and of those that cut by columns alone."""
     found = []
-    for problem in map(tiny_problem, range(6)):
-        model = model_for(problem)
+    for problem in map(draw_tiny_problem, range(6)):
+        model = small_problem_model(problem)
         of_all, by_columns = (
-            min(price(lower(plan, problem), model).total_ms for plan in every_plan(problem, alone))
+            min(price(lower(plan, problem), model).total_ms for plan in all_plans(problem, alone))
             for alone in (False, True)
         )
         found.append((problem, of_all, by_columns))

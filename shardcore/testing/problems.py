@@ -17,7 +17,7 @@ BATCH = 48
 """Batch of all problems here. 1, 2, 3 and 4 devices divide it."""
 
 
-def model_for(problem: Problem) -> AnalyticModel:
+def small_problem_model(problem: Problem) -> AnalyticModel:
     """A model under which balance of compute and of communication both matter at this size."""
     setting = Setting("made-up", problem.global_batch, problem.tables[0].precision, problem.optimizer)
     # A slow network and a short launch.
@@ -32,19 +32,19 @@ def table_bytes(table: Table, optimizer: str = "exact_sgd", width: int | None = 
     return memory.table_bytes(table, of_one, width)
 
 
-def column(table: Table, device: int) -> Placement:
+def column_placement(table: Table, device: int) -> Placement:
     return Placement("column", Shard.whole(table), (device,))
 
 
-def with_room(problem: Problem) -> Problem:
+def with_room_for_batch(problem: Problem) -> Problem:
     """The problem with memory for the local batch added to every device."""
-    whole = [column(table, 0) for table in problem.tables]
+    whole = [column_placement(table, 0) for table in problem.tables]
     more = int(memory.account_of(whole, problem).base.max()) + 1
     devices = tuple(replace(d, memory_bytes=d.memory_bytes + more) for d in problem.topology.devices)
     return replace(problem, topology=replace(problem.topology, devices=devices))
 
 
-def draw_tables(
+def draw_random_tables(
     rng: np.random.Generator, n: int, dims: tuple[int, ...] = (4, 8, 12, 16, 32)
 ) -> tuple[Table, ...]:
     return tuple(
@@ -59,22 +59,22 @@ def draw_tables(
     )
 
 
-def draw_problem(
+def draw_random_problem(
     seed: int, n_tables: int, memory: list[int], speeds: list[float] | None = None, **fields
 ) -> Problem:
     rng = np.random.default_rng(seed)
     devices = tuple(Device(m, s) for m, s in zip(memory, speeds or [1.0] * len(memory), strict=True))
-    return Problem(f"drawn-{seed}", draw_tables(rng, n_tables), Topology(devices), BATCH, **fields)
+    return Problem(f"drawn-{seed}", draw_random_tables(rng, n_tables), Topology(devices), BATCH, **fields)
 
 
-def with_slack(seed: int, n_devices: int, slack: float, **fields) -> Problem:
+def problem_with_slack(seed: int, n_devices: int, slack: float, **fields) -> Problem:
     """Devices that hold the tables' bytes × slack together."""
-    loose = draw_problem(seed, 12, [1] * n_devices, **fields)
+    loose = draw_random_problem(seed, 12, [1] * n_devices, **fields)
     needed = sum(table_bytes(t, loose.optimizer) for t in loose.tables)
     return replace(loose, topology=Topology((Device(int(needed * slack / n_devices)),) * n_devices))
 
 
-def on_hosts(problem: Problem, constraints: Constraints) -> Problem:
+def split_over_two_hosts(problem: Problem, constraints: Constraints) -> Problem:
     """The first half of the devices on host a, the others on b."""
     half = len(problem.topology) // 2
     devices = tuple(replace(d, host="a" if i < half else "b") for i, d in enumerate(problem.topology.devices))
@@ -86,14 +86,14 @@ DEEP = Table("deep", 200_000, 4, 3.0)
 SMALL = tuple(Table(f"small{i}", 50 + i, 8, 2.0) for i in range(5))
 MIB = 2**20
 CASES = {
-    "one device": draw_problem(0, 8, [64 * MIB]),
+    "one device": draw_random_problem(0, 8, [64 * MIB]),
     "one table": Problem("one", (SMALL[0],), Topology((Device(MIB),) * 4), BATCH),
-    "more devices than tables": draw_problem(1, 2, [MIB] * 4),
-    "unequal memory": draw_problem(2, 15, [MIB // 2, MIB, 3 * MIB]),
-    "unequal speed": draw_problem(3, 15, [MIB] * 3, [1.0, 2.0, 0.5]),
-    "tight memory": with_slack(4, 4, 1.05),
-    "adagrad, tight": with_slack(5, 3, 1.08, optimizer="rowwise_adagrad"),
-    "a full device": draw_problem(6, 6, [2000, MIB]),
+    "more devices than tables": draw_random_problem(1, 2, [MIB] * 4),
+    "unequal memory": draw_random_problem(2, 15, [MIB // 2, MIB, 3 * MIB]),
+    "unequal speed": draw_random_problem(3, 15, [MIB] * 3, [1.0, 2.0, 0.5]),
+    "tight memory": problem_with_slack(4, 4, 1.05),
+    "adagrad, tight": problem_with_slack(5, 3, 1.08, optimizer="rowwise_adagrad"),
+    "a full device": draw_random_problem(6, 6, [2000, MIB]),
     "all empty": Problem(
         "empty", tuple(replace(t, pooling=0.0) for t in SMALL), Topology((Device(MIB),) * 2), BATCH
     ),
@@ -101,30 +101,33 @@ CASES = {
     "rows and columns to cut": Problem(
         "both", (replace(HUGE, rows=50_000), *SMALL), Topology((Device(700_000),) * 24), BATCH
     ),
-    "unsplit": replace(with_slack(7, 3, 1.3), constraints=Constraints(unsplit=("t0", "t3", "t7"))),
+    "unsplit": replace(problem_with_slack(7, 3, 1.3), constraints=Constraints(unsplit=("t0", "t3", "t7"))),
     "reserved more than one has": replace(
-        draw_problem(6, 6, [2000, MIB]), constraints=Constraints(reserved_bytes=3000)
+        draw_random_problem(6, 6, [2000, MIB]), constraints=Constraints(reserved_bytes=3000)
     ),
-    "reserved": replace(draw_problem(9, 10, [MIB] * 2), constraints=Constraints(reserved_bytes=MIB // 2)),
+    "reserved": replace(
+        draw_random_problem(9, 10, [MIB] * 2), constraints=Constraints(reserved_bytes=MIB // 2)
+    ),
     "pinned": replace(
-        with_slack(10, 4, 1.3),
+        problem_with_slack(10, 4, 1.3),
         constraints=Constraints(
             pinned=(("t0", (0,)), ("t3", (0,)), ("t5", (1, 2)), ("t6", (3, 1)), ("t9", (0, 1, 2, 3)))
         ),
     ),
-    "pinned to hosts": on_hosts(
-        with_slack(11, 4, 1.15),
+    "pinned to hosts": split_over_two_hosts(
+        problem_with_slack(11, 4, 1.15),
         Constraints(pinned=tuple((f"t{i}", ("a",) if i < 4 else ("b",)) for i in range(8))),
     ),
-    "pinned, to cut": on_hosts(
+    "pinned, to cut": split_over_two_hosts(
         Problem("cut", (HUGE, *SMALL), Topology((Device(HUGE.bytes * 6 // 10),) * 4), BATCH),
         Constraints(pinned=(("huge", ("b",)), ("small0", (2,)))),
     ),
     "together": replace(
-        with_slack(12, 3, 1.4), constraints=Constraints(together=(("t0", "t1", "t2"), ("t3", "t7"), ("t8",)))
+        problem_with_slack(12, 3, 1.4),
+        constraints=Constraints(together=(("t0", "t1", "t2"), ("t3", "t7"), ("t8",))),
     ),
     "given kinds": replace(
-        with_slack(20, 4, 4.0),
+        problem_with_slack(20, 4, 4.0),
         constraints=Constraints(
             unsplit=("t1",),
             pinned=(("t4", (0, 1)),),
@@ -132,11 +135,11 @@ CASES = {
         ),
     ),
     "all by given kinds": replace(
-        with_slack(21, 2, 3.0),
+        problem_with_slack(21, 2, 3.0),
         constraints=Constraints(kinds=tuple((f"t{i}", ("data_parallel",)) for i in range(12))),
     ),
-    "together and pinned, tight": on_hosts(
-        with_slack(19, 4, 1.3, optimizer="rowwise_adagrad"),
+    "together and pinned, tight": split_over_two_hosts(
+        problem_with_slack(19, 4, 1.3, optimizer="rowwise_adagrad"),
         Constraints(
             unsplit=("t1",),
             together=(("t0", "t2", "t4"), ("t5", "t6")),
@@ -144,7 +147,7 @@ CASES = {
         ),
     ),
 }
-CASES = {case: with_room(problem) for case, problem in CASES.items()}
+CASES = {case: with_room_for_batch(problem) for case, problem in CASES.items()}
 
 PIGEON = table_bytes(Table("p0", 10_000, 32, 1.0))
 """Bytes of a table of 10,000 rows and 32 columns, and about those of one of 40,000 rows and 8 columns."""
@@ -196,7 +199,7 @@ NOTHING_FITS = {
         ],
     ),
     "pinned to a host": (
-        on_hosts(
+        split_over_two_hosts(
             Problem("host", (HUGE, *SMALL), Topology((Device(HUGE.bytes // 3),) * 6), BATCH),
             Constraints(pinned=(("huge", ("b",)), ("small0", (3,)), ("small1", ("a",)))),
         ),
@@ -222,7 +225,7 @@ NOTHING_FITS = {
         ],
     ),
     "a pinned table too large": (
-        replace(draw_problem(2, 8, [3000, MIB]), constraints=Constraints(pinned=(("t2", (0,)),))),
+        replace(draw_random_problem(2, 8, [3000, MIB]), constraints=Constraints(pinned=(("t2", (0,)),))),
         ["table 't2', which must stay whole (constraints.pinned)", "device where it may live"],
     ),
     "groups side by side": (
@@ -285,10 +288,10 @@ NOTHING_FITS = {
 }
 
 
-def hidden_plan(seed: int) -> Problem:
+def problem_with_hidden_plan(seed: int) -> Problem:
     """A problem whose devices hold exactly what some table-wise plan puts on them."""
     rng = np.random.default_rng(seed)
-    tables = draw_tables(rng, int(rng.integers(1, 10)))
+    tables = draw_random_tables(rng, int(rng.integers(1, 10)))
     n_devices, optimizer = int(rng.integers(1, 5)), str(rng.choice(["exact_sgd", "rowwise_adagrad"]))
     memory_bytes = np.zeros(n_devices, dtype=int)
     for table in tables:
@@ -296,13 +299,13 @@ def hidden_plan(seed: int) -> Problem:
     devices = tuple(Device(int(m) or 1, float(rng.choice([0.5, 1, 2]))) for m in memory_bytes)
     unsplit = tuple(t.name for t in tables) if rng.random() < 0.5 else ()
     constraints = Constraints(unsplit=unsplit)
-    return with_room(Problem("hidden", tables, Topology(devices), BATCH, optimizer, constraints))
+    return with_room_for_batch(Problem("hidden", tables, Topology(devices), BATCH, optimizer, constraints))
 
 
-def hidden_plan_with_pins(seed: int) -> Problem:
-    """A hidden_plan whose tables are pinned to their devices or hosts. Some are kept together."""
+def problem_with_hidden_pins(seed: int) -> Problem:
+    """A problem_with_hidden_plan whose tables are pinned to their devices or hosts. Some are kept together."""
     rng = np.random.default_rng(seed)
-    n_devices, tables = int(rng.integers(2, 5)), draw_tables(rng, int(rng.integers(1, 10)))
+    n_devices, tables = int(rng.integers(2, 5)), draw_random_tables(rng, int(rng.integers(1, 10)))
     homes = rng.integers(n_devices, size=len(tables))
     memory_bytes = np.bincount(homes, list(map(table_bytes, tables)), n_devices).astype(int)
     devices = tuple(
@@ -321,4 +324,4 @@ def hidden_plan_with_pins(seed: int) -> Problem:
     ]
     unsplit = tuple(home_of) if rng.random() < 0.5 else ()
     constraints = Constraints(0, unsplit, tuple(pinned), tuple(filter(None, together)))
-    return with_room(Problem("hidden", tables, Topology(devices), BATCH, constraints=constraints))
+    return with_room_for_batch(Problem("hidden", tables, Topology(devices), BATCH, constraints=constraints))

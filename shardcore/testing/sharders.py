@@ -20,19 +20,19 @@ from shardcore.cost.model import CostModel, price
 from shardcore.search import Budget
 from shardcore.step import memory
 from shardcore.step.lower import lower
-from shardcore.testing.plans import check_plan, optima
+from shardcore.testing.plans import cheapest_plans_of_tiny_problems, check_plan
 from shardcore.testing.problems import (
     BATCH,
     CASES,
     MIB,
     NOTHING_FITS,
-    column,
-    hidden_plan,
-    hidden_plan_with_pins,
-    model_for,
+    column_placement,
+    problem_with_hidden_pins,
+    problem_with_hidden_plan,
+    problem_with_slack,
+    small_problem_model,
     table_bytes,
-    with_room,
-    with_slack,
+    with_room_for_batch,
 )
 
 
@@ -68,48 +68,51 @@ class SharderConformance:
     ) -> Plan:
         raise NotImplementedError
 
-    def solve(self, problem: Problem, seed: int = 0) -> Plan:
+    def search_checked_plan(self, problem: Problem, seed: int = 0) -> Plan:
         """A plan that keeps what every plan has to. Raises AssertionError if it does not."""
-        plan = self.search(problem, model_for(problem), seed=seed, budget=self.budget)
+        plan = self.search(problem, small_problem_model(problem), seed=seed, budget=self.budget)
         check_plan(plan, problem)
         return plan
 
-    def require_case(self, problem: Problem) -> None:
+    def require_plan_with_provenance(self, problem: Problem) -> None:
         """Raise AssertionError unless the problem gets a plan that says where it comes from."""
-        plan = self.solve(problem, 3)
+        plan = self.search_checked_plan(problem, 3)
         assert (plan.provenance["algorithm"], plan.provenance["seed"]) == (self.name, 3)
         json.dumps(plan.provenance, allow_nan=False)
-        assert plan.provenance["predicted_ms"] == price(lower(plan, problem), model_for(problem)).total_ms
+        assert (
+            plan.provenance["predicted_ms"]
+            == price(lower(plan, problem), small_problem_model(problem)).total_ms
+        )
 
     def test_plans_are_valid_and_say_where_they_come_from(self) -> None:
         for problem in CASES.values():
-            self.require_case(problem)
+            self.require_plan_with_provenance(problem)
 
     def test_without_a_budget_there_is_a_plan_too(self) -> None:
         problem = CASES["more devices than tables"]
-        check_plan(self.search(problem, model_for(problem)), problem)
+        check_plan(self.search(problem, small_problem_model(problem)), problem)
 
     def test_the_same_seed_gives_the_same_plan(self) -> None:
         for case in ("tight memory", "rows to cut"):
-            first, second = (self.solve(CASES[case], 5) for _ in range(2))
+            first, second = (self.search_checked_plan(CASES[case], 5) for _ in range(2))
             assert first == second and first.provenance == second.provenance, case
 
     def test_a_problem_with_a_hidden_plan_gets_one(self) -> None:
         """Devices hold exactly what some table-wise plan puts on them, to the byte."""
         for seed in range(self.drawn):
-            self.solve(hidden_plan(seed), seed)
+            self.search_checked_plan(problem_with_hidden_plan(seed), seed)
 
     def test_a_hidden_plan_that_meets_pins_and_groups_gets_one(self) -> None:
         for seed in range(self.drawn):
-            self.solve(hidden_plan_with_pins(seed), seed)
+            self.search_checked_plan(problem_with_hidden_pins(seed), seed)
 
     def test_little_slack_is_enough_where_tables_may_be_cut(self) -> None:
         for seed in range(self.drawn):
             rng = np.random.default_rng(seed)
             n_devices = int(rng.choice([2, 3, 4]))
-            problem = with_slack(seed, n_devices, float(rng.uniform(1.02, 2.0)))
+            problem = problem_with_slack(seed, n_devices, float(rng.uniform(1.02, 2.0)))
             try:
-                self.solve(with_room(problem), seed)
+                self.search_checked_plan(with_room_for_batch(problem), seed)
             except Infeasible:
                 # Four columns of the largest table, or its outputs when rows are cut, may exceed the slack.
                 outputs = max(8 * BATCH * t.dim for t in problem.tables)
@@ -125,23 +128,23 @@ class SharderConformance:
             topology = Topology(tuple(Device(MIB, speed) for speed in speeds))
             problem = Problem("bytes", pair, topology, BATCH, constraints=constraints)
             fast, slow = speeds.index(2.0), speeds.index(1.0)
-            only = Plan((column(pair[0], fast), column(pair[1], slow)))
+            only = Plan((column_placement(pair[0], fast), column_placement(pair[1], slow)))
             exact = memory.used_bytes(only, problem)
             problem = replace(problem, topology=Topology(tuple(map(Device, exact, speeds))))
-            homes = {p.shard.table.name: p.devices[0] for p in self.solve(problem).placements}
+            homes = {p.shard.table.name: p.devices[0] for p in self.search_checked_plan(problem).placements}
             assert homes == {"less": fast, "more": slow}
             whole = replace(constraints, kinds=tuple((t.name, ("column",)) for t in pair))
             for device in (0, 1):  # nothing else fits, nor does this with a byte less
                 less = [n - (i == device) for i, n in enumerate(exact)]
                 topology = Topology(tuple(map(Device, less, speeds)))
                 tighter = replace(problem, topology=topology, constraints=whole)
-                require_error(Infeasible, lambda: self.solve(tighter))  # noqa: B023 (called at once)
+                require_error(Infeasible, lambda: self.search_checked_plan(tighter))  # noqa: B023 (called at once)
 
     def test_a_table_of_which_four_columns_fit_no_device_is_divided_by_rows(self) -> None:
         large, others = Table("large", 40_000, 8, 1.0), [Table(f"t{i}", 1000, 16, 1.0) for i in range(2)]
         # Four columns: 640,000 bytes; a third of its rows: 430,000.
         problem = Problem("tall", (large, *others), Topology((Device(600_000),) * 3), BATCH)
-        placed = [p for p in self.solve(problem).placements if p.shard.table == large]
+        placed = [p for p in self.search_checked_plan(problem).placements if p.shard.table == large]
         assert placed == [Placement("row", Shard.whole(large), problem.topology.ranks)]
 
     def test_rows_of_a_table_pinned_to_a_host_are_divided_over_that(self) -> None:
@@ -149,13 +152,13 @@ class SharderConformance:
         topology = Topology(tuple(Device(600_000, host=h) for h in "aabbcc"))
         pinned = Constraints(pinned=(("tall", ("b",)),))
         problem = Problem("host", (tall, *others), topology, BATCH, constraints=pinned)
-        placed = [p for p in self.solve(problem).placements if p.shard.table == tall]
+        placed = [p for p in self.search_checked_plan(problem).placements if p.shard.table == tall]
         assert placed == [Placement("host_row", Shard.whole(tall), (2, 3))]
 
     def test_no_plan_is_cheaper_than_the_cheapest_of_all(self) -> None:
         ratios = []
-        for problem, least_ms, least_by_columns_ms in optima():
-            plan = self.search(problem, model_for(problem), budget=Budget(evals=5000))
+        for problem, least_ms, least_by_columns_ms in cheapest_plans_of_tiny_problems():
+            plan = self.search(problem, small_problem_model(problem), budget=Budget(evals=5000))
             least = least_by_columns_ms if self.columns_alone else least_ms
             ratios.append(plan.provenance["predicted_ms"] / least)
         assert min(ratios) >= 1 - 1e-9
@@ -163,7 +166,9 @@ class SharderConformance:
 
     def test_infeasible_names_what_does_not_fit_and_what_would_help(self) -> None:
         for case, (problem, words) in NOTHING_FITS.items():
-            message = require_error(Infeasible, lambda: self.solve(with_room(problem)))  # noqa: B023
+            message = require_error(
+                Infeasible, lambda: self.search_checked_plan(with_room_for_batch(problem))
+            )  # noqa: B023
             for word in words if self.names_remedies else ():
                 assert word in message, f"{case}: {word!r} is not in {message!r}"
 

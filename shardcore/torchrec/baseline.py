@@ -63,7 +63,7 @@ from shardcore.step.kinds import (
 )
 from shardcore.step.memory import fits, held_bytes, local_batch_bytes, own_peaks
 from shardcore.step.ways import fixed_placements, why_not
-from shardcore.torchrec.placements import placements_of
+from shardcore.torchrec.placements import placements_from_torchrec
 
 _COLUMN_TYPES, _OF_HOSTS = WHOLE_ROWS.torchrec[:2], WHOLE_ROWS.torchrec[2:]
 _HOST_TYPES = dict.fromkeys((*_OF_HOSTS, *(t for x in LAYOUTS.values() if x.rows_over for t in x.torchrec)))
@@ -96,41 +96,41 @@ class TorchRecConfig:
             raise ShardCoreError(f"{self} needs one or more of what is swept")
 
 
-def missing_package() -> str:
+def missing_torchrec_message() -> str:
     """Python's words for what TorchRec's planner lacks of TorchRec and FBGEMM. "" if both are installed."""
     # A folder of the same name has no origin.
     missing = [n for n in ("fbgemm_gpu", "torchrec") if not ((spec := find_spec(n)) and spec.origin)]
     return f"No module named {missing[0]!r}" if missing else ""
 
 
-def require_installed(what: str) -> None:
+def require_torchrec_installed(what: str) -> None:
     """Raise ShardCoreError unless TorchRec is installed, with how to install it. what: what needs it."""
-    if missing_package():
-        raise ShardCoreError(f"{what}, and it is not installed ({missing_package()}): {TORCHREC}")
+    if missing_torchrec_message():
+        raise ShardCoreError(f"{what}, and it is not installed ({missing_torchrec_message()}): {TORCHREC}")
 
 
 @contextmanager
-def silenced_torchrec() -> Iterator[None]:
+def silence_torchrec_logging() -> Iterator[None]:
     """Silence TorchRec, which warns of each topology, and of each table that it replicates or does not cut."""
     theirs, root = logging.getLogger("torchrec"), logging.getLogger()
     level = theirs.level
     theirs.setLevel(logging.CRITICAL + 1)
     # The warning about replicas comes from the root logger.
-    root.addFilter(_not_of_replicas)
+    root.addFilter(_is_not_replica_warning)
     try:
         with warnings.catch_warnings(action="ignore"):
             yield
     finally:
         theirs.setLevel(level)
-        root.removeFilter(_not_of_replicas)
+        root.removeFilter(_is_not_replica_warning)
 
 
-def _not_of_replicas(record: logging.LogRecord) -> bool:
+def _is_not_replica_warning(record: logging.LogRecord) -> bool:
     """A log filter that drops the warning about replicated tables."""
     return not str(record.msg).startswith("Sharding spec not found")
 
 
-def torchrec(
+def search_with_torchrec_planner(
     problem: Problem,
     model: CostModel,
     *,
@@ -146,7 +146,7 @@ def torchrec(
     Raises ShardCoreError if TorchRec is not installed.
     Raises Infeasible (see `feasible_shards`) and SettingMismatch.
     """
-    require_installed("sharder 'torchrec' runs TorchRec's planner")
+    require_torchrec_installed("sharder 'torchrec' runs TorchRec's planner")
     problem.require_setting(model.setting)
     feasible_shards(problem)  # for its refusals
     with stopped_clock():  # it takes seconds to import
@@ -156,12 +156,12 @@ def torchrec(
     def price(placements: Sequence[Placement], **provenance: Any) -> Plan:
         return priced(placements, problem, model, algorithm="torchrec", seed=seed, **provenance)
 
-    given = _fixed_placements(problem, model)
+    given = _placements_before_planner(problem, model)
     if len({p.shard.table for p in given}) == len(problem.tables):
         plans = [price(given, packed=False)]
     else:
-        with silenced_torchrec():
-            plans = _sweep(_Translation(problem, model, given), config, meter, price)
+        with silence_torchrec_logging():
+            plans = _sweep_planner_settings(_TorchRecProblem(problem, model, given), config, meter, price)
     if not any(fits(plan, problem) for plan in plans):
         plans = [price(fitting(problem).placements, packed=True)]
     # Each run ranks by TorchRec's own cost. Across runs our model decides.
@@ -169,7 +169,7 @@ def torchrec(
     return replace(best, provenance={**best.provenance, "evals": meter.evals, "config": asdict(config)})
 
 
-def _fixed_placements(problem: Problem, model: CostModel) -> list[Placement]:
+def _placements_before_planner(problem: Problem, model: CostModel) -> list[Placement]:
     """Placements that TorchRec has to plan around: of pinned tables, of bundles, and `fixed_placements`."""
     bound = {*problem.pinned, *problem.bundle_of}
     # A greedy plan of all tables leaves room for the others.
@@ -177,22 +177,22 @@ def _fixed_placements(problem: Problem, model: CostModel) -> list[Placement]:
     return [*fixed_placements(problem), *(p for p in of_all if p.shard.table.name in bound)]
 
 
-def _sweep(
-    theirs: _Translation, config: TorchRecConfig, meter: Meter, price: Callable[..., Plan]
+def _sweep_planner_settings(
+    translation: _TorchRecProblem, config: TorchRecConfig, meter: Meter, price: Callable[..., Plan]
 ) -> list[Plan]:
     """The plans of all settings, until some fit."""
     from torchrec.distributed.planner.types import PlannerError
 
-    problem, plans = theirs.problem, list[Plan]()
+    problem, plans = translation.problem, list[Plan]()
     # TorchRec adds up bytes. That is too much for some plans, and too little for others.
     spare_bytes, spare_s = local_batch_bytes(problem), 0.0
     for _ in range(_TRIES):
-        for setting in theirs.settings(config):
+        for setting in translation.settings(config):
             if plans and not meter.left():
                 break
             # To list the options of all types takes seconds on many devices.
             with suppress(OutOfTime, PlannerError), meter.enforced() if plans else nullcontext():
-                placements = theirs.plan(*setting, spare_bytes, meter, spare_s)
+                placements = translation.plan(*setting, spare_bytes, meter, spare_s)
                 before_s = meter.seconds()
                 # TorchRec knows no widest shard, and may cut unevenly.
                 with suppress(ShardCoreError):
@@ -208,7 +208,7 @@ def _sweep(
     return plans
 
 
-def _module_of(tables: Mapping[str, Table]) -> Any:
+def _meta_embedding_bags(tables: Mapping[str, Table]) -> Any:
     """TorchRec's module of tables by their names in it, on the meta device."""
     import torch
     from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
@@ -227,7 +227,7 @@ def _module_of(tables: Mapping[str, Table]) -> Any:
     return EmbeddingBagCollection(device=torch.device("meta"), tables=configs)
 
 
-class _Translation:
+class _TorchRecProblem:
     """A problem in TorchRec's terms: a module, a topology, constraints.
 
     given: placements of tables that TorchRec does not place.
@@ -246,20 +246,22 @@ class _Translation:
         topology, placed = problem.topology, {p.shard.table for p in given}
         self.problem, self.given = problem, given
         self.tables = {f"t{i}": t for i, t in enumerate(t for t in problem.tables if t not in placed)}
-        self.module = _module_of(self.tables)
+        self.module = _meta_embedding_bags(self.tables)
         self.sharders: list[Any] = [EmbeddingBagCollectionSharder()]
         self.ranks = topology.ranks
         # TorchRec knows hosts of equal size only. Others count as one host.
         self.per_host = len(self.ranks) // (len(topology.hosts) if topology.equal_hosts else 1)
-        self.types = {name: [x for x in _TYPES if self._may_run(x, t)] for name, t in self.tables.items()}
-        lookup, exchange = lookup_ms(problem, model), exchange_ms(problem, model)
+        self.types = {
+            name: [x for x in _TYPES if self._is_type_allowed(x, t)] for name, t in self.tables.items()
+        }
+        lookup, exchange = lookup_ms_per_element(problem, model), exchange_ms_per_column(problem, model)
         self.left, self.busy = np.array(held_bytes(problem)), np.zeros(len(topology))
-        self._count_given(lookup, exchange)
+        self._count_fixed_placements(lookup, exchange)
         self.bandwidths: dict[str, Any] = self._link_bandwidths(exchange)
         self.bandwidths |= self._memory_bandwidth(lookup)
 
-    def _count_given(self, lookup: float, exchange: float) -> None:
-        """Count the given placements in `left` and `busy`. lookup, exchange: see `lookup_ms` and `exchange_ms`."""
+    def _count_fixed_placements(self, lookup: float, exchange: float) -> None:
+        """Count the given placements in `left` and `busy`. lookup, exchange: see `lookup_ms_per_element` and `exchange_ms_per_column`."""
         bytes_of, devices = own_peaks(self.problem), self.problem.topology.devices
         for placement in self.given:
             run = run_of(placement.kind, placement.shard.table)
@@ -270,7 +272,7 @@ class _Translation:
                     compute_ms = greedy.looked_up(shard) * lookup / devices[device].speed
                     self.busy[device] += compute_ms + shard.width * exchange
 
-    def _may_run(self, sharding_type: str, table: Table) -> bool:
+    def _is_type_allowed(self, sharding_type: str, table: Table) -> bool:
         """Tell if a sharding type may run a table."""
         topology = self.problem.topology
         # Table-row-wise over units of one device each would divide nothing.
@@ -302,7 +304,7 @@ class _Translation:
         return known
 
     def _memory_bandwidth(self, lookup: float) -> dict[str, float]:
-        """Memory bandwidth with which both sides agree on the cost of whole tables. lookup: see `lookup_ms`."""
+        """Memory bandwidth with which both sides agree on the cost of whole tables. lookup: see `lookup_ms_per_element`."""
         topology = self.topology()
         constraints = self.constraints({n: [WHOLE_ROWS.torchrec_whole] for n in self.tables}, None)
         options = self.enumerator(topology, constraints).enumerate(self.module, self.sharders)
@@ -354,7 +356,7 @@ class _Translation:
         from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator
 
         of_time = EmbeddingPerfEstimator(topology, constraints)
-        estimator: Any = Estimator(of_time, self.problem, self.tables)
+        estimator: Any = PeakStorageEstimator(of_time, self.problem, self.tables)
         return EmbeddingEnumerator(topology, self.problem.local_batch, constraints, estimator=estimator)
 
     def settings(self, config: TorchRecConfig) -> Iterable[tuple[bool, int | None]]:
@@ -375,7 +377,7 @@ class _Translation:
         """All placements of the planner's best plan. Raises PlannerError if it finds none.
 
         spare_bytes: as in `topology`.
-        spare_s: as in Metered.
+        spare_s: as in BudgetedProposer.
         """
         from torchrec.distributed.planner import EmbeddingShardingPlanner
         from torchrec.distributed.planner.proposers import GreedyProposer, GridSearchProposer, UniformProposer
@@ -389,8 +391,8 @@ class _Translation:
         # TorchRec's default proposers, with a smaller grid.
         by_depth, by_sum = GreedyProposer(), GreedyProposer(use_depth=False)
         proposers = [GridSearchProposer(_GRID), by_depth, by_sum, UniformProposer()]
-        proposer: Any = Metered(proposers, meter, spare_s)
-        rating: Any = Slowest(topology)
+        proposer: Any = BudgetedProposer(proposers, meter, spare_s)
+        rating: Any = BusiestDevicePerfModel(topology)
         planner = EmbeddingShardingPlanner(
             topology,
             self.problem.local_batch,
@@ -403,7 +405,7 @@ class _Translation:
             debug=False,
         )
         plan: Any = planner.plan(self.module, self.sharders)
-        return [*self.given, *placements_of(plan.plan[""], self.tables, self.problem.topology)]
+        return [*self.given, *placements_from_torchrec(plan.plan[""], self.tables, self.problem.topology)]
 
 
 # --- what TorchRec's extension points take --------------------------------------------------------------------
@@ -423,7 +425,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Slowest:
+class BusiestDevicePerfModel:
     """A PerfModel: the work of the busiest device."""
 
     topology: Any
@@ -438,7 +440,7 @@ class Slowest:
 
 
 @dataclass(frozen=True)
-class Estimator:
+class PeakStorageEstimator:
     """A ShardEstimator: TorchRec's time, and each shard's own largest phase as its storage.
 
     It runs option by option, so that a budget may end it: it takes seconds.
@@ -471,7 +473,7 @@ class Estimator:
 
 
 @dataclass
-class Metered:
+class BudgetedProposer:
     """A Proposer: several, each after the other, until the budget is used up.
 
     It continues beyond the budget until some proposal can be placed.
@@ -511,7 +513,7 @@ class Metered:
 # compared, so that no peer is misinformed. The model's rates also follow the topology's links.
 
 
-def lookup_ms(problem: Problem, model: CostModel) -> float:
+def lookup_ms_per_element(problem: Problem, model: CostModel) -> float:
     """ms to look up one element for each sample of the global batch. 0 where nothing is looked up.
 
     Forward + backward at speed 1, with all tables as one op.
@@ -522,7 +524,7 @@ def lookup_ms(problem: Problem, model: CostModel) -> float:
     return float(model.head(model.encode(shards).sum(0, keepdims=True))[0]) / elements if elements else 0.0
 
 
-def exchange_ms(problem: Problem, model: CostModel) -> float:
+def exchange_ms_per_column(problem: Problem, model: CostModel) -> float:
     """ms that one more column on one device adds to its exchanges, forward + backward.
 
     All devices start with the same number of columns.

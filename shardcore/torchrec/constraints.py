@@ -1,7 +1,7 @@
 """TorchRec's ParameterConstraints as constraints and tables of ours.
 
-A job gives them by a table's name in its collection. `by_our_names` checks them, and all others take them by
-our names of tables, as `theirs`, the model's tables.
+A job gives them by a table's name in its collection. `constraints_by_problem_name` checks them, and all others take them by
+our names of tables, as `model_tables`, the model's tables.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from shardcore.core.validation import require_type, shown
 from shardcore.step.kinds import LAYOUTS, Layout, layout_of, layouts_of_torchrec
 from shardcore.step.memory import MIB
 from shardcore.torchrec import fields
-from shardcore.torchrec.modules import ModelTable, first_names
-from shardcore.torchrec.plan_files import modules_of
+from shardcore.torchrec.modules import ModelTable, quote_first_names
+from shardcore.torchrec.plan_files import shardings_by_module
 
 if TYPE_CHECKING:
     from torchrec.distributed.planner import ParameterConstraints
@@ -77,8 +77,11 @@ def require_constraints(constraints: ByName | None) -> None:
         )
 
 
-def by_our_names(
-    constraints: ByName, theirs: Tables, compute_device: str, fused_params: Mapping[str, Mapping[str, Any]]
+def constraints_by_problem_name(
+    constraints: ByName,
+    model_tables: Tables,
+    compute_device: str,
+    fused_params: Mapping[str, Mapping[str, Any]],
 ) -> tuple[dict[str, ParameterConstraints], list[str]]:
     """The constraints by our names, and a line for each effect that a price leaves out.
 
@@ -86,31 +89,35 @@ def by_our_names(
 
     Raises ShardCoreError for constraints that no plan of ours can keep, naming table, field and value.
     """
-    configs, lines = {t.name: t.config for t in theirs.values()}, []
+    configs, lines = {t.name: t.config for t in model_tables.values()}, []
     for name, c in constraints.items():
         if name not in configs:
             raise ShardCoreError(
                 f"constraints are for table {name!r}, which the model does not have; it has "
-                f"{first_names(sorted(configs))}"
+                f"{quote_first_names(sorted(configs))}"
             )
-        lines += _check(c, f"ParameterConstraints of table {name!r}", configs[name].feature_names)
+        lines += _unpriced_constraint_lines(
+            c, f"ParameterConstraints of table {name!r}", configs[name].feature_names
+        )
         if c.device_group not in (None, compute_device):
             raise ShardCoreError(
                 f"ParameterConstraints of table {name!r} has device_group {c.device_group!r}; the topology's "
                 f"compute_device is {compute_device!r}, and all tables of a plan live there"
             )
     ours = {}
-    for key, table in theirs.items():
+    for key, table in model_tables.items():
         if table.name in constraints:
-            ours[key] = c = _with_fused_params(constraints[table.name], fused_params.get(key, {}))
+            ours[key] = c = _with_cache_settings_of_fused_params(
+                constraints[table.name], fused_params.get(key, {})
+            )
             what = f"of table {table.name!r}, by its constraints or fused_params,"
-            cache = fields.values_of(c.cache_params) if c.cache_params else {}
+            cache = fields.field_values(c.cache_params) if c.cache_params else {}
             if cache.get("precision") == table.config.data_type:
                 del cache["precision"]
             for field, values in (("cache_params", cache), ("key_value_params", None)):
                 if record := getattr(c, field):
-                    lines += fields.treated_lines(
-                        type(record), values or fields.values_of(record), f"{field} {what}"
+                    lines += fields.unpriced_field_lines(
+                        type(record), values or fields.field_values(record), f"{field} {what}"
                     )
     return ours, lines
 
@@ -123,33 +130,35 @@ _OF_FUSED_PARAMS = {
 """Fields of cache_params and key_value_params by their names in fused_params, where these differ."""
 
 
-def _with_fused_params(c: ParameterConstraints, given: Mapping[str, Any]) -> ParameterConstraints:
+def _with_cache_settings_of_fused_params(
+    c: ParameterConstraints, given: Mapping[str, Any]
+) -> ParameterConstraints:
     """The constraints with settings of a cache that only fused_params give, as TorchRec merges both."""
     from torchrec.distributed.types import CacheParams, KeyValueParams
 
     for field, kind in (("cache_params", CacheParams), ("key_value_params", KeyValueParams)):
         own = getattr(c, field) or kind()
-        known = {name: given.get(_OF_FUSED_PARAMS.get(name, name)) for name in fields.defaults_of(kind)}
+        known = {name: given.get(_OF_FUSED_PARAMS.get(name, name)) for name in fields.field_defaults(kind)}
         added = {name: x for name, x in known.items() if x is not None and getattr(own, name) is None}
-        if added and kernel_of(c) in KERNELS:
+        if added and sharded_kernel(c) in KERNELS:
             c = replace(c, **{field: replace(own, **added)})
     return c
 
 
-def prefetch_flags(constraints: ByName) -> dict[str, bool | None]:
+def prefetch_setting_by_table(constraints: ByName) -> dict[str, bool | None]:
     """prefetch_pipeline of the tables whose kernel has a cache. None: nobody says."""
     return {
         name: getattr(c.cache_params, "prefetch_pipeline", None)
         for name, c in constraints.items()
-        if KERNELS.get(kernel_of(c), ("", False))[1]
+        if KERNELS.get(sharded_kernel(c), ("", False))[1]
     }
 
 
-def _check(c: ParameterConstraints, what: str, features: list[str]) -> list[str]:
+def _unpriced_constraint_lines(c: ParameterConstraints, what: str, features: list[str]) -> list[str]:
     """Effects that a price leaves out. Raises ShardCoreError for fields that no plan of ours can keep."""
     from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 
-    lines = fields.treated_lines(type(c), fields.values_of(c), what)
+    lines = fields.unpriced_field_lines(type(c), fields.field_values(c), what)
     for field in ("num_poolings", "batch_sizes"):
         given = getattr(c, field)
         if given and (len(given) != len(features) or not all(n > 0 for n in given)):
@@ -191,14 +200,14 @@ def _check(c: ParameterConstraints, what: str, features: list[str]) -> list[str]
     return lines
 
 
-def bags_of(constraints: ByName, theirs: Tables, batch_size: int) -> dict[str, float]:
+def bags_per_sample(constraints: ByName, model_tables: Tables, batch_size: int) -> dict[str, float]:
     """Bags of features for a sample, where batch_sizes or num_poolings are not those of samples.
 
     batch_size: samples of a rank.
     """
     bags: dict[str, float] = {}
     for key, c in constraints.items():
-        features = theirs[key].config.feature_names
+        features = model_tables[key].config.feature_names
         sizes, poolings = c.batch_sizes or [batch_size] * len(features), c.num_poolings or [1] * len(features)
         strides = [n * size / batch_size for n, size in zip(poolings, sizes, strict=True)]
         if set(strides) != {1.0}:
@@ -211,17 +220,17 @@ def bags_of(constraints: ByName, theirs: Tables, batch_size: int) -> dict[str, f
     return bags
 
 
-def pooling_of(
-    constraints: ByName, theirs: Tables, bags: Mapping[str, float]
+def lookups_per_sample(
+    constraints: ByName, model_tables: Tables, bags: Mapping[str, float]
 ) -> dict[str | tuple[str, str], float]:
     """Lookups of a sample by feature and by (table, feature), an entry of pooling_factors each.
 
-    bags: bags of features, as of `bags_of`. Factors are of a bag.
+    bags: bags of features, as of `bags_per_sample`. Factors are of a bag.
 
     TorchRec's default is one for every feature. It gives way to the statement of another table.
     """
     pooling: dict[str | tuple[str, str], float] = {}
-    for key, table in theirs.items():
+    for key, table in model_tables.items():
         c, features = constraints.get(key), table.config.feature_names
         if c is None:
             raise ShardCoreError(
@@ -253,9 +262,9 @@ def pooling_notes(constraints: ByName, has_lookups: bool) -> list[str]:
     if not (names := [name for name, c in constraints.items() if _has_default_pooling(c) != has_lookups]):
         return []
     if has_lookups:
-        return [f"pooling_factors of tables {first_names(names)} are not used: the planner has lookups"]
+        return [f"pooling_factors of tables {quote_first_names(names)} are not used: the planner has lookups"]
     return [
-        f"tables {first_names(names)} are priced with one lookup a sample, for their pooling_factors are [1.0]; that "
+        f"tables {quote_first_names(names)} are priced with one lookup a sample, for their pooling_factors are [1.0]; that "
         "is TorchRec's default too"
     ]
 
@@ -264,16 +273,16 @@ def pooling_notes(constraints: ByName, has_lookups: bool) -> list[str]:
 
 
 def search_constraints(
-    constraints: ByName, theirs: Tables, topology: Topology, compute_device: str, replicas: bool
+    constraints: ByName, model_tables: Tables, topology: Topology, compute_device: str, replicas: bool
 ) -> Constraints:
     """Constraints of a search: the kinds that may run each table, and the fewest columns of its shards.
 
     replicas: whether tables may be replicated whose constraints do not name it.
     """
     kinds, widths = {}, {}
-    for key, table in theirs.items():
+    for key, table in model_tables.items():
         c = constraints.get(key)
-        allowed = c and _kinds_on(c, topology, f"ParameterConstraints of table {table.name!r}")
+        allowed = c and _kinds_on_topology(c, topology, f"ParameterConstraints of table {table.name!r}")
         asked = {kind.name for name in c.sharding_types or () for kind in BY_TYPE[name]} if c else set()
         named = c and (asked & set(REPLICAS) or "dense" in (c.compute_kernels or ()))
         # On a CPU the dense kernel pools, so sequences have no replicas there.
@@ -292,15 +301,17 @@ def search_constraints(
     return Constraints(kinds=tuple(kinds.items()), min_widths=tuple(widths.items()))
 
 
-def _kinds_on(c: ParameterConstraints, topology: Topology, what: str) -> tuple[str, ...] | None:
+def _kinds_on_topology(c: ParameterConstraints, topology: Topology, what: str) -> tuple[str, ...] | None:
     """Kinds on the topology that sharding_types and compute_kernels leave a table. None: all.
 
     what: the constraints, for messages. Raises ShardCoreError if the topology has none of the kinds.
     """
     kinds = _allowed_kinds(c)
-    possible = tuple(kind for kind in kinds if _is_on(layout_of(kind), topology))
+    possible = tuple(kind for kind in kinds if _is_possible_on(layout_of(kind), topology))
     if not possible:
-        able = [name for name, of in BY_TYPE.items() if any(_is_on(layout, topology) for layout in of)]
+        able = [
+            name for name, of in BY_TYPE.items() if any(_is_possible_on(layout, topology) for layout in of)
+        ]
         raise ShardCoreError(
             f"{what} has sharding_types {c.sharding_types}; with {len(topology)} devices in all and "
             f"{len(topology.on_hosts[0])} on a host ShardCore runs a table by {', '.join(able)}"
@@ -308,7 +319,7 @@ def _kinds_on(c: ParameterConstraints, topology: Topology, what: str) -> tuple[s
     return None if set(kinds) == set(LAYOUTS) else possible
 
 
-def _is_on(layout: Layout, topology: Topology) -> bool:
+def _is_possible_on(layout: Layout, topology: Topology) -> bool:
     # One device has nothing to divide, and no other replica.
     several = len(topology) > 1 or not (layout.divides_rows or layout.dense_gradient)
     return several and bool(layout.groups(topology))
@@ -322,23 +333,25 @@ def _allowed_kinds(c: ParameterConstraints) -> tuple[str, ...]:
     if kernels == {"dense"}:
         return tuple(kind for kind in kinds if kind in REPLICAS)
     # TorchRec replicates with its dense kernel alone.
-    replicates = not kernels or ("dense" in kernels and kernel_of(c) == "fused")
+    replicates = not kernels or ("dense" in kernels and sharded_kernel(c) == "fused")
     return tuple(kind for kind in kinds if replicates or kind not in REPLICAS)
 
 
-def kernel_of(c: ParameterConstraints) -> str:
+def sharded_kernel(c: ParameterConstraints) -> str:
     """Kernel of a table that is not replicated. Dense kernels are for replicas."""
     return next((k for k in c.compute_kernels or () if k != "dense"), "fused")
 
 
-def with_constraints(tables: tuple[Table, ...], constraints: ByName, topology: Topology) -> tuple[Table, ...]:
+def apply_constraints_to_tables(
+    tables: tuple[Table, ...], constraints: ByName, topology: Topology
+) -> tuple[Table, ...]:
     """The tables with weights of lookups, and with rows in host memory if the topology gives that."""
     changed = []
     for table in tables:
         if c := constraints.get(table.name):
             table = replace(table, weighted=table.weighted or c.is_weighted)
             # Kernels with rows below device memory name the tier and whether a cache is used.
-            tier, has_cache = KERNELS.get(kernel_of(c), ("", False))
+            tier, has_cache = KERNELS.get(sharded_kernel(c), ("", False))
             if topology.memory_of(tier):
                 share = _cached_share(table, c, tier) if has_cache else 0.0
                 table = replace(table, load_factor=share, tier=tier)
@@ -360,7 +373,7 @@ def _cached_share(table: Table, c: ParameterConstraints, tier: str) -> float:
 # --- the plan's sharding types ------------------------------------------------------------------------------
 
 
-def write_allowed_types(plan: ShardingPlan, constraints: ByName, theirs: Tables) -> list[str]:
+def rewrite_to_allowed_types(plan: ShardingPlan, constraints: ByName, model_tables: Tables) -> list[str]:
     """Write whole tables under a type that they may have: as whole, or as cut into one part.
 
     Other tables of a collection that may be written as cut join those that must be: they run as one op.
@@ -368,13 +381,13 @@ def write_allowed_types(plan: ShardingPlan, constraints: ByName, theirs: Tables)
     Returns a line for each collection whose sharding_types make one op more than is priced.
     """
     lines = []
-    for path in dict.fromkeys(t.path for t in theirs.values() if t.pooled and not t.replica):
+    for path in dict.fromkeys(t.path for t in model_tables.values() if t.pooled and not t.replica):
         allowed = {
             t.name: constraints[key].sharding_types if key in constraints else None
-            for key, t in theirs.items()
+            for key, t in model_tables.items()
             if t.path == path
         }
-        shardings = modules_of(plan)[path]
+        shardings = shardings_by_module(plan)[path]
         layouts = {name: BY_TYPE[shardings[name].sharding_type][0] for name in allowed}
         # Types of cut tables that some table of the collection has to have.
         as_cut = {
@@ -403,9 +416,9 @@ def write_allowed_types(plan: ShardingPlan, constraints: ByName, theirs: Tables)
     return lines
 
 
-def require_no_grid(plan: ShardingPlan) -> None:
+def require_no_grid_shard(plan: ShardingPlan) -> None:
     """Raise ShardCoreError for a table that runs as grid_shard, which TorchRec does not have for VBE."""
-    for path, module in modules_of(plan).items():
+    for path, module in shardings_by_module(plan).items():
         for name, sharding in module.items():
             layout = BY_TYPE[sharding.sharding_type][0]
             if layout.divides_rows and layout.cuts_columns and sharding.sharding_type == layout.torchrec_cut:
@@ -416,16 +429,16 @@ def require_no_grid(plan: ShardingPlan) -> None:
                 )
 
 
-def plan_of_settings(constraints: ByName, theirs: Tables) -> ShardingPlan:
+def kernel_settings_plan(constraints: ByName, model_tables: Tables) -> ShardingPlan:
     """The constraints' kernel settings, in the form of a plan."""
     from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 
     modules: dict[str, EmbeddingModuleShardingPlan] = defaultdict(EmbeddingModuleShardingPlan)
     # Placement is left empty: only the kernel and its settings matter here.
     for key, c in constraints.items():
-        modules[theirs[key].path][theirs[key].name] = ParameterSharding(
+        modules[model_tables[key].path][model_tables[key].name] = ParameterSharding(
             "",
-            kernel_of(c),
+            sharded_kernel(c),
             cache_params=c.cache_params,
             enforce_hbm=c.enforce_hbm,
             stochastic_rounding=c.stochastic_rounding,

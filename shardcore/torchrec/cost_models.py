@@ -9,7 +9,7 @@ from shardcore.cost.model import CostModel, require_model
 from shardcore.cost.profile import load_profile, profile_names, profile_of_device
 
 
-def model_of(model: CostModel | str | Path | None, compute_device: str = "cuda") -> CostModel:
+def resolve_cost_model(model: CostModel | str | Path | None, compute_device: str = "cuda") -> CostModel:
     """The cost model that an argument of a planner means.
 
     model: a cost model; or a profile of published measurements, by name or file. None: the profile of the job's
@@ -18,7 +18,7 @@ def model_of(model: CostModel | str | Path | None, compute_device: str = "cuda")
     Raises ShardCoreError for an unknown profile, a GPU without one, and where there is no GPU.
     """
     if model is None:
-        return profile_of_device(_device_name(compute_device)).model()
+        return profile_of_device(_cuda_device_name(compute_device)).model()
     # Names and files of profiles are texts, models are objects.
     if isinstance(model, str | Path):
         return load_profile(model).model()
@@ -26,7 +26,7 @@ def model_of(model: CostModel | str | Path | None, compute_device: str = "cuda")
     return model
 
 
-def _device_name(compute_device: str) -> str:
+def _cuda_device_name(compute_device: str) -> str:
     import torch
 
     # Without a GPU there is no profile to choose, so the caller has to give a model.

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.job import PIPELINES, Job
 from shardcore.core.validation import require, require_type
-from shardcore.torchrec.modules import ModelTable, tables_of
+from shardcore.torchrec.modules import ModelTable, tables_of_model
 
 if TYPE_CHECKING:
     from torchrec import KeyedJaggedTensor
@@ -47,27 +47,27 @@ def measured_job(
     """
     require_type(module, nn.Module, "module", "a torch.nn.Module, the model")
     job = job or Job()
-    dense = _without_tables(module, PIPELINES[job.pipeline].looks_up_ahead)
+    dense = _copy_without_embeddings(module, PIPELINES[job.pipeline].looks_up_ahead)
     parameters = [p for p in dense.parameters() if p.requires_grad]
     stepping = optimizer(parameters) if parameters else None
     for group in stepping.param_groups if stepping and not on_cpu else ():
         if "foreach" in group and group["foreach"] is None and not group.get("fused"):
             group["foreach"] = True
-    tensors = list(_tensors(batch))
+    tensors = list(_tensors_of_batch(batch))
     known = [*dense.parameters(), *dense.buffers(), *tensors]
     # The second step is that of a job: the optimizer has its state.
     for _ in range(2):
-        activations = _peak_bytes_of_passes(dense, batch, known)
+        activations = _peak_activation_bytes(dense, batch, known)
         gradients = [torch.zeros_like(parameter) for parameter in parameters]
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-        with _Live([*known, *gradients, *_state_tensors(stepping)]) as live:
+        with _LiveBytes([*known, *gradients, *_optimizer_state_tensors(stepping)]) as live:
             if stepping:
                 stepping.step()
         for parameter in parameters:
             parameter.grad = None
-    kept = [*dense.parameters(), *dense.buffers(), *parameters, *_state_tensors(stepping)]
-    ids = sum(map(_tensor_bytes, (t for x in _jagged_parts(batch) for t in _tensors(x))))
+    kept = [*dense.parameters(), *dense.buffers(), *parameters, *_optimizer_state_tensors(stepping)]
+    ids = sum(map(_tensor_bytes, (t for x in _keyed_jagged_tensors(batch) for t in _tensors_of_batch(x))))
     return dataclasses.replace(
         job,
         dense_bytes=sum(map(_tensor_bytes, kept)),
@@ -77,7 +77,7 @@ def measured_job(
     )
 
 
-def _peak_bytes_of_passes(dense: nn.Module, batch: Any, known: Iterable[torch.Tensor]) -> int:
+def _peak_activation_bytes(dense: nn.Module, batch: Any, known: Iterable[torch.Tensor]) -> int:
     """The most bytes of forward and backward, without outputs of embeddings and their gradients."""
 
     def drop_gradient(parameter: torch.Tensor) -> None:
@@ -86,7 +86,7 @@ def _peak_bytes_of_passes(dense: nn.Module, batch: Any, known: Iterable[torch.Te
     hooks = [
         p.register_post_accumulate_grad_hook(drop_gradient) for p in dense.parameters() if p.requires_grad
     ]
-    with _Live(known) as live:
+    with _LiveBytes(known) as live:
         result = dense(batch)
         loss = result[0] if isinstance(result, tuple) else result
         require(
@@ -94,7 +94,7 @@ def _peak_bytes_of_passes(dense: nn.Module, batch: Any, known: Iterable[torch.Te
             f"the model gives {type(loss).__name__} first; it needs to be the loss, with a gradient, as TorchRec's "
             "pipelines take it",
         )
-        outputs = sum(m.out_bytes for m in dense.modules() if isinstance(m, _Zeros))
+        outputs = sum(m.out_bytes for m in dense.modules() if isinstance(m, _ZeroEmbeddings))
         torch.sum(loss, dim=0).backward()
     for hook in hooks:
         hook.remove()
@@ -102,7 +102,7 @@ def _peak_bytes_of_passes(dense: nn.Module, batch: Any, known: Iterable[torch.Te
     return max(0, live.peak - 2 * outputs)
 
 
-class _Live(TorchDispatchMode):
+class _LiveBytes(TorchDispatchMode):
     """Bytes of tensors that operations make.
 
     peak: the most that were alive at once. known: tensors that do not count.
@@ -117,40 +117,40 @@ class _Live(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
-                self._count(tensor.untyped_storage())
+                self._add_storage(tensor.untyped_storage())
         return result
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
+    def _add_storage(self, storage: torch.UntypedStorage) -> None:
         key, n_bytes = storage._cdata, storage.nbytes()
         if key in self._seen:
             return
         self._seen.add(key)
         self.alive += n_bytes
         self.peak = max(self.peak, self.alive)
-        weakref.finalize(storage, self._forget, key, n_bytes)
+        weakref.finalize(storage, self._remove_storage, key, n_bytes)
 
-    def _forget(self, key: int, n_bytes: int) -> None:
+    def _remove_storage(self, key: int, n_bytes: int) -> None:
         self._seen.discard(key)
         self.alive -= n_bytes
 
 
-def _without_tables(module: nn.Module, detached: bool) -> nn.Module:
+def _copy_without_embeddings(module: nn.Module, detached: bool) -> nn.Module:
     """A copy of a model with zeros in place of collections. Its weights on meta get any values.
 
     detached: whether outputs of collections are kept until the step ends, with their gradients.
     """
     tables: dict[str, list[ModelTable]] = {}
-    for table in tables_of(module, whole=True).values():
+    for table in tables_of_model(module, whole=True).values():
         tables.setdefault(table.path, []).append(table)
     # A copy that never copies weights of tables: deepcopy finds these modules copied already.
-    copied = {id(module.get_submodule(path)): _Zeros(of, detached) for path, of in tables.items()}
+    copied = {id(module.get_submodule(path)): _ZeroEmbeddings(of, detached) for path, of in tables.items()}
     require(id(module) not in copied, "the model is a collection itself; it has no dense part to measure")
     dense = copy.deepcopy(module, dict(copied))
     meta = any(t.is_meta for t in (*dense.parameters(), *dense.buffers()))
     return dense.to_empty(device="cpu") if meta else dense.cpu()
 
 
-class _Zeros(nn.Module):
+class _ZeroEmbeddings(nn.Module):
     """Zeros in place of outputs of a collection's tables.
 
     out_bytes: bytes of the last outputs.
@@ -175,28 +175,28 @@ class _Zeros(nn.Module):
         if self.tables[0].pooled:
             names = [name for _, names in of_tables for name in names]
             dims = [t.config.embedding_dim for t, names in of_tables for _ in names]
-            found = KeyedTensor(names, dims, self._zeros(features.stride(), sum(dims)))
+            found = KeyedTensor(names, dims, self._zero_output(features.stride(), sum(dims)))
         else:
             for table, names in of_tables:
                 for feature, name in zip(table.config.feature_names, names, strict=True):
                     lengths = features[feature].lengths()
-                    values = self._zeros(int(lengths.sum()), table.config.embedding_dim)
+                    values = self._zero_output(int(lengths.sum()), table.config.embedding_dim)
                     found[name] = JaggedTensor(values, lengths=lengths)
         self.out_bytes = (
             _tensor_bytes(found.values())
             if self.tables[0].pooled
             else sum(_tensor_bytes(x.values()) for x in found.values())
         )
-        return (found, None) if self.tables[0].within.startswith("ManagedCollision") else found
+        return (found, None) if self.tables[0].wrapper_name.startswith("ManagedCollision") else found
 
-    def _zeros(self, rows: int, columns: int) -> torch.Tensor:
+    def _zero_output(self, rows: int, columns: int) -> torch.Tensor:
         if self.detached:
             return torch.zeros(rows, columns, requires_grad=True)
         # Not a leaf: it lives as long as the dense part needs it.
-        return _Sent.apply(torch.zeros(1, requires_grad=True), rows, columns)
+        return _GradientFreeZeros.apply(torch.zeros(1, requires_grad=True), rows, columns)
 
 
-class _Sent(torch.autograd.Function):
+class _GradientFreeZeros(torch.autograd.Function):
     """Zeros whose gradient goes where it is no concern of the dense part."""
 
     @staticmethod
@@ -212,26 +212,26 @@ def _tensor_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _state_tensors(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
+def _optimizer_state_tensors(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
     """Tensors of an optimizer's state."""
     leaves = tree_leaves(dict(optimizer.state)) if optimizer else []
     return [x for x in leaves if isinstance(x, torch.Tensor)]
 
 
-def _jagged_parts(batch: Any) -> Iterator[KeyedJaggedTensor]:
-    return (x for x in _parts(batch) if not isinstance(x, torch.Tensor))
+def _keyed_jagged_tensors(batch: Any) -> Iterator[KeyedJaggedTensor]:
+    return (x for x in _leaves_of_batch(batch) if not isinstance(x, torch.Tensor))
 
 
-def _tensors(batch: Any) -> Iterator[torch.Tensor]:
+def _tensors_of_batch(batch: Any) -> Iterator[torch.Tensor]:
     """Tensors of a batch: of fields, lists and mappings, with values, lengths and weights of jagged ones."""
-    for part in _parts(batch):
+    for part in _leaves_of_batch(batch):
         if isinstance(part, torch.Tensor):
             yield part
         else:
             yield from (t for t in (part.values(), part.lengths(), part.weights_or_none()) if t is not None)
 
 
-def _parts(batch: Any) -> Iterator[Any]:
+def _leaves_of_batch(batch: Any) -> Iterator[Any]:
     from torchrec import KeyedJaggedTensor
 
     if isinstance(batch, torch.Tensor | KeyedJaggedTensor):
@@ -245,4 +245,4 @@ def _parts(batch: Any) -> Iterator[Any]:
     elif hasattr(batch, "__dict__"):
         values = vars(batch).values()
     for value in values:
-        yield from _parts(value)
+        yield from _leaves_of_batch(value)

@@ -23,7 +23,7 @@ from shardcore.io import schema, writing
 from shardcore.io.envelope import document, open_document, seal, unseal
 from shardcore.step.sharding_groups import CONTIGUOUS, GroupedPlan, SyncEvery, per_unit
 from shardcore.torchrec import fields
-from shardcore.torchrec.plan_files import from_json, to_json
+from shardcore.torchrec.plan_files import plan_from_json, plan_to_json
 from shardcore.torchrec.sharding_plan import to_torchrec
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def to_dmp_collection(
     if others:
         from torchrec.distributed.model_parallel import DMPCollection
 
-        fields.treated_lines(DMPCollection, others, "DMPCollection")
+        fields.unpriced_field_lines(DMPCollection, others, "DMPCollection")
     return planned | others
 
 
@@ -104,7 +104,7 @@ def write_dmp_collection(path: str | Path, arguments: Mapping[str, Any], sync_ev
     body = {
         "arguments": asdict(schema.build(Arguments, numbers, "arguments")),
         "sync_every": sync_every,
-        "modules": to_json(arguments["plan"]),
+        "modules": plan_to_json(arguments["plan"]),
     }
     writing.write_json(path, document(_SCHEMA, seal(body)))
 
@@ -116,7 +116,10 @@ def read_dmp_collection(path: str | Path) -> tuple[dict[str, Any], int]:
     """
     # Checks schema, version and digest before anything is parsed.
     content = schema.build(_File, unseal(open_document(path, _SCHEMA), path), str(path))
-    return {"plan": from_json(content.modules, str(path)), **asdict(content.arguments)}, content.sync_every
+    return {
+        "plan": plan_from_json(content.modules, str(path)),
+        **asdict(content.arguments),
+    }, content.sync_every
 
 
 @dataclass(frozen=True)

@@ -271,16 +271,16 @@ FIELDS: Mapping[str, Mapping[str, Treatment]] = {
 }
 
 
-def kind_of(record: type) -> str:
+def record_name(record: type) -> str:
     """The name of a record in FIELDS: that of its class, or of the one that it extends."""
     return next(c.__name__ for c in record.__mro__ if c.__name__ in FIELDS)
 
 
-def defaults_of(record: type) -> dict[str, Any]:
+def field_defaults(record: type) -> dict[str, Any]:
     """Defaults of all fields of a class. inspect.Parameter.empty: the field has none."""
     # Dataclasses list their fields. Other classes have them in the arguments of __init__.
     if dataclasses.is_dataclass(record):
-        return {f.name: _default_of(f) for f in dataclasses.fields(record)}
+        return {f.name: _dataclass_default(f) for f in dataclasses.fields(record)}
     defaults: dict[str, Any] = {}
     # From the class up to its bases: values of subclasses take precedence.
     for c in (c for c in record.__mro__ if "__init__" in vars(c)):
@@ -293,34 +293,34 @@ def defaults_of(record: type) -> dict[str, Any]:
     return defaults
 
 
-def _default_of(field: dataclasses.Field) -> Any:
+def _dataclass_default(field: dataclasses.Field) -> Any:
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     return inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
 
 
-def values_of(record: object) -> dict[str, Any]:
+def field_values(record: object) -> dict[str, Any]:
     """Values of all fields. UNKNOWN: the object does not keep it."""
     return {
         # Constructors often keep an argument under the same name with an underscore.
         name: getattr(record, name, getattr(record, f"_{name}", UNKNOWN))
-        for name in defaults_of(type(record))
+        for name in field_defaults(type(record))
     }
 
 
-def require_treated(record: object, what: str) -> list[str]:
+def unpriced_record_lines(record: object, what: str) -> list[str]:
     """A line for each field of a record whose effects a price leaves out.
 
     what: the record, for messages.
 
     Raises ShardCoreError naming a field that is set and refused, or set and not in FIELDS.
     """
-    return treated_lines(type(record), values_of(record), what)
+    return unpriced_field_lines(type(record), field_values(record), what)
 
 
-def treated_lines(kind: type, values: Mapping[str, Any], what: str) -> list[str]:
-    """Do the same as `require_treated` for values by field."""
-    treatments, defaults, lines = FIELDS[kind_of(kind)], defaults_of(kind), []
+def unpriced_field_lines(kind: type, values: Mapping[str, Any], what: str) -> list[str]:
+    """Do the same as `unpriced_record_lines` for values by field."""
+    treatments, defaults, lines = FIELDS[record_name(kind)], field_defaults(kind), []
     for name, value in values.items():
         treatment = treatments.get(name)
         # A field at its default has no effect, so it needs no treatment.

@@ -24,7 +24,7 @@ from torch import nn
 from shardcore.core.errors import ShardCoreError
 from shardcore.io.hot_ids import HotIds
 from shardcore.tables.hot_rows import COLD
-from shardcore.torchrec.moves.agreement import rank_and_ranks
+from shardcore.torchrec.moves.agreement import rank_and_world_size
 
 if TYPE_CHECKING:
     from torchrec import EmbeddingConfig, JaggedTensor, KeyedJaggedTensor
@@ -116,14 +116,14 @@ class HotColdEmbeddingCollection(nn.Module):
             device=torch.device(device or "cpu"),
         )
 
-    def hot_tables(self) -> dict[str, EmbeddingConfig]:
+    def hot_table_configs(self) -> dict[str, EmbeddingConfig]:
         """The configs of hot rows, by name of the whole table."""
         return {
             name: replace(self._tables[name], num_embeddings=len(ids.ids))
             for name, ids in self.hot_ids.items()
         }
 
-    def whole_tables(self) -> dict[str, EmbeddingConfig]:
+    def whole_table_configs(self) -> dict[str, EmbeddingConfig]:
         return dict(self._tables)
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
@@ -136,12 +136,14 @@ class HotColdEmbeddingCollection(nn.Module):
 
         # Once, as it is a collective: all ranks make their first call together.
         if not self._checked:
-            self._require_same_everywhere()
+            self._require_equal_hot_ids()
             self._checked = True
         lookups = features.to_dict()
         # Only features of tables with hot rows are split.
         split = {
-            f: self._split(lookups[f], name) for f, name in self._features.items() if name in self.hot_ids
+            f: self._split_hot_and_cold(lookups[f], name)
+            for f, name in self._features.items()
+            if name in self.hot_ids
         }
         ids = [split[f].cold_ids if f in split else lookups[f].values() for f in self._features]
         lengths = [split[f].cold_lengths if f in split else lookups[f].lengths() for f in self._features]
@@ -159,7 +161,7 @@ class HotColdEmbeddingCollection(nn.Module):
             )
         return outputs
 
-    def _split(self, feature: JaggedTensor, name: str) -> _Split:
+    def _split_hot_and_cold(self, feature: JaggedTensor, name: str) -> _HotColdSplit:
         # The buffer moves with the module to its device.
         ids = feature.values()
         hot = getattr(self, f"hot_ids_{name}")
@@ -182,16 +184,16 @@ class HotColdEmbeddingCollection(nn.Module):
         n_hot, before = before[-1], before[:-1]
         # Hot outputs come first, so a cold one lies behind all of them.
         order = torch.where(is_hot, before, n_hot + torch.arange(len(ids), device=ids.device) - before)
-        return _Split(
+        return _HotColdSplit(
             below[is_hot],
             (ids - below.to(ids.dtype))[~is_hot],
             (feature.lengths() - hot_lengths).to(feature.lengths().dtype),
             order,
         )
 
-    def _require_same_everywhere(self) -> None:
+    def _require_equal_hot_ids(self) -> None:
         """Raise ShardCoreError on all ranks if they differ in hot ids."""
-        if (ranks := rank_and_ranks()[1]) == 1:
+        if (ranks := rank_and_world_size()[1]) == 1:
             return
         # Digests instead of ids: few bytes, and equal only for equal ids.
         digests: list[Any] = [None] * ranks
@@ -220,7 +222,7 @@ class HotColdEmbeddingCollection(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
-class _Split(NamedTuple):
+class _HotColdSplit(NamedTuple):
     """Hot and cold ids of a feature.
 
     hot_rows: [H] rows of hot ids.

@@ -20,8 +20,8 @@ from shardcore.core.types import Table
 from shardcore.core.validation import shown
 from shardcore.io import job_folder
 from shardcore.step import access
-from shardcore.tables.deduplication import dedup_of
-from shardcore.tables.hash_tables import routed_shares
+from shardcore.tables.deduplication import deduplication_factor
+from shardcore.tables.hash_tables import routed_row_shares
 from shardcore.tables.public import DEFAULT_ACCESS
 from shardcore.torchrec.modules import ModelTable
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Data:
+class LookupData:
     """Lookups in batches of a model's data, by feature.
 
     ids: [L] of all batches.
@@ -51,12 +51,12 @@ class Data:
     weighted: frozenset[str]
 
     @property
-    def bags(self) -> dict[str, float]:
+    def bags_per_sample(self) -> dict[str, float]:
         """Bags for a sample of each variable feature."""
         return {f: len(self.lengths[f]) / self.samples[f] for f in self.variable}
 
 
-def read_lookups(lookups: Lookups | Data, local_batch: int) -> Means | Data:
+def read_lookups(lookups: Lookups | LookupData, local_batch: int) -> Means | LookupData:
     """Lookups with batches read into memory. Means stay as they are.
 
     lookups: a path is that of a job's folder (torchrec/profiler.py).
@@ -65,8 +65,8 @@ def read_lookups(lookups: Lookups | Data, local_batch: int) -> Means | Data:
     Raises ShardCoreError for a folder without lookups.
     """
     if isinstance(lookups, (str, Path)):
-        return _data_of_job(Path(lookups), local_batch)
-    if isinstance(lookups, (Mapping, Data)):
+        return _read_job_lookups(Path(lookups), local_batch)
+    if isinstance(lookups, (Mapping, LookupData)):
         return lookups  # type: ignore[return-value]  # no mapping is a KeyedJaggedTensor
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -82,7 +82,7 @@ def read_lookups(lookups: Lookups | Data, local_batch: int) -> Means | Data:
         is_variable = batch.variable_stride_per_key()
         # In a batch with different strides (VBE), all of its features count as variable.
         variable |= dict.fromkeys(batch.keys() if is_variable else ())
-        n_samples = local_batch * _ranks_of(batch) if is_variable else batch.stride()
+        n_samples = local_batch * _n_ranks_in_batch(batch) if is_variable else batch.stride()
         # TorchRec sends weights that are there, whether a collection uses them or not.
         weighted.update(batch.keys() if batch.weights_or_none() is not None else ())
         # Weighted, plain and sequence features may come in separate tensors.
@@ -91,7 +91,7 @@ def read_lookups(lookups: Lookups | Data, local_batch: int) -> Means | Data:
             ids[feature].append(values.values().cpu().numpy())
             lengths[feature].append(values.lengths().cpu().numpy())
     # One array for each feature: statistics are over all batches together.
-    return Data(
+    return LookupData(
         # Empty parts may be of another type, which would spread to all ids.
         {f: np.concatenate([part for part in parts if len(part)] or parts[:1]) for f, parts in ids.items()},
         {f: np.concatenate(parts) for f, parts in lengths.items()},
@@ -101,7 +101,7 @@ def read_lookups(lookups: Lookups | Data, local_batch: int) -> Means | Data:
     )
 
 
-def _data_of_job(folder: Path, local_batch: int) -> Data:
+def _read_job_lookups(folder: Path, local_batch: int) -> LookupData:
     """Lookups of all ranks in the newest traced step of a job."""
     step = job_folder.newest_step(folder)
     ranks = [job_folder.read_lookups(path) for path in sorted(step.glob("rank-*.lookups.npz"))]
@@ -112,10 +112,10 @@ def _data_of_job(folder: Path, local_batch: int) -> Data:
     # Features that differ in their samples have batches of their own.
     variable = tuple(samples) if len(set(samples.values())) > 1 else ()
     samples |= dict.fromkeys(variable, local_batch * len(ranks))
-    return Data(ids, lengths, samples, variable, frozenset())
+    return LookupData(ids, lengths, samples, variable, frozenset())
 
 
-def _ranks_of(batch: KeyedJaggedTensor) -> int:
+def _n_ranks_in_batch(batch: KeyedJaggedTensor) -> int:
     """Number of ranks whose local batches a batch with strides (VBE) has.
 
     Raises ShardCoreError if its features have strides of different ranks, or other strides than lengths.
@@ -134,38 +134,42 @@ def _ranks_of(batch: KeyedJaggedTensor) -> int:
     return ranks.pop()
 
 
-def strides_of(theirs: Mapping[str, ModelTable], bags: Mapping[str, float]) -> dict[str, tuple[float, ...]]:
+def bags_per_sample_by_table(
+    model_tables: Mapping[str, ModelTable], bags: Mapping[str, float]
+) -> dict[str, tuple[float, ...]]:
     """Table.strides of tables with some of these features.
 
     bags: bags of a feature, for a sample.
     """
     strided = {
         name: tuple(bags.get(f, 1.0) for f in t.config.feature_names)
-        for name, t in theirs.items()
+        for name, t in model_tables.items()
         if set(bags) & set(t.config.feature_names)
     }
     # TorchRec pads features of an EmbeddingCollection to one batch, the largest.
     most = defaultdict[str, float](float)
     for name, strides in strided.items():
-        most[theirs[name].path] = max(most[theirs[name].path], *strides)
+        most[model_tables[name].path] = max(most[model_tables[name].path], *strides)
     return {
-        name: strides if theirs[name].pooled else (most[theirs[name].path],) * len(strides)
+        name: strides if model_tables[name].pooled else (most[model_tables[name].path],) * len(strides)
         for name, strides in strided.items()
     }
 
 
-def statistics_of(
-    theirs: Mapping[str, ModelTable], lookups: Means | Data, global_batch: int
+def pooling_and_access(
+    model_tables: Mapping[str, ModelTable], lookups: Means | LookupData, global_batch: int
 ) -> Mapping[str, tuple[float, Reuse | Zipf]]:
     """Pooling and access of each table."""
-    if isinstance(lookups, Data):
-        return _statistics_of_data(theirs, lookups, global_batch)
-    return _statistics_of_means(theirs, lookups)
+    if isinstance(lookups, LookupData):
+        return _pooling_and_access_from_data(model_tables, lookups, global_batch)
+    return _pooling_and_access_from_means(model_tables, lookups)
 
 
-def _statistics_of_means(theirs: Mapping[str, ModelTable], lookups: Means) -> dict[str, tuple[float, Zipf]]:
+def _pooling_and_access_from_means(
+    model_tables: Mapping[str, ModelTable], lookups: Means
+) -> dict[str, tuple[float, Zipf]]:
     # A typing error in a pair would silently fall back to the feature's mean.
-    pairs = {(name, feature) for name, t in theirs.items() for feature in t.config.feature_names}
+    pairs = {(name, feature) for name, t in model_tables.items() for feature in t.config.feature_names}
     if unknown := next((key for key in lookups if isinstance(key, tuple) and key not in pairs), None):
         raise ShardCoreError(
             f"lookups are for {unknown}, which the model does not have; it has (table, feature) "
@@ -187,15 +191,15 @@ def _statistics_of_means(theirs: Mapping[str, ModelTable], lookups: Means) -> di
 
     return {
         name: (sum(mean(name, f) for f in t.config.feature_names), DEFAULT_ACCESS)
-        for name, t in theirs.items()
+        for name, t in model_tables.items()
     }
 
 
-def _statistics_of_data(
-    theirs: Mapping[str, ModelTable], data: Data, global_batch: int
+def _pooling_and_access_from_data(
+    model_tables: Mapping[str, ModelTable], data: LookupData, global_batch: int
 ) -> dict[str, tuple[float, Reuse]]:
     statistics = {}
-    for name, table in theirs.items():
+    for name, table in model_tables.items():
         first, *_ = features = table.config.feature_names
         for feature in features:
             if feature not in data.ids:
@@ -216,14 +220,14 @@ def _statistics_of_data(
                 )
             # Managed collision maps raw ids, which may be any.
             if table.managed_collision is None:
-                _require_rows(data.ids[feature], feature, name, table.config.num_embeddings)
+                _require_ids_in_range(data.ids[feature], feature, name, table.config.num_embeddings)
         # All features of a table look up the same rows, so their ids count together.
         ids, n = np.concatenate([data.ids[f] for f in features]), data.samples[first]
         statistics[name] = len(ids) / n, access.reuse_of(ids, n)
     return statistics
 
 
-def _require_rows(ids: np.ndarray, feature: str, table: str, rows: int) -> None:
+def _require_ids_in_range(ids: np.ndarray, feature: str, table: str, rows: int) -> None:
     if len(ids) and ids.dtype.kind not in "iu":
         raise ShardCoreError(
             f"feature {feature!r} has ids of type {ids.dtype}; table {table!r} needs whole numbers"
@@ -235,16 +239,16 @@ def _require_rows(ids: np.ndarray, feature: str, table: str, rows: int) -> None:
         )
 
 
-def deduplicated_of(
-    theirs: Mapping[str, ModelTable],
-    lookups: Means | Data,
+def deduplication_by_table(
+    model_tables: Mapping[str, ModelTable],
+    lookups: Means | LookupData,
     groups: Sequence[Sequence[str]],
     batch: int,
 ) -> tuple[dict[str, float], list[tuple[str, ...]]]:
     """The dedup of the tables of some groups of features, and the tables of each group of several."""
     if not groups:
         return {}, []
-    if not isinstance(lookups, Data):
+    if not isinstance(lookups, LookupData):
         raise ShardCoreError(
             f"deduplicated has {list(groups[0])}; its factor is read from batches of data, so lookups need to be "
             "KeyedJaggedTensors"
@@ -256,7 +260,7 @@ def deduplicated_of(
         )
     group_of = {feature: tuple(group) for group in groups for feature in group}
     tables: dict[tuple[str, ...], list[str]] = defaultdict(list)
-    for name, table in theirs.items():
+    for name, table in model_tables.items():
         group, *others = {group_of.get(f) for f in table.config.feature_names}
         if others:
             raise ShardCoreError(
@@ -270,7 +274,8 @@ def deduplicated_of(
             raise ShardCoreError(f"deduplicated has {list(group)}; no table has these features")
     # Features of a group share an inverse index, so one factor holds for all of its tables.
     factors = {
-        group: dedup_of([(lookups.ids[f], lookups.lengths[f]) for f in group], batch) for group in tables
+        group: deduplication_factor([(lookups.ids[f], lookups.lengths[f]) for f in group], batch)
+        for group in tables
     }
     return (
         {name: factors[group] for group, names in tables.items() for name in names},
@@ -278,8 +283,8 @@ def deduplicated_of(
     )
 
 
-def with_row_shares(
-    tables: Sequence[Table], theirs: Mapping[str, ModelTable], data: Data, n_devices: int
+def measure_row_shares(
+    tables: Sequence[Table], model_tables: Mapping[str, ModelTable], data: LookupData, n_devices: int
 ) -> tuple[Table, ...]:
     """The tables, ordered by measured row shares (Table.row_shares) where ids lie unevenly.
 
@@ -289,9 +294,9 @@ def with_row_shares(
     """
     shared = []
     for table in tables:
-        ids = np.concatenate([data.ids[f] for f in theirs[table.name].config.feature_names])
+        ids = np.concatenate([data.ids[f] for f in model_tables[table.name].config.feature_names])
         if table.managed_collision:
-            shares = routed_shares(ids, table.managed_collision, n_devices)
+            shares = routed_row_shares(ids, table.managed_collision, n_devices)
         else:
             # Few ids, or ids that lie as if hashed, give no shares.
             shares = access.row_shares_of(ids, table.rows, n_devices)

@@ -33,7 +33,7 @@ def is_replicated(sharding: ParameterSharding) -> bool:
     return sharding.sharding_type in REPLICA.torchrec
 
 
-def first_names(names: Sequence[str]) -> str:
+def quote_first_names(names: Sequence[str]) -> str:
     """The first five of some names, for messages."""
     return ", ".join(map(repr, names[:5])) + ", ..." * (len(names) > 5)
 
@@ -62,23 +62,23 @@ class Collection:
         return hasattr(self.module, "embedding_bags")
 
     @property
-    def configs(self) -> list[Any]:
+    def table_configs(self) -> list[Any]:
         """TorchRec's configs of the tables."""
         if self.is_sharded:
             return self.module._embedding_bag_configs if self.is_pooled else self.module._embedding_configs
         return self.module.embedding_bag_configs() if self.is_pooled else self.module.embedding_configs()
 
     @property
-    def of_tables(self) -> Any:
+    def table_modules(self) -> Any:
         """The module of each table, by name, which has its weight."""
         return self.module.embedding_bags if self.is_pooled else self.module.embeddings
 
-    def replicates(self, table: str) -> bool:
+    def is_replicated(self, table: str) -> bool:
         """Tell if all ranks of a sharded collection have a table, each its own."""
         return self.is_sharded and is_replicated(self.module.module_sharding_plan[table])
 
     @property
-    def sharded_type(self) -> type:
+    def shardable_type(self) -> type:
         """Type of the module that a sharder takes."""
         return type(self.module if self.wrapper is None else self.wrapper)
 
@@ -132,30 +132,30 @@ class ModelTable:
     managed_collision: ManagedCollision | None = None
 
     @property
-    def part_name(self) -> str:
+    def sharded_name(self) -> str:
         """Name in the collection of those of its rows that are sharded."""
         return self.name + COLD if self.hot_rows else self.name
 
     @property
-    def within(self) -> str:
+    def wrapper_name(self) -> str:
         """The type of what wraps its collection. "": nothing does."""
         wrapper = self.collection and self.collection.wrapper
         return type(wrapper).__name__ if wrapper else ""
 
 
-def tables_of(module: nn.Module, whole: bool = False) -> dict[str, ModelTable]:
+def tables_of_model(module: nn.Module, whole: bool = False) -> dict[str, ModelTable]:
     """The tables of all collections in a module, sharded or not, wrapped ones too, by our names.
 
     Our name is the table's own, or path.name if another collection has that name too. Hot rows of a
     HotColdEmbeddingCollection are tables, named as `with_hot_rows` does; not so if `whole`: then its tables
     count as they are without hot rows.
 
-    Raises as `collections_of`.
+    Raises as `collections_of_model`.
     """
     from torch import nn
 
     require_type(module, nn.Module, "module", "a torch.nn.Module, the model")
-    collections = collections_of(module)
+    collections = collections_of_model(module)
     tables = [t for c in collections for t in _tables_of_collection(c, whole)]
     # Two collections may have tables of one name.
     uses = Counter(t.name for t in tables)
@@ -173,7 +173,7 @@ def tables_of(module: nn.Module, whole: bool = False) -> dict[str, ModelTable]:
     return {our_name(t): t for t in tables}
 
 
-def collections_of(model: nn.Module, refuses_others: bool = True) -> list[Collection]:
+def collections_of_model(model: nn.Module, refuses_others: bool = True) -> list[Collection]:
     """All collections of a model, sharded or not, in the order of the module tree.
 
     model: a model, or a job's: what DistributedModelParallel and data parallelism wrap around it does not count.
@@ -208,7 +208,7 @@ def collections_of(model: nn.Module, refuses_others: bool = True) -> list[Collec
         elif refuses_others:
             raise ShardCoreError(
                 f"module {path!r} is a {type(module).__name__}; ShardCore plans "
-                f"{', '.join(_planned_names())}, and no subclasses of these"
+                f"{', '.join(_supported_type_names())}, and no subclasses of these"
             )
 
     walk(model, "")
@@ -218,7 +218,7 @@ def collections_of(model: nn.Module, refuses_others: bool = True) -> list[Collec
 def _tables_of_collection(collection: Collection, whole: bool) -> list[ModelTable]:
     hot, types = [], ()
     if (divider := collection.divider) is not None:
-        path, counts = collection.path.removesuffix(INSIDE), divider.hot_tables()
+        path, counts = collection.path.removesuffix(INSIDE), divider.hot_table_configs()
         if whole:
             return [
                 ModelTable(
@@ -229,14 +229,14 @@ def _tables_of_collection(collection: Collection, whole: bool) -> list[ModelTabl
                     collection=collection,
                     hot_rows=counts[name].num_embeddings if name in counts else 0,
                 )
-                for name, config in divider.whole_tables().items()
+                for name, config in divider.whole_table_configs().items()
             ]
         hot = [ModelTable(path, name + HOT, config, False, replica=True) for name, config in counts.items()]
     if collection.wrapper is not None and not collection.is_sharded:
         from torchrec.distributed.sharding_plan import get_module_to_default_sharders
 
         # TorchRec's own sharder states which types it has for a wrapper.
-        sharder = get_module_to_default_sharders()[collection.sharded_type]
+        sharder = get_module_to_default_sharders()[collection.shardable_type]
         types = tuple(sorted(sharder.sharding_types("cuda")))
     module = collection.module
     # A sharded collection keeps the argument of its constructor.
@@ -252,13 +252,13 @@ def _tables_of_collection(collection: Collection, whole: bool) -> list[ModelTabl
             sharding_types=types,
             managed_collision=None
             if collection.is_sharded
-            else _managed_collision(collection.wrapper, config),
+            else _managed_collision_memory(collection.wrapper, config),
         )
-        for config in collection.configs
+        for config in collection.table_configs
     ]
 
 
-def _managed_collision(wrapper: nn.Module | None, config: Any) -> ManagedCollision | None:
+def _managed_collision_memory(wrapper: nn.Module | None, config: Any) -> ManagedCollision | None:
     """Memory of the module that maps raw ids of a table to rows. None: the wrapper has no such."""
     if (collection := getattr(wrapper, "_managed_collision_collection", None)) is None:
         return None
@@ -356,7 +356,7 @@ def _refused_types() -> tuple[type, ...]:
     )
 
 
-def _planned_names() -> list[str]:
+def _supported_type_names() -> list[str]:
     """Names of the types that are planned."""
     return [
         t.__name__ for t in (*_collection_types(), *_wrapper_types()) if not t.__name__.startswith("Sharded")
@@ -372,21 +372,25 @@ def require_sharders(module: nn.Module, sharders: Sequence[ModuleSharder[Any]]) 
             f"sharders has {shown(sharder)}; it needs TorchRec's sharders, such as EmbeddingBagCollectionSharder()",
         )
     kinds = {sharder.module_type for sharder in sharders}
-    for collection in collections_of(module):
-        if (kind := collection.sharded_type) not in kinds:
+    for collection in collections_of_model(module):
+        if (kind := collection.shardable_type) not in kinds:
             raise ShardCoreError(
                 f"module {collection.path!r} is an {kind.__name__}, which no sharder takes; there are "
                 f"{sorted(type(s).__name__ for s in sharders)}: add {kind.__name__}Sharder()"
             )
 
 
-def sharders_of(module: nn.Module, sharders: Sequence[ModuleSharder[Any]]) -> list[ModuleSharder[Any]]:
+def applicable_sharders(
+    module: nn.Module, sharders: Sequence[ModuleSharder[Any]]
+) -> list[ModuleSharder[Any]]:
     """The sharders that take a module with tables."""
-    types = {collection.sharded_type for collection in collections_of(module)}
+    types = {collection.shardable_type for collection in collections_of_model(module)}
     return [sharder for sharder in sharders if sharder.module_type in types]
 
 
-def require_all(plan: ShardingPlan, module: nn.Module, sharders: Sequence[ModuleSharder[Any]]) -> None:
+def require_all_modules_planned(
+    plan: ShardingPlan, module: nn.Module, sharders: Sequence[ModuleSharder[Any]]
+) -> None:
     """Raise ShardCoreError for a module that a sharder takes and the plan leaves out.
 
     TorchRec checks the same, in `validate_modules_inclusion_in_sharding_plan` of 1.7 and later.
@@ -406,13 +410,13 @@ def require_all(plan: ShardingPlan, module: nn.Module, sharders: Sequence[Module
     ]
     if missing:
         raise ShardCoreError(
-            f"modules {missing[:5]} are not present in the sharding plan; ShardCore plans {', '.join(_planned_names())}"
+            f"modules {missing[:5]} are not present in the sharding plan; ShardCore plans {', '.join(_supported_type_names())}"
         )
 
 
 def unpriced_wrappers(tables: Mapping[str, ModelTable]) -> list[str]:
     """A line for each module that wraps a collection: a price leaves out its effects."""
-    wrappers = {t.path: t.within for t in tables.values() if t.within}
+    wrappers = {t.path: t.wrapper_name for t in tables.values() if t.wrapper_name}
     return [
         f"module {path!r} is priced as the collection within; what its {kind} does to ids and weights is not"
         for path, kind in wrappers.items()

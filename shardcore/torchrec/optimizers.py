@@ -22,12 +22,14 @@ if TYPE_CHECKING:
     from torchrec.distributed.types import ModuleSharder
 
 
-def optimizer_of(tables: Mapping[str, ModelTable], sharders: Iterable[ModuleSharder[Any]] = ()) -> str | None:
+def optimizer_of_tables(
+    tables: Mapping[str, ModelTable], sharders: Iterable[ModuleSharder[Any]] = ()
+) -> str | None:
     """Our name of the optimizer of a model's tables. None: the job sets none.
 
     Raises ShardCoreError for one that is not in the catalog, several on one table, and tables that differ.
     """
-    of_table = _optimizers_of(tables, sharders)
+    of_table = _fbgemm_optimizer_by_table(tables, sharders)
     stated = {name: theirs for name, theirs in of_table.items() if theirs}
     if not stated:
         return None
@@ -52,24 +54,24 @@ def optimizer_of(tables: Mapping[str, ModelTable], sharders: Iterable[ModuleShar
     return named(first, OPTIMIZERS)
 
 
-def _optimizers_of(
+def _fbgemm_optimizer_by_table(
     tables: Mapping[str, ModelTable], sharders: Iterable[ModuleSharder[Any]]
 ) -> dict[str, str | None]:
     """FBGEMM's name of the optimizer of each table that TorchRec shards. None: the job sets none."""
-    fused_params = fused_params_of(tables, sharders)
+    fused_params = fused_params_by_table(tables, sharders)
     optimizers: dict[str, str | None] = {}
     for name, table in tables.items():
-        if (collection := table.collection) is None or collection.replicates(table.part_name):
+        if (collection := table.collection) is None or collection.is_replicated(table.sharded_name):
             continue
         # What is set in backward takes precedence, as in TorchRec. Sharding puts it into fused_params.
         fused = fused_params[name].get("optimizer")
         stated = None if fused is None else str(getattr(fused, "name", fused))
-        weight = collection.of_tables[table.part_name].weight
-        optimizers[name] = stated if collection.is_sharded else _in_backward(name, weight) or stated
+        weight = collection.table_modules[table.sharded_name].weight
+        optimizers[name] = stated if collection.is_sharded else _optimizer_in_backward(name, weight) or stated
     return optimizers
 
 
-def fused_params_of(
+def fused_params_by_table(
     tables: Mapping[str, ModelTable], sharders: Iterable[ModuleSharder[Any]]
 ) -> dict[str, Mapping[str, Any]]:
     """fused_params of each table: of its sharded collection, or of the sharder that takes its collection."""
@@ -80,13 +82,13 @@ def fused_params_of(
         if (collection := table.collection) is None:
             fused_params[name] = {}
         elif collection.is_sharded:
-            fused_params[name] = collection.fused_params[table.part_name]
+            fused_params[name] = collection.fused_params[table.sharded_name]
         else:
-            fused_params[name] = by_type.get(collection.sharded_type, {})
+            fused_params[name] = by_type.get(collection.shardable_type, {})
     return fused_params
 
 
-def _in_backward(name: str, weight: Any) -> str | None:
+def _optimizer_in_backward(name: str, weight: Any) -> str | None:
     from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 
     kinds = getattr(weight, "_optimizer_classes", ())
@@ -104,17 +106,17 @@ def _in_backward(name: str, weight: Any) -> str | None:
     return getattr(theirs, "name", kind.__name__)
 
 
-def with_optimizer(model: CostModel, optimizer: str) -> CostModel:
+def relabel_optimizer(model: CostModel, optimizer: str) -> CostModel:
     """The model, used for an optimizer that it was not measured with."""
     if model.setting.optimizer == optimizer:
         return model
     if isinstance(model, Composite):
-        return replace(model, models=tuple(with_optimizer(m, optimizer) for m in model.models))
+        return replace(model, models=tuple(relabel_optimizer(m, optimizer) for m in model.models))
     setting = replace(model.setting, optimizer=optimizer)
     return replace(model, setting=setting)  # type: ignore[type-var]  # all other models are dataclasses
 
 
-def fused_params_notes(sharders: Iterable[ModuleSharder[Any]]) -> list[str]:
+def unpriced_fused_params(sharders: Iterable[ModuleSharder[Any]]) -> list[str]:
     """A line for each of the sharders' fused_params whose effects a price leaves out.
 
     Raises ShardCoreError for one that is refused (`fields.FIELDS`).
@@ -124,7 +126,7 @@ def fused_params_notes(sharders: Iterable[ModuleSharder[Any]]) -> list[str]:
     return [
         line
         for sharder in sharders
-        for line in fields.treated_lines(
+        for line in fields.unpriced_field_lines(
             SplitTableBatchedEmbeddingBagsCodegen,
             getattr(sharder, "fused_params", None) or {},
             f"fused_params of {type(sharder).__name__}",
@@ -132,13 +134,13 @@ def fused_params_notes(sharders: Iterable[ModuleSharder[Any]]) -> list[str]:
     ]
 
 
-def replicas_train_alike(optimizer: str, job: Job) -> bool:
+def replicas_share_optimizer(optimizer: str, job: Job) -> bool:
     """Tell if replicas are known to train under the same optimizer as tables with a fused one."""
     # FBGEMM's exact optimizers are torch's of the same name.
     return optimizer.removeprefix("exact_") == job.replica_optimizer
 
 
-def replicas_note(optimizer: str, job: Job) -> str:
+def replication_note(optimizer: str, job: Job) -> str:
     """A line that says why tables are not replicated, and what allows it."""
     of_job = f"({job.replica_optimizer})" if job.replica_optimizer else "(nobody says which)"
     return (
@@ -148,7 +150,7 @@ def replicas_note(optimizer: str, job: Job) -> str:
     )
 
 
-def notes(model: CostModel, optimizer: str | None, counted: str) -> list[str]:
+def optimizer_notes(model: CostModel, optimizer: str | None, counted: str) -> list[str]:
     """Lines that say which optimizer counts.
 
     optimizer: the job's. None: it sets none.

@@ -18,8 +18,8 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Problem
 from shardcore.cost.model import CostModel, total_ms
 from shardcore.step.lower import lower
-from shardcore.torchrec.cost_models import model_of
-from shardcore.torchrec.modules import tables_of
+from shardcore.torchrec.cost_models import resolve_cost_model
+from shardcore.torchrec.modules import tables_of_model
 from shardcore.torchrec.sharding_plan import from_torchrec
 
 if TYPE_CHECKING:
@@ -47,12 +47,16 @@ class ShardCorePerfModel:
         # Registering avoids importing TorchRec with this module.
         PerfModel.register(type(self))
         # A table that only one of the two has would have no price.
-        if differing := sorted({t.name for t in problem.tables} ^ set(tables_of(module))):
+        if differing := sorted({t.name for t in problem.tables} ^ set(tables_of_model(module))):
             raise ShardCoreError(
                 f"problem {problem.name!r} and the module differ in tables {differing[:5]}; "
                 "make the problem with problem_for(module, ...)"
             )
-        self.problem, self.module, self.model = problem, module, model_of(model).for_problem(problem)
+        self.problem, self.module, self.model = (
+            problem,
+            module,
+            resolve_cost_model(model).for_problem(problem),
+        )
         problem.require_setting(self.model.setting)
         self.rated, self.refused = 0, list[str]()
 

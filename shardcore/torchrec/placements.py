@@ -19,7 +19,7 @@ from shardcore.step.kinds import (
 )
 
 
-def placements_of(
+def placements_from_torchrec(
     shardings: Mapping[str, Any], tables: Mapping[str, Table], topology: Topology
 ) -> list[Placement]:
     """Our placements of TorchRec's plan of a collection; to be consolidated.
@@ -36,11 +36,13 @@ def placements_of(
             f"expected; differing are {missing[:5]}"
         )
     return [
-        p for name, sharding in shardings.items() for p in _placed_as(sharding, tables[name], name, topology)
+        p
+        for name, sharding in shardings.items()
+        for p in _placements_of_table(sharding, tables[name], name, topology)
     ]
 
 
-def _placed_as(sharding: Any, table: Table, name: str, topology: Topology) -> list[Placement]:
+def _placements_of_table(sharding: Any, table: Table, name: str, topology: Topology) -> list[Placement]:
     of_columns = (
         Counter(s.shard_offsets[1] for s in sharding.sharding_spec.shards) if sharding.sharding_spec else {}
     )

@@ -43,7 +43,7 @@ class _File:
     qcomms: Mapping[str, Any] | None = None
 
 
-def modules_of(plan: ShardingPlan) -> dict[str, EmbeddingModuleShardingPlan]:
+def shardings_by_module(plan: ShardingPlan) -> dict[str, EmbeddingModuleShardingPlan]:
     """A plan's modules by path, each with the ParameterSharding of its tables by name."""
     return plan.plan  # type: ignore[return-value]  # declared of a base class that has no tables
 
@@ -54,7 +54,7 @@ def write_torchrec(path: str | Path, plan: ShardingPlan, qcomms: QCommsConfig | 
     qcomms: precision of the job's collectives. TorchRec keeps it in sharders, not in the plan.
     """
     # Optional keys are left out, so that files without them stay the same.
-    body = {"modules": to_json(plan)} | ({"qcomms": encode(qcomms, "qcomms")} if qcomms else {})
+    body = {"modules": plan_to_json(plan)} | ({"qcomms": encode_setting(qcomms, "qcomms")} if qcomms else {})
     writing.write_json(path, document(_SCHEMA, seal(body)))
 
 
@@ -66,20 +66,20 @@ def read_torchrec(path: str | Path, module: nn.Module | None = None) -> Sharding
 
     Raises ShardCoreError for a file that is foreign, damaged or edited, and for a plan of another model.
     """
-    plan = from_json(_read(path).modules, str(path))
+    plan = plan_from_json(_read_plan_file(path).modules, str(path))
     if module is not None:
-        _require_of(plan, module, str(path))
+        _require_same_tables(plan, module, str(path))
     return plan
 
 
-def _require_of(plan: ShardingPlan, module: nn.Module, what: str) -> None:
-    from shardcore.torchrec.modules import tables_of
+def _require_same_tables(plan: ShardingPlan, module: nn.Module, what: str) -> None:
+    from shardcore.torchrec.modules import tables_of_model
 
     # Modules by path, as the plan names them.
     tables: dict[str, set[str]] = {}
-    for table in tables_of(module).values():
+    for table in tables_of_model(module).values():
         tables.setdefault(table.path, set()).add(table.name)
-    planned = {path: set(shardings) for path, shardings in modules_of(plan).items()}
+    planned = {path: set(shardings) for path, shardings in shardings_by_module(plan).items()}
     # Both directions: tables that only one of the two has would train unsharded.
     for path in sorted({*planned, *tables}):
         if path not in tables:
@@ -95,41 +95,42 @@ def read_qcomms(path: str | Path) -> QCommsConfig | None:
     """The QCommsConfig in a plan's file, for get_qcomm_codecs_registry. Raises as `read_torchrec` does."""
     from torchrec.distributed.fbgemm_qcomm_codec import QCommsConfig
 
-    return decode(QCommsConfig, _read(path).qcomms, f"{path}, qcomms")
+    return decode_setting(QCommsConfig, _read_plan_file(path).qcomms, f"{path}, qcomms")
 
 
-def _read(path: str | Path) -> _File:
+def _read_plan_file(path: str | Path) -> _File:
     # Without the digest an edited plan could shard a table in a way that nobody priced.
     return schema.build(_File, unseal(open_document(path, _SCHEMA), path), str(path))
 
 
-def to_json(plan: ShardingPlan) -> dict[str, Any]:
+def plan_to_json(plan: ShardingPlan) -> dict[str, Any]:
     """A plan as JSON, by module path and table. Raises ShardCoreError for a setting that JSON cannot hold."""
     return {
         path: {
-            name: encode(sharding, f"table {name!r} of module {path!r}") for name, sharding in module.items()
+            name: encode_setting(sharding, f"table {name!r} of module {path!r}")
+            for name, sharding in module.items()
         }
-        for path, module in modules_of(plan).items()
+        for path, module in shardings_by_module(plan).items()
     }
 
 
-def from_json(modules: Mapping[str, Mapping[str, Any]], what: str = "the plan") -> ShardingPlan:
+def plan_from_json(modules: Mapping[str, Mapping[str, Any]], what: str = "the plan") -> ShardingPlan:
     from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
 
     plan = ShardingPlan({path: EmbeddingModuleShardingPlan() for path in modules})
     for path, tables in modules.items():
         for name, value in tables.items():
-            sharding = _sharding(value, f"{what}, table {name!r} of module {path!r}")
-            modules_of(plan)[path][name] = sharding
+            sharding = _decode_sharding(value, f"{what}, table {name!r} of module {path!r}")
+            shardings_by_module(plan)[path][name] = sharding
     return plan
 
 
-def _sharding(value: Any, what: str) -> ParameterSharding:
+def _decode_sharding(value: Any, what: str) -> ParameterSharding:
     """A table's sharding, checked. TorchRec checks it only when it builds a model."""
     from torchrec.distributed.embedding_types import EmbeddingComputeKernel
     from torchrec.distributed.types import ParameterSharding, ShardingType
 
-    sharding = decode(ParameterSharding, value, what)
+    sharding = decode_setting(ParameterSharding, value, what)
     for name, kinds in (("sharding_type", ShardingType), ("compute_kernel", EmbeddingComputeKernel)):
         # Quantised kernels are for inference: no collection of a training plan has them.
         known = [kind.value for kind in kinds if not kind.value.startswith("quant")]
@@ -146,11 +147,11 @@ def _sharding(value: Any, what: str) -> ParameterSharding:
     # A model would take ranks from one and shards from the other.
     if ranks is not None and set(ranks) != (placed := {shard.placement.rank() for shard in spec.shards}):
         raise ShardCoreError(f"{what} has ranks {shown(ranks)}; its shards are on {shown(sorted(placed))}")
-    _require_shape(sharding.sharding_type, spec.shards, what)
+    _require_shard_ranges(sharding.sharding_type, spec.shards, what)
     return sharding
 
 
-def _require_shape(kind: str, shards: Sequence[ShardMetadata], what: str) -> None:
+def _require_shard_ranges(kind: str, shards: Sequence[ShardMetadata], what: str) -> None:
     """Raise ShardCoreError for shards that are not as their sharding type has them."""
     rows, columns = ({(s.shard_offsets[i], s.shard_sizes[i]) for s in shards} for i in (0, 1))
     layout = next(iter(layouts_of_torchrec(kind)), None)
@@ -168,7 +169,7 @@ def _require_shape(kind: str, shards: Sequence[ShardMetadata], what: str) -> Non
         )
 
 
-def encode(value: Any, what: str) -> Any:
+def encode_setting(value: Any, what: str) -> Any:
     """A setting of TorchRec as JSON. Raises ShardCoreError for one that JSON cannot hold."""
     # Members of enums that are also texts are written by name, like others.
     if value is None or (isinstance(value, (bool, int, float, str)) and not isinstance(value, enum.Enum)):
@@ -176,7 +177,7 @@ def encode(value: Any, what: str) -> Any:
     if isinstance(value, enum.Enum):
         return value.name
     if isinstance(value, (list, tuple)):
-        return [encode(v, what) for v in value]
+        return [encode_setting(v, what) for v in value]
     # Compared by name: TorchRec takes seconds to import.
     if type(value).__name__ == "EnumerableShardingSpec":
         return [
@@ -186,7 +187,7 @@ def encode(value: Any, what: str) -> Any:
     # Records of plain fields. None is the default of all optional ones, and left out.
     if dataclasses.is_dataclass(value) and not type(value).__name__.endswith("ShardingSpec"):
         return {
-            f.name: encode(v, f"{what}, {f.name}")
+            f.name: encode_setting(v, f"{what}, {f.name}")
             for f in dataclasses.fields(value)
             if (v := getattr(value, f.name)) is not None
         }
@@ -195,7 +196,7 @@ def encode(value: Any, what: str) -> Any:
     )
 
 
-def decode(kind: Any, value: Any, what: str) -> Any:
+def decode_setting(kind: Any, value: Any, what: str) -> Any:
     """A value of the annotated kind, strictly checked."""
     if value is None:
         return None
@@ -207,16 +208,16 @@ def decode(kind: Any, value: Any, what: str) -> Any:
             raise ShardCoreError(f"{what} is {shown(value)}; it needs to be a list")
         # A tuple of fixed length has a kind per entry. A list has one for all.
         kinds = inner if len(inner) == len(value) and origin is tuple else [inner[0]] * len(value)
-        return origin(decode(k, v, what) for k, v in zip(kinds, value, strict=True))
+        return origin(decode_setting(k, v, what) for k, v in zip(kinds, value, strict=True))
     if getattr(kind, "__name__", "") == "ShardingSpec":
-        return _spec(value, what)
-    # Files name members of enums (see `encode`).
+        return _decode_sharding_spec(value, what)
+    # Files name members of enums (see `encode_setting`).
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         if not isinstance(value, str) or value not in kind.__members__:
             raise ShardCoreError(f"{what} is {shown(value)}; known are {', '.join(kind.__members__)}")
         return kind[value]
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-        return _record(kind, value, what)
+        return _decode_record(kind, value, what)
     if kind in (int, float, str, bool):
         plain = schema.read(value, kind, what)
         if kind in (int, float) and plain < 0:
@@ -227,11 +228,11 @@ def decode(kind: Any, value: Any, what: str) -> Any:
     raise ShardCoreError(f"{what} is {shown(value)}; a file can hold no {getattr(kind, '__name__', kind)}")
 
 
-def _record(kind: type, value: Any, what: str) -> Any:
+def _decode_record(kind: type, value: Any, what: str) -> Any:
     """A record of TorchRec. Its own annotations are the schema, so new settings need no code here."""
     hints = get_type_hints(kind)
     given = {name: v for name, v in value.items() if name in hints} if isinstance(value, Mapping) else {}
-    decoded = {name: decode(hints[name], v, f"{what}, {name}") for name, v in given.items()}
+    decoded = {name: decode_setting(hints[name], v, f"{what}, {name}") for name, v in given.items()}
     share = decoded.get("load_factor")
     if share is not None and not 0 < share <= 1:
         raise ShardCoreError(f"{what}, load_factor is {share:g}; it needs to be above 0, at most 1")
@@ -264,7 +265,7 @@ class _ShardOfSpec:
             )
 
 
-def _spec(shards: Any, what: str) -> Any:
+def _decode_sharding_spec(shards: Any, what: str) -> Any:
     from torch.distributed._shard.metadata import ShardMetadata
     from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
 

@@ -26,20 +26,20 @@ from shardcore.search.state.refusal import refusal
 from shardcore.step.lower import lower
 from shardcore.torchrec import constraints as constrained
 from shardcore.torchrec import fields, optimizers, topologies
-from shardcore.torchrec.cost_models import model_of
+from shardcore.torchrec.cost_models import resolve_cost_model
 from shardcore.torchrec.lookups import read_lookups
 from shardcore.torchrec.modules import (
-    first_names,
-    require_all,
+    applicable_sharders,
+    quote_first_names,
+    require_all_modules_planned,
     require_sharders,
-    sharders_of,
-    tables_of,
+    tables_of_model,
     unpriced_wrappers,
 )
-from shardcore.torchrec.problems import default_share, problem_for
-from shardcore.torchrec.settings import payloads_of, unpriced, unpriced_hardware
+from shardcore.torchrec.problems import default_reserved_share, problem_for
+from shardcore.torchrec.settings import payloads_of_sharders, unpriced, unpriced_hardware
 from shardcore.torchrec.sharding_plan import to_torchrec
-from shardcore.torchrec.topologies import our_topology
+from shardcore.torchrec.topologies import topology_from_torchrec
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -78,12 +78,12 @@ def plan_for(
     `problem_for` and all sharders do, and for an unknown algorithm.
     """
     # The search is looked up first, so that an unknown name fails before anything is read.
-    model, search = model_of(model), sharder(algorithm)
+    model, search = resolve_cost_model(model), sharder(algorithm)
     batch = model.setting.batch if global_batch is None else global_batch
-    optimizer = optimizers.optimizer_of(tables_of(module)) or model.setting.optimizer
+    optimizer = optimizers.optimizer_of_tables(tables_of_model(module)) or model.setting.optimizer
     problem = problem_for(module, topology, batch, lookups, optimizer, constraints, job=job)
     # The optimizer's state counts in memory even where the model prices another one.
-    priced = optimizers.with_optimizer(model, problem.optimizer).for_problem(problem)
+    priced = optimizers.relabel_optimizer(model, problem.optimizer).for_problem(problem)
     return search(problem, priced, seed=seed, budget=budget), problem
 
 
@@ -130,7 +130,7 @@ class ShardCorePlanner:
         # Registering avoids importing TorchRec with this module.
         ShardingPlanner.register(type(self))
         self.compute_device = getattr(topology, "compute_device", "cuda")
-        model = model_of(model, self.compute_device)
+        model = resolve_cost_model(model, self.compute_device)
         self.batch_size = BATCH_SIZE if batch_size is None else batch_size
         require_type(self.batch_size, int, "batch_size", "a whole number, the samples of a rank")
         require(self.batch_size > 0, f"batch_size is {self.batch_size}; it needs 1 or more samples of a rank")
@@ -139,12 +139,14 @@ class ShardCorePlanner:
         # An iterator is consumed once, but several plans may be made.
         self.lookups = list(lookups) if isinstance(lookups, Iterator) else lookups
         # Kernels with rows below device memory need its size and link.
-        kernels = {constrained.kernel_of(c) for c in self.constraints.values()}
+        kernels = {constrained.sharded_kernel(c) for c in self.constraints.values()}
         below = {tier for kernel, (tier, _) in constrained.KERNELS.items() if kernel in kernels}
         self.their_topology = None if isinstance(topology, Topology) else topology
-        self.reserved = default_share(job) if reserved is None else reserved
+        self.reserved = default_reserved_share(job) if reserved is None else reserved
         self.topology = (
-            topology if isinstance(topology, Topology) else our_topology(topology, self.reserved, below)
+            topology
+            if isinstance(topology, Topology)
+            else topology_from_torchrec(topology, self.reserved, below)
         )
         require(
             self.their_topology is not None or reserved is None,
@@ -167,28 +169,32 @@ class ShardCorePlanner:
         Raises as `plan_for` and `to_torchrec` do, for a collection that no sharder takes, and for constraints
         that no plan can keep.
         """
-        theirs = tables_of(module)
+        model_tables = tables_of_model(module)
         if sharders:
             require_sharders(module, sharders)
         # Sharders without a module to take have settings that do not matter.
-        used = sharders_of(module, sharders or ())
-        fused_params = optimizers.fused_params_of(theirs, used)
-        constraints, notes = constrained.by_our_names(
-            self.constraints, theirs, self.compute_device, fused_params
+        used = applicable_sharders(module, sharders or ())
+        fused_params = optimizers.fused_params_by_table(model_tables, used)
+        constraints, notes = constrained.constraints_by_problem_name(
+            self.constraints, model_tables, self.compute_device, fused_params
         )
-        notes += optimizers.fused_params_notes(used)
-        for key, table in theirs.items():
-            notes += fields.require_treated(table.config, f"config of table {key!r}")
-        optimizer = optimizers.optimizer_of(theirs, used)
-        job = self._job(constraints, payloads_of(used), notes)
+        notes += optimizers.unpriced_fused_params(used)
+        for key, table in model_tables.items():
+            notes += fields.unpriced_record_lines(table.config, f"config of table {key!r}")
+        optimizer = optimizers.optimizer_of_tables(model_tables, used)
+        job = self._job_for_plan(constraints, payloads_of_sharders(used), notes)
         # FBGEMM's own default trains tables of which nobody says more.
-        replicas = optimizers.replicas_train_alike(optimizer or "exact_sgd", job)
+        replicas = optimizers.replicas_share_optimizer(optimizer or "exact_sgd", job)
         if not replicas and len(self.topology) > 1:
-            notes.append(optimizers.replicas_note(optimizer or "exact_sgd", job))
+            notes.append(optimizers.replication_note(optimizer or "exact_sgd", job))
         # Ranks have equal batches.
         global_batch = self.batch_size * len(self.topology)
-        bags = constrained.bags_of(constraints, theirs, self.batch_size)
-        lookups = constrained.pooling_of(constraints, theirs, bags) if self.lookups is None else self.lookups
+        bags = constrained.bags_per_sample(constraints, model_tables, self.batch_size)
+        lookups = (
+            constrained.lookups_per_sample(constraints, model_tables, bags)
+            if self.lookups is None
+            else self.lookups
+        )
         data = read_lookups(lookups, self.batch_size)
         problem = problem_for(
             module,
@@ -197,46 +203,50 @@ class ShardCorePlanner:
             data,
             optimizer or self.model.setting.optimizer,
             constrained.search_constraints(
-                constraints, theirs, self.topology, self.compute_device, replicas or len(self.topology) == 1
+                constraints,
+                model_tables,
+                self.topology,
+                self.compute_device,
+                replicas or len(self.topology) == 1,
             ),
             job=job,
             bags=bags,
         )
         # Constraints add weights of lookups, and memory tiers.
-        tables = constrained.with_constraints(problem.tables, constraints, self.topology)
+        tables = constrained.apply_constraints_to_tables(problem.tables, constraints, self.topology)
         problem = replace(problem, tables=tables)
-        plan = self._search(problem)
-        settings = constrained.plan_of_settings(constraints, theirs)
+        plan = self._search_plan(problem)
+        settings = constrained.kernel_settings_plan(constraints, model_tables)
         # Settings that our plan does not decide are passed on as given.
         sharding_plan = to_torchrec(plan, problem, module, self.compute_device, settings)
-        notes += constrained.write_allowed_types(sharding_plan, constraints, theirs)
+        notes += constrained.rewrite_to_allowed_types(sharding_plan, constraints, model_tables)
         if any(t.strides for t in problem.tables):
             # Only the written plan says which host_row tables are cut.
-            constrained.require_no_grid(sharding_plan)
-        require_all(sharding_plan, module, sharders or ())
-        notes += optimizers.notes(self.model.for_problem(problem), optimizer, problem.optimizer)
-        notes += unpriced_wrappers(theirs)
+            constrained.require_no_grid_shard(sharding_plan)
+        require_all_modules_planned(sharding_plan, module, sharders or ())
+        notes += optimizers.optimizer_notes(self.model.for_problem(problem), optimizer, problem.optimizer)
+        notes += unpriced_wrappers(model_tables)
         notes += constrained.pooling_notes(constraints, has_lookups=self.lookups is not None)
-        if note := topologies.rows_note(problem.topology):
+        if note := topologies.row_division_note(problem.topology):
             notes.append(note)
         if self.their_topology is not None:
-            notes += topologies.notes(self.their_topology, self.topology.memory)
+            notes += topologies.topology_notes(self.their_topology, self.topology.memory)
         notes += unpriced_hardware(self.model.setting, self.compute_device)
         # A price beyond the measured range is a guess, so it is named.
-        beyond = self._model_for(problem).out_of_range(lower(plan, problem))
+        beyond = self._cost_model_for(problem).out_of_range(lower(plan, problem))
         notes += [f"extrapolated: {line}" for line in beyond]
         self.problem, self.our_plan = problem, plan
         has_update = profile_of(self.model) is not None
         self.unpriced = [*unpriced(sharding_plan, used, problem, has_update), *notes]
         return sharding_plan
 
-    def _job(
+    def _job_for_plan(
         self, constraints: Mapping[str, ParameterConstraints], payloads: tuple[str, str], notes: list[str]
     ) -> Job:
         """The job: the one that is given, or what sharders and constraints say of it. It adds to notes."""
-        flags = constrained.prefetch_flags(constraints)
+        flags = constrained.prefetch_setting_by_table(constraints)
         names = {
-            value: first_names([name for name, flag in flags.items() if flag is value])
+            value: quote_first_names([name for name, flag in flags.items() if flag is value])
             for value in flags.values()
         }
         if (job := self.job) is None:
@@ -255,17 +265,17 @@ class ShardCorePlanner:
             )
         return job
 
-    def _model_for(self, problem: Problem) -> CostModel:
+    def _cost_model_for(self, problem: Problem) -> CostModel:
         try:
-            return optimizers.with_optimizer(self.model, problem.optimizer).for_problem(problem)
+            return optimizers.relabel_optimizer(self.model, problem.optimizer).for_problem(problem)
         except SettingMismatch as error:
             raise SettingMismatch(
                 f"batch_size {self.batch_size} on {len(self.topology)} devices: {error}"
             ) from None
 
-    def _search(self, problem: Problem) -> Plan:
+    def _search_plan(self, problem: Problem) -> Plan:
         """A plan. Where none fits, the error names defaults of TorchRec's topology that nobody may have meant."""
-        model = self._model_for(problem)
+        model = self._cost_model_for(problem)
         try:
             return sharder(self.algorithm)(problem, model, seed=self.seed, budget=self.budget)
         except Infeasible as error:
@@ -275,7 +285,7 @@ class ShardCorePlanner:
             lacks = roomiest(problem)[1] > 0
             reasons = (
                 refusal(problem, self.reserved) if lacks else str(error),
-                topologies.default_memory(self.their_topology),
+                topologies.default_memory_note(self.their_topology),
                 f"of a device's memory, {100 * self.reserved:.6g}% stays free (reserved)",
             )
             raise Infeasible("; ".join(filter(None, reasons))) from None
@@ -294,7 +304,7 @@ class ShardCorePlanner:
             try:
                 found = self.plan(module, sharders)
                 assert self.our_plan is not None and self.problem is not None
-                topologies.require_job(self.problem.topology, self.our_plan.placements)
+                topologies.require_pod_environment(self.problem.topology, self.our_plan.placements)
                 return found
             except Exception as error:
                 # Any error, as all ranks need to hear of it.

@@ -21,15 +21,15 @@ from shardcore.tables.public import DEFAULT_ACCESS
 from shardcore.torchrec import constraints as constrained
 from shardcore.torchrec import fields, optimizers, topologies
 from shardcore.torchrec.lookups import (
-    Data,
-    deduplicated_of,
+    LookupData,
+    bags_per_sample_by_table,
+    deduplication_by_table,
+    measure_row_shares,
+    pooling_and_access,
     read_lookups,
-    statistics_of,
-    strides_of,
-    with_row_shares,
 )
-from shardcore.torchrec.modules import ModelTable, tables_of
-from shardcore.torchrec.topologies import our_topology
+from shardcore.torchrec.modules import ModelTable, tables_of_model
+from shardcore.torchrec.topologies import topology_from_torchrec
 
 if TYPE_CHECKING:
     from torch import nn
@@ -47,7 +47,7 @@ def problem_for(
     module: nn.Module,
     topology: Topology | TheirTopology,
     global_batch: int,
-    lookups: Lookups | Data,
+    lookups: Lookups | LookupData,
     optimizer: str | None = None,
     constraints: Constraints | None = None,
     name: str = "model",
@@ -55,7 +55,7 @@ def problem_for(
     deduplicated: Sequence[Sequence[str]] = (),
     bags: Mapping[str, float] | None = None,
 ) -> Problem:
-    """The tables of a model's collections (see `tables_of`) as a Problem.
+    """The tables of a model's collections (see `tables_of_model`) as a Problem.
 
     Hot rows of a HotColdEmbeddingCollection count as the hottest ones.
 
@@ -80,52 +80,56 @@ def problem_for(
     (see `fields.FIELDS`).
     """
     # Whole tables, as hot rows are divided from them below.
-    theirs = tables_of(module, whole=True)
+    model_tables = tables_of_model(module, whole=True)
     require_type(global_batch, int, "global_batch", "a whole number, the samples of a step")
-    if not theirs:
+    if not model_tables:
         raise ShardCoreError(
             "the model has no EmbeddingBagCollection or EmbeddingCollection; there is nothing to place"
         )
-    for key, table in theirs.items():
+    for key, table in model_tables.items():
         # Settings of tables are checked before lookups are read, which takes long.
-        fields.require_treated(table.config, f"config of table {key!r}")
-    set_optimizer = optimizers.optimizer_of(theirs)
+        fields.unpriced_record_lines(table.config, f"config of table {key!r}")
+    set_optimizer = optimizers.optimizer_of_tables(model_tables)
     if optimizer is not None and set_optimizer and optimizer != set_optimizer:
         raise ShardCoreError(
             f"optimizer is {optimizer!r}; the model's weights have {set_optimizer!r} in backward: leave it out"
         )
-    ours = topology if isinstance(topology, Topology) else our_topology(topology, default_share(job))
-    ours = topologies.with_job_rows(ours)
+    ours = (
+        topology
+        if isinstance(topology, Topology)
+        else topology_from_torchrec(topology, default_reserved_share(job))
+    )
+    ours = topologies.with_row_unit_of_environment(ours)
     data = read_lookups(lookups, max(1, global_batch // len(ours)))
-    statistics = statistics_of(theirs, data, global_batch)
+    statistics = pooling_and_access(model_tables, data, global_batch)
     # Deduplication happens on a device, so within its share of the batch.
-    factors, groups = deduplicated_of(theirs, data, deduplicated, global_batch // len(ours))
-    bags = data.bags if isinstance(data, Data) and data.variable else bags or {}
-    strides = strides_of(theirs, bags)
-    weighted = data.weighted if isinstance(data, Data) else frozenset[str]()
+    factors, groups = deduplication_by_table(model_tables, data, deduplicated, global_batch // len(ours))
+    bags = data.bags_per_sample if isinstance(data, LookupData) and data.variable else bags or {}
+    strides = bags_per_sample_by_table(model_tables, bags)
+    weighted = data.weighted if isinstance(data, LookupData) else frozenset[str]()
     tables = tuple(
         replace(
-            table_of(key, t, *statistics[key]),
+            table_from_model(key, t, *statistics[key]),
             weighted=t.weighted or not weighted.isdisjoint(t.config.feature_names),
             dedup=factors.get(key, 1.0),
             strides=strides.get(key, ()),
         )
-        for key, t in theirs.items()
+        for key, t in model_tables.items()
     )
-    if isinstance(data, Data):
-        tables = with_row_shares(tables, theirs, data, len(ours))
+    if isinstance(data, LookupData):
+        tables = measure_row_shares(tables, model_tables, data, len(ours))
     if optimizer is None:
         optimizer = set_optimizer or "exact_sgd"
     problem = Problem(name, tables, ours, global_batch, optimizer, job=job or Job())
     # Tables are read whole and divided here, so hot and cold rows share statistics.
-    problem = with_hot_rows(problem, {key: t.hot_rows for key, t in theirs.items() if t.hot_rows})
+    problem = with_hot_rows(problem, {key: t.hot_rows for key, t in model_tables.items() if t.hot_rows})
     constraints = constraints or Constraints()
     kinds = dict(constraints.kinds) | dict(problem.constraints.kinds)
     # TorchRec's wrappers support some sharding types only.
-    kinds |= _kinds_in_wrappers(theirs, kinds, ours)
+    kinds |= _kinds_allowed_in_wrappers(model_tables, kinds, ours)
     widths = dict(constraints.min_widths)
     if bags:
-        kinds |= _kinds_of_variable(tables, kinds, tuple(bags))
+        kinds |= _kinds_for_variable_batches(tables, kinds, tuple(bags))
         # TorchRec's grid_shard is host_row that is cut.
         widths |= {t.name: t.dim for t in tables if set(kinds[t.name]) <= _GRID}
     constraints = replace(
@@ -137,18 +141,20 @@ def problem_for(
     return replace(problem, constraints=constraints)
 
 
-def default_share(job: Job | None) -> float:
+def default_reserved_share(job: Job | None) -> float:
     """The share of memory that stays free by default: RESERVED, as in TorchRec's planner, or 0 with a measured job."""
     return 0.0 if job and job.dense_bytes else RESERVED
 
 
 def unpriced_problem(model: nn.Module, topology: Topology) -> Problem:
-    """A model's tables on a topology, without what a plan's price needs: one lookup a sample stands for theirs."""
-    tables = tuple(table_of(key, table, 1.0) for key, table in tables_of(model).items())
+    """A model's tables on a topology, without what a plan's price needs: one lookup a sample stands for model_tables."""
+    tables = tuple(table_from_model(key, table, 1.0) for key, table in tables_of_model(model).items())
     return Problem("job", tables, topology, len(topology))
 
 
-def table_of(name: str, table: ModelTable, pooling: float, access: Reuse | Zipf = DEFAULT_ACCESS) -> Table:
+def table_from_model(
+    name: str, table: ModelTable, pooling: float, access: Reuse | Zipf = DEFAULT_ACCESS
+) -> Table:
     """A model's table as ours. Raises ShardCoreError for a data type without a cost model."""
     config = table.config
     precision = named(config.data_type.name, PRECISIONS)
@@ -170,8 +176,8 @@ def table_of(name: str, table: ModelTable, pooling: float, access: Reuse | Zipf 
     )
 
 
-def _kinds_in_wrappers(
-    theirs: Mapping[str, ModelTable], allowed: Kinds, topology: Topology
+def _kinds_allowed_in_wrappers(
+    model_tables: Mapping[str, ModelTable], allowed: Kinds, topology: Topology
 ) -> dict[str, tuple[str, ...]]:
     """Kinds of the tables for whose wrapper TorchRec has some sharding types only.
 
@@ -180,14 +186,14 @@ def _kinds_in_wrappers(
     Raises ShardCoreError if they leave a table none, or if the topology does not have the only one.
     """
     restricted = {}
-    for name, table in theirs.items():
+    for name, table in model_tables.items():
         if not table.sharding_types:
             continue
         # Types that only TorchRec knows have no kind of ours.
         able = {layout.name for t in table.sharding_types for layout in constrained.BY_TYPE.get(t, ())}
         kinds = tuple(kind for kind in allowed.get(name, LAYOUTS) if kind in able)
         what = (
-            f"table {name!r} is in {table.path!r}, a {table.within}, which TorchRec shards "
+            f"table {name!r} is in {table.path!r}, a {table.wrapper_name}, which TorchRec shards "
             f"{' or '.join(table.sharding_types)} only"
         )
         if not kinds:
@@ -213,7 +219,7 @@ def _kinds_in_wrappers(
 _GRID = {layout.name for layout in LAYOUTS.values() if layout.divides_rows and layout.cuts_columns}
 
 
-def _kinds_of_variable(
+def _kinds_for_variable_batches(
     tables: Sequence[Table], allowed: Kinds, variable: Sequence[str]
 ) -> dict[str, tuple[str, ...]]:
     """Kinds that TorchRec has for tables whose features have batches of their own sizes (VBE).

@@ -24,7 +24,7 @@ from shardcore.core.job import Job
 from shardcore.core.validation import require, require_type
 from shardcore.io import job_folder
 from shardcore.io.measurements import Spread
-from shardcore.torchrec.modules import collections_of, tables_of
+from shardcore.torchrec.modules import collections_of_model, tables_of_model
 from shardcore.torchrec.problems import problem_for
 from shardcore.torchrec.sharding_plan import from_torchrec, plan_in_use
 from shardcore.torchrec.topologies import topology_of_job
@@ -64,13 +64,13 @@ class ShardCoreProfiler:
     ) -> None:
         import torch
 
-        from shardcore.torchrec.moves.agreement import rank_and_ranks
+        from shardcore.torchrec.moves.agreement import rank_and_world_size
 
         for name, value in (("every", every), ("steps", steps), ("keep", keep)):
             require_type(value, int, name, "a whole number")
             require(value >= 1, f"{name} is {value}; it needs 1 or more")
         require(every > steps + 1, f"every is {every}; it needs more than steps + 1, {steps + 1}")
-        self._collections = [c for c in collections_of(model, refuses_others=False) if c.is_sharded]
+        self._collections = [c for c in collections_of_model(model, refuses_others=False) if c.is_sharded]
         require(
             bool(self._collections),
             f"model is a {type(model).__name__} without sharded collections; it needs to be a "
@@ -79,7 +79,7 @@ class ShardCoreProfiler:
         self._model, self._job = model, job or Job()
         self._folder, self._every, self._steps, self._keep = Path(folder), every, steps, keep
         # A job on one rank may have no process group.
-        self._rank, self._world_size = rank_and_ranks()
+        self._rank, self._world_size = rank_and_world_size()
         # The position within a cycle: 0 warms the profiler up, then `steps` are traced.
         self._count, self._first = 0, min(FIRST, every) - 1
         self._times_ms: list[float] = []
@@ -95,7 +95,7 @@ class ShardCoreProfiler:
             activities=activities,
             record_shapes=True,
             schedule=torch.profiler.schedule(wait=0, warmup=1, active=steps, repeat=1),
-            on_trace_ready=self._write,
+            on_trace_ready=self._write_trace,
         )
 
     def step(self) -> None:
@@ -114,7 +114,7 @@ class ShardCoreProfiler:
                 self._profile = None
         # Begin one step ahead: the first profiled step warms up.
         elif position == 0 and self._count >= self._first:
-            self._capture()
+            self._capture_next_batch()
             self._profile = self._start()
             self._profile.start()
         self._count += 1
@@ -123,7 +123,7 @@ class ShardCoreProfiler:
 
     # --- lookups --------------------------------------------------------------------------------------------
 
-    def _capture(self) -> None:
+    def _capture_next_batch(self) -> None:
         """Keep the ids of the next batch that enters each collection."""
         self._lookups = {}
         for collection in self._collections:
@@ -136,13 +136,13 @@ class ShardCoreProfiler:
                 vars(_module).pop("input_dist", None)
                 for x in (*args, *named.values()):
                     if hasattr(x, "stride_per_key") and hasattr(x, "to_dict"):
-                        self._remember(x)
+                        self._keep_lookups(x)
                         break
                 return _original(*args, **named)
 
             module.input_dist = input_dist
 
-    def _remember(self, features: Any) -> None:
+    def _keep_lookups(self, features: Any) -> None:
         """The ids and lengths of a KeyedJaggedTensor, on the CPU."""
         self._local_batch = max(features.stride_per_key(), default=0)
         self._lookups |= {
@@ -152,13 +152,13 @@ class ShardCoreProfiler:
 
     # --- files ----------------------------------------------------------------------------------------------
 
-    def _write(self, profile: Any) -> None:
+    def _write_trace(self, profile: Any) -> None:
         try:
             folder = job_folder.step_folder(self._folder, self._count)
             folder.mkdir(parents=True, exist_ok=True)
-            job_folder.write_rank(folder, self._rank, self._step_ms(), self._lookups)
+            job_folder.write_rank(folder, self._rank, self._step_ms_spread(), self._lookups)
             if self._rank == 0:
-                self._write_facts(folder)
+                self._write_job_facts(folder)
             path = job_folder.trace_path(folder, self._rank)
             # A temporary name, so that a reader never finds half a trace.
             temporary = path.with_name(f".{os.getpid()}.{path.name}")
@@ -166,35 +166,35 @@ class ShardCoreProfiler:
             os.replace(temporary, path)
             # One rank removes old steps for all.
             if self._rank == 0:
-                self._remove_old()
+                self._remove_old_steps()
         except Exception as error:  # of any library: a trace is worth no job
             _LOG.warning("ShardCoreProfiler wrote no trace at step %d: %s", self._count, error)
 
-    def _step_ms(self) -> Spread | None:
+    def _step_ms_spread(self) -> Spread | None:
         if not self._times_ms:
             return None
         low, middle, high = np.quantile(self._times_ms, (0.25, 0.5, 0.75)).tolist()
         return Spread(middle, low, high, len(self._times_ms))
 
-    def _write_facts(self, folder: Path) -> None:
+    def _write_job_facts(self, folder: Path) -> None:
         pooling: dict[str | tuple[str, str], float] = {
             f: len(ids) / max(1, len(lengths)) for f, (ids, lengths) in self._lookups.items()
         }
         topology, batch = topology_of_job(self._world_size), self._local_batch * self._world_size
         problem = problem_for(self._model, topology, batch, pooling, name="job", job=self._job)
         plan = from_torchrec(plan_in_use(self._model), problem, self._model)
-        features = {key: tuple(t.config.feature_names) for key, t in tables_of(self._model).items()}
-        facts = job_folder.JobFacts(self._world_size, features, _versions())
+        features = {key: tuple(t.config.feature_names) for key, t in tables_of_model(self._model).items()}
+        facts = job_folder.JobFacts(self._world_size, features, _package_versions())
         job_folder.write_facts(folder, facts, problem, plan)
 
-    def _remove_old(self) -> None:
+    def _remove_old_steps(self) -> None:
         import shutil
 
         for old in job_folder.traced_steps(self._folder)[: -self._keep]:
             shutil.rmtree(old, ignore_errors=True)
 
 
-def _versions() -> Mapping[str, str]:
+def _package_versions() -> Mapping[str, str]:
     versions = {}
     for package in ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu"):
         try:

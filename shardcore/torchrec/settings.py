@@ -18,9 +18,9 @@ from shardcore.core.types import Problem, Setting
 from shardcore.step.collectives import COLLECTIVES, carried_as
 from shardcore.step.kinds import layout_of_torchrec
 from shardcore.torchrec import plan_files
-from shardcore.torchrec.fields import FIELDS, require_treated
-from shardcore.torchrec.modules import first_names
-from shardcore.torchrec.plan_files import modules_of
+from shardcore.torchrec.fields import FIELDS, unpriced_record_lines
+from shardcore.torchrec.modules import quote_first_names
+from shardcore.torchrec.plan_files import shardings_by_module
 
 if TYPE_CHECKING:
     from torchrec.distributed.fbgemm_qcomm_codec import QCommsConfig
@@ -36,7 +36,7 @@ PLACEMENT = ("sharding_type", "ranks", "sharding_spec")
 PLAIN_KERNELS = ("fused", "dense")
 
 
-def settings_of(sharding: ParameterSharding, what: str) -> dict[str, Any]:
+def kernel_settings(sharding: ParameterSharding, what: str) -> dict[str, Any]:
     """A table's settings except its placement, as JSON. {}: TorchRec's defaults, with a plain kernel.
 
     Settings that JSON cannot hold become {"unkept": why}.
@@ -44,7 +44,7 @@ def settings_of(sharding: ParameterSharding, what: str) -> dict[str, Any]:
     # Placement is blanked, so that only other settings are left.
     plain = replace(sharding, sharding_type="", ranks=None, sharding_spec=None)
     try:
-        settings = plan_files.encode(plain, what)
+        settings = plan_files.encode_setting(plain, what)
     # A plan must stay readable and priceable even if a setting cannot be stored.
     except ShardCoreError as error:
         return {"unkept": str(error)}
@@ -54,8 +54,8 @@ def settings_of(sharding: ParameterSharding, what: str) -> dict[str, Any]:
     return {} if is_default else settings
 
 
-def with_settings(settings: Mapping[str, Any], what: str) -> ParameterSharding:
-    """A sharding without a placement. settings: of `settings_of`; invalid ones raise ShardCoreError."""
+def sharding_with_settings(settings: Mapping[str, Any], what: str) -> ParameterSharding:
+    """A sharding without a placement. settings: of `kernel_settings`; invalid ones raise ShardCoreError."""
     from torchrec.distributed.types import ParameterSharding
 
     if "unkept" in settings:
@@ -67,7 +67,7 @@ def with_settings(settings: Mapping[str, Any], what: str) -> ParameterSharding:
         raise ShardCoreError(
             f"{what} has settings {sorted(settings)} and no compute_kernel; it needs one, such as 'fused'"
         )
-    return plan_files.decode(ParameterSharding, {"sharding_type": "", **settings}, what)
+    return plan_files.decode_setting(ParameterSharding, {"sharding_type": "", **settings}, what)
 
 
 _TORCH = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
@@ -81,7 +81,7 @@ def job_of(qcomms: QCommsConfig) -> Job:
     """
     from torchrec.distributed.fbgemm_qcomm_codec import get_qcomm_codecs
 
-    require_treated(qcomms, "QCommsConfig")
+    unpriced_record_lines(qcomms, "QCommsConfig")
     forward, backward = _payloads_of_codecs(get_qcomm_codecs(qcomms), "QCommsConfig")
     return Job(forward_payload=forward, backward_payload=backward)
 
@@ -116,7 +116,7 @@ def _payload_name(precision: str, block: int | None, what: str) -> str:
     return precision if row == PAYLOADS[precision] else name
 
 
-def payloads_of(sharders: Iterable[ModuleSharder[Any]]) -> tuple[str, str]:
+def payloads_of_sharders(sharders: Iterable[ModuleSharder[Any]]) -> tuple[str, str]:
     """Payloads of the sharders' collectives, forward and backward, if all send the same. Else FP32.
 
     A reduce-scatter may send what TorchRec substitutes there.
@@ -124,9 +124,9 @@ def payloads_of(sharders: Iterable[ModuleSharder[Any]]) -> tuple[str, str]:
     Raises ShardCoreError for payloads that are not priced.
     """
     # Payloads that differ between sharders have no single job. They are named as unpriced.
-    sent = [pair for sharder in sharders for pair in _sent_payloads(sharder).items()]
+    sent = [pair for sharder in sharders for pair in _payloads_by_operation(sharder).items()]
     pairs = {payloads for op, payloads in sent if _SUMS not in op} or {payloads for _, payloads in sent}
-    if len(pairs) != 1 or any(not _is_priced(op, payloads, *pairs) for op, payloads in sent):
+    if len(pairs) != 1 or any(not _is_payload_priced(op, payloads, *pairs) for op, payloads in sent):
         return "fp32", "fp32"
     return pairs.pop()
 
@@ -135,7 +135,7 @@ _SUMS = "reduce_scatter"
 """Part of the name of a TorchRec operation that sums."""
 
 
-def _is_priced(op: str, sent: tuple[str, str], priced: tuple[str, str]) -> bool:
+def _is_payload_priced(op: str, sent: tuple[str, str], priced: tuple[str, str]) -> bool:
     """Tell if an operation sends what a job with some payloads is priced with."""
     row = COLLECTIVES[_SUMS if _SUMS in op else "all_to_all"]
     carried = [carried_as(row, way, payload) for way, payload in zip(row.ways, priced, strict=True)]
@@ -146,7 +146,7 @@ def _is_priced(op: str, sent: tuple[str, str], priced: tuple[str, str]) -> bool:
     )
 
 
-def _of_collection(sharder: ModuleSharder[Any]) -> ModuleSharder[Any]:
+def _collection_sharder(sharder: ModuleSharder[Any]) -> ModuleSharder[Any]:
     """The sharder of the collection: within that of a wrapper, if it is one."""
     # TorchRec's wrappers name the inner sharder in two ways.
     return getattr(sharder, "_ebc_sharder", getattr(sharder, "_e_sharder", sharder))
@@ -178,11 +178,11 @@ def _payloads_of_codecs(codecs: QuantizedCommCodecs, what: str) -> tuple[str, st
     return payload("forward", codecs.forward), payload("backward", codecs.backward)
 
 
-def _sent_payloads(sharder: ModuleSharder[Any]) -> dict[str, tuple[str, str]]:
+def _payloads_by_operation(sharder: ModuleSharder[Any]) -> dict[str, tuple[str, str]]:
     """Payloads forward and backward of each operation of a sharder's collections. Without codecs it sends FP32."""
     from torchrec.distributed.types import CommOp, QuantizedCommCodecs
 
-    of_collection = _of_collection(sharder)
+    of_collection = _collection_sharder(sharder)
     registry = getattr(of_collection, "qcomm_codecs_registry", None) or {}
     form = "POOLED" if hasattr(of_collection.module_type, "embedding_bag_configs") else "SEQUENCE"
     ops = [op.name for op in CommOp if op.name.startswith(form)]
@@ -218,7 +218,7 @@ def unpriced(
         if t.in_host_memory
     }
     lines = _unpriced_replicas(plan, problem, dense_update)
-    for path, module in modules_of(plan).items():
+    for path, module in shardings_by_module(plan).items():
         for name, sharding in module.items():
             words = below.get((path, name))
             # A cache of a table below device memory is priced.
@@ -238,7 +238,7 @@ def unpriced(
     lines += [
         f"{type(sharder).__name__} has use_index_dedup, which sends each id once; ids are priced as if it sent all"
         for sharder in sharders
-        if getattr(_of_collection(sharder), "_use_index_dedup", False)
+        if getattr(_collection_sharder(sharder), "_use_index_dedup", False)
     ]
     # Compared with what the job is priced with, way by way.
     priced = job.forward_payload, job.backward_payload
@@ -246,8 +246,8 @@ def unpriced(
         f"{op} of {type(sharder).__name__} is priced with {priced[0]} forward, {priced[1]} backward; it sends "
         f"{sent[0]} forward, {sent[1]} backward"
         for sharder in sharders
-        for op, sent in _sent_payloads(sharder).items()
-        if not _is_priced(op, sent, priced)
+        for op, sent in _payloads_by_operation(sharder).items()
+        if not _is_payload_priced(op, sent, priced)
     ]
 
 
@@ -261,7 +261,7 @@ def unpriced_hardware(setting: Setting, compute_device: str) -> list[str]:
 def _unpriced_replicas(plan: ShardingPlan, problem: Problem | None, dense_update: bool) -> list[str]:
     replicas = [
         name
-        for module in modules_of(plan).values()
+        for module in shardings_by_module(plan).values()
         for name, sharding in module.items()
         if (layout := layout_of_torchrec(sharding.sharding_type)) and layout.dense_gradient
     ]
@@ -272,6 +272,6 @@ def _unpriced_replicas(plan: ShardingPlan, problem: Problem | None, dense_update
         "; they are priced as if updated in backward, and its step over all of their weights is not timed"
     )
     return [
-        f"replicas (data_parallel) of {first_names(replicas)} leave the fused optimizer{fused}: a dense "
+        f"replicas (data_parallel) of {quote_first_names(replicas)} leave the fused optimizer{fused}: a dense "
         f"optimizer of the job{dense} has to train them{'' if dense_update else untimed}"
     ]

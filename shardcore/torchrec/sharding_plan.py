@@ -35,11 +35,11 @@ from shardcore.step.kinds import Layout, layout_of, layout_of_torchrec, shards_o
 from shardcore.step.lower import require_cover
 from shardcore.step.memory import MIB, own_cache_mib
 from shardcore.step.ways import consolidate
-from shardcore.tables.hot_rows import INSIDE, REPLICA, is_hot
-from shardcore.torchrec.modules import ModelTable, collections_of, tables_of
-from shardcore.torchrec.placements import placements_of
-from shardcore.torchrec.plan_files import modules_of
-from shardcore.torchrec.settings import PLAIN_KERNELS, settings_of, with_settings
+from shardcore.tables.hot_rows import INSIDE, REPLICA, is_hot_table
+from shardcore.torchrec.modules import ModelTable, collections_of_model, tables_of_model
+from shardcore.torchrec.placements import placements_from_torchrec
+from shardcore.torchrec.plan_files import shardings_by_module
+from shardcore.torchrec.settings import PLAIN_KERNELS, kernel_settings, sharding_with_settings
 
 if TYPE_CHECKING:
     from torch import nn
@@ -53,7 +53,7 @@ _WRITE_BUFFER_BYTES = 2 << 30
 
 
 @dataclass(frozen=True)
-class Sharded:
+class TableSharding:
     """TorchRec's sharding of a table.
 
     layout: our kind of sharding.
@@ -93,24 +93,34 @@ def to_torchrec(
     require_cover(plan, problem)
     # A problem that names no hardware is for that of the cost model.
     hardware = problem.topology.hardware or str(plan.provenance.get("setting", ""))
-    compute_device = compute_device or _device_of(like) or ("cpu" if hardware.startswith("cpu") else "cuda")
-    theirs = _named_tables(problem, module) if isinstance(module, str) else _tables_in_both(problem, module)
+    compute_device = (
+        compute_device or _device_type_of_plan(like) or ("cpu" if hardware.startswith("cpu") else "cuda")
+    )
+    model_tables = (
+        _tables_named_in_problem(problem, module)
+        if isinstance(module, str)
+        else _matching_model_tables(problem, module)
+    )
     placements = plan.by_table()
-    shardings = {name: torchrec_sharding(placements[name], problem.topology) for name in theirs}
+    shardings = {name: torchrec_sharding(placements[name], problem.topology) for name in model_tables}
     # Settings of `like` take precedence over those in the plan's provenance.
     settings = {} if like else plan.provenance.get("torchrec", {})
     earlier = {
-        name: with_settings(of_table, f"table {name!r} of the plan's provenance")
+        name: sharding_with_settings(of_table, f"table {name!r} of the plan's provenance")
         for name, of_table in settings.items()
     }
-    if unknown := sorted(set(earlier) - set(theirs)):
+    if unknown := sorted(set(earlier) - set(model_tables)):
         raise ShardCoreError(
-            f"the plan's provenance has settings of table {unknown[0]!r}; the model has {sorted(theirs)[:5]}"
+            f"the plan's provenance has settings of table {unknown[0]!r}; the model has {sorted(model_tables)[:5]}"
         )
     # Sharding types of cut tables, by collection.
-    cut = {(theirs[name].path, s.sharding_type) for name, s in shardings.items() if theirs[name].pooled}
+    cut = {
+        (model_tables[name].path, s.sharding_type)
+        for name, s in shardings.items()
+        if model_tables[name].pooled
+    }
     modules: dict[str, EmbeddingModuleShardingPlan] = defaultdict(EmbeddingModuleShardingPlan)
-    for name in [name for name, table in theirs.items() if table.replica]:
+    for name in [name for name, table in model_tables.items() if table.replica]:
         if not shardings.pop(name).layout.dense_gradient:
             raise ShardCoreError(
                 f"plan places table {name!r} by {placements[name][0].kind}; its rows are hot, "
@@ -123,30 +133,30 @@ def to_torchrec(
             "TorchRec the plan of a problem without it"
         )
     for number, (name, sharding) in enumerate(shardings.items()):
-        table, if_cut = theirs[name], sharding.layout.torchrec_cut
+        table, if_cut = model_tables[name], sharding.layout.torchrec_cut
         # Another table of the collection is cut: join its op.
         if (table.path, if_cut) in cut:
             sharding = replace(sharding, sharding_type=if_cut)
         if table.sharding_types and sharding.sharding_type not in table.sharding_types:
             raise ShardCoreError(
                 f"plan shards table {name!r} {sharding.sharding_type}; TorchRec shards module {table.path!r}, "
-                f"{table.within}, {' or '.join(table.sharding_types)} only: plan it so (constraints.kinds)"
+                f"{table.wrapper_name}, {' or '.join(table.sharding_types)} only: plan it so (constraints.kinds)"
             )
         old = earlier.get(name)
         if like and table.path in like.plan:
-            old = modules_of(like)[table.path].get(table.name)
+            old = shardings_by_module(like)[table.path].get(table.name)
         # An earlier UVM or cached kernel has no counterpart for replicas.
         if sharding.layout.dense_gradient and old is not None and old.compute_kernel not in PLAIN_KERNELS:
             raise ShardCoreError(
                 f"plan replicates table {name!r}, which has kernel {old.compute_kernel}; TorchRec replicates with "
                 "its dense kernel alone, in device memory: change the kernel to 'fused', or the plan"
             )
-        modules[table.path][table.name] = _sharding(sharding, problem, compute_device, old, number)
-    _require_sequences(shardings, theirs, compute_device)
+        modules[table.path][table.name] = _parameter_sharding(sharding, problem, compute_device, old, number)
+    _require_sequence_support(shardings, model_tables, compute_device)
     return ShardingPlan({**modules})
 
 
-def _named_tables(problem: Problem, path: str) -> dict[str, ModelTable]:
+def _tables_named_in_problem(problem: Problem, path: str) -> dict[str, ModelTable]:
     """The tables of a model that is not here. path: the collection of those that name none.
 
     Raises ShardCoreError for a path that no module of a model has, or that no table is in, and for tables that
@@ -163,7 +173,7 @@ def _named_tables(problem: Problem, path: str) -> dict[str, ModelTable]:
             f"module is {path!r}; all tables of problem {problem.name!r} name their "
             f"collections, which are {', '.join(map(repr, named[:5]))}: give one of them"
         )
-    hot = {t.name: t.collection or path for t in problem.tables if is_hot(t, problem)}
+    hot = {t.name: t.collection or path for t in problem.tables if is_hot_table(t, problem)}
     # Hot rows name their collection, in which the others then lie as `cold`.
     divided = set(hot.values())
     tables, forms = {}, dict[str, str]()
@@ -187,9 +197,9 @@ def _named_tables(problem: Problem, path: str) -> dict[str, ModelTable]:
     return tables
 
 
-def _device_of(plan: ShardingPlan | None) -> str | None:
+def _device_type_of_plan(plan: ShardingPlan | None) -> str | None:
     """The type of device that a TorchRec plan is for. None: it does not say."""
-    for module in modules_of(plan).values() if plan else ():
+    for module in shardings_by_module(plan).values() if plan else ():
         for sharding in module.values():
             shards = getattr(sharding.sharding_spec, "shards", ())
             if shards:
@@ -197,7 +207,7 @@ def _device_of(plan: ShardingPlan | None) -> str | None:
     return None
 
 
-def torchrec_sharding(placements: Sequence[Placement], topology: Topology) -> Sharded:
+def torchrec_sharding(placements: Sequence[Placement], topology: Topology) -> TableSharding:
     """TorchRec's sharding of a table with these placements, which cover it once.
 
     Raises ShardCoreError if it cannot.
@@ -210,19 +220,21 @@ def torchrec_sharding(placements: Sequence[Placement], topology: Topology) -> Sh
     # Ranks are numbered host by host, devices as the problem lists them.
     layout, rank_of = layout_of(kinds[0]), {d: rank for rank, d in enumerate(topology.ranks)}
     if layout.dense_gradient:
-        return Sharded(layout, layout.torchrec_whole)
+        return TableSharding(layout, layout.torchrec_whole)
     # TorchRec fails on several shards of a table on one rank.
     placements = consolidate(placements)
     shards = tuple((rank_of[d], shard) for p in placements for d, shard in shards_on(p))
-    return Sharded(layout, layout.torchrec_whole if len(placements) == 1 else layout.torchrec_cut, shards)
+    return TableSharding(
+        layout, layout.torchrec_whole if len(placements) == 1 else layout.torchrec_cut, shards
+    )
 
 
-def _require_sequences(
-    shardings: Mapping[str, Sharded], theirs: Mapping[str, ModelTable], compute_device: str
+def _require_sequence_support(
+    shardings: Mapping[str, TableSharding], model_tables: Mapping[str, ModelTable], compute_device: str
 ) -> None:
     """Raise ShardCoreError for what TorchRec supports only for EmbeddingBagCollections."""
     width: dict[str, int] = {}
-    for name, table in theirs.items():
+    for name, table in model_tables.items():
         if table.pooled or table.replica:
             continue
         sharding, what = shardings[name], f"table {name!r} of the EmbeddingCollection {table.path!r}"
@@ -244,16 +256,16 @@ def _require_sequences(
                 )
 
 
-def _tables_in_both(problem: Problem, module: nn.Module) -> dict[str, ModelTable]:
+def _matching_model_tables(problem: Problem, module: nn.Module) -> dict[str, ModelTable]:
     """The model's tables. Raises ShardCoreError unless the problem has the same, in the same shapes."""
-    ours, theirs = {t.name: t for t in problem.tables}, tables_of(module)
-    if missing := sorted(set(theirs) ^ set(ours)):
+    ours, model_tables = {t.name: t for t in problem.tables}, tables_of_model(module)
+    if missing := sorted(set(model_tables) ^ set(ours)):
         where = "the model lacks" if missing[0] in ours else "the problem lacks"
         raise ShardCoreError(
             f"problem {problem.name!r} has tables {sorted(ours)[:5]}, the model "
-            f"{sorted(theirs)[:5]}; {where} {missing[0]!r}"
+            f"{sorted(model_tables)[:5]}; {where} {missing[0]!r}"
         )
-    for name, table in theirs.items():
+    for name, table in model_tables.items():
         pairs = {
             "rows": (ours[name].rows, table.config.num_embeddings),
             "dim": (ours[name].dim, table.config.embedding_dim),
@@ -270,11 +282,11 @@ def _tables_in_both(problem: Problem, module: nn.Module) -> dict[str, ModelTable
                 f"table {name!r} has collection {ours[name].collection!r} in problem "
                 f"{problem.name!r} and {table.path!r} in the model"
             )
-    return theirs
+    return model_tables
 
 
-def _sharding(
-    sharding: Sharded, problem: Problem, compute_device: str, old: ParameterSharding | None, number: int
+def _parameter_sharding(
+    sharding: TableSharding, problem: Problem, compute_device: str, old: ParameterSharding | None, number: int
 ) -> ParameterSharding:
     from torch.distributed._shard.metadata import ShardMetadata
     from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
@@ -309,7 +321,7 @@ def _sharding(
         ahead = True if problem.job.fetches_ahead else None
         cache = None
         if table.load_factor and not table.shares_cache:
-            base = replace(base, key_value_params=_own_cache(sharding, base, number))
+            base = replace(base, key_value_params=_own_cache_settings(sharding, base, number))
             cache = ahead and CacheParams(prefetch_pipeline=ahead)
         elif table.load_factor:
             cache = base.cache_params or CacheParams(CacheAlgorithm.LRU)
@@ -322,7 +334,7 @@ def _sharding(
     )
 
 
-def _own_cache(sharding: Sharded, base: ParameterSharding, number: int) -> KeyValueParams:
+def _own_cache_settings(sharding: TableSharding, base: ParameterSharding, number: int) -> KeyValueParams:
     """KeyValueParams that give a table a cache of its own. number: that of the table."""
     from torchrec.distributed.types import KeyValueParams
 
@@ -341,7 +353,7 @@ def plan_in_use(model: nn.Module) -> ShardingPlan:
     """TorchRec's plan of a model's sharded collections."""
     from torchrec.distributed.types import ShardingPlan
 
-    sharded_ones = (c for c in collections_of(model) if c.is_sharded)
+    sharded_ones = (c for c in collections_of_model(model) if c.is_sharded)
     return ShardingPlan({c.path: c.module.module_sharding_plan for c in sharded_ones})
 
 
@@ -350,13 +362,13 @@ def from_torchrec(sharding_plan: ShardingPlan, problem: Problem, module: nn.Modu
 
     provenance["torchrec"] has the tables' other settings, by our names. `to_torchrec` writes them again.
 
-    Raises ShardCoreError if plan, problem and model differ in tables, and as `placements_of` does.
+    Raises ShardCoreError if plan, problem and model differ in tables, and as `placements_from_torchrec` does.
     """
-    theirs = _tables_in_both(problem, module)
-    ours, modules = {t.name: t for t in problem.tables}, modules_of(sharding_plan)
+    model_tables = _matching_model_tables(problem, module)
+    ours, modules = {t.name: t for t in problem.tables}, shardings_by_module(sharding_plan)
     by_path: dict[str, dict[str, Table]] = defaultdict(dict)
     placements = []
-    for name, table in theirs.items():
+    for name, table in model_tables.items():
         if table.replica:
             # The model has hot rows on every rank. No TorchRec plan names them.
             placements.append(Placement(REPLICA.name, Shard.whole(ours[name]), problem.topology.ranks))
@@ -365,12 +377,12 @@ def from_torchrec(sharding_plan: ShardingPlan, problem: Problem, module: nn.Modu
     for path, tables in by_path.items():
         if path not in modules:
             raise ShardCoreError(f"the TorchRec plan has no module {path!r}; it has {sorted(modules)[:5]}")
-        placements += placements_of(modules[path], tables, problem.topology)
+        placements += placements_from_torchrec(modules[path], tables, problem.topology)
     settings = {
         name: of_table
-        for name, table in theirs.items()
+        for name, table in model_tables.items()
         if not table.replica
-        if (of_table := settings_of(modules[table.path][table.name], f"table {name!r}"))
+        if (of_table := kernel_settings(modules[table.path][table.name], f"table {name!r}"))
     }
     provenance = {"algorithm": "torchrec plan"} | ({"torchrec": settings} if settings else {})
     plan = Plan(consolidate(placements), provenance)

@@ -23,7 +23,9 @@ POD_SIZE = "TORCHREC_RESOLVED_POD_SIZE"
 """Environment variable from which TorchRec's jobs read how many hosts a pod has."""
 
 
-def our_topology(topology: TheirTopology, reserved: float = 0.0, below: Collection[str] = ()) -> Topology:
+def topology_from_torchrec(
+    topology: TheirTopology, reserved: float = 0.0, below: Collection[str] = ()
+) -> Topology:
     """TorchRec's devices and hosts as ours. On a CPU, DDR counts as memory of devices.
 
     reserved: share of a device's memory that stays free of embeddings.
@@ -40,8 +42,8 @@ def our_topology(topology: TheirTopology, reserved: float = 0.0, below: Collecti
     require_type(topology, TheirTopology, "topology", "TorchRec's planner Topology, or ShardCore's Topology")
     require_type(reserved, float, "reserved", "a number")
     require(0 <= reserved < 1, f"reserved is {reserved}; it needs to be a share of memory, 0 to below 1")
-    _check_fields(topology)
-    hosts_of_pod = _pod_size(topology)
+    _unpriced_topology_lines(topology)
+    hosts_of_pod = _hosts_per_pod(topology)
     storage, devices = _storage_field(topology), []
     # DDR of a CPU's devices, HBM otherwise.
     for d in topology.devices:
@@ -70,8 +72,10 @@ def our_topology(topology: TheirTopology, reserved: float = 0.0, below: Collecti
         )
         memory.append(Memory(tier.name, of_host, getattr(topology, bandwidth) / BYTES_PER_MS_PER_GBPS))
     # Only bandwidths that somebody gave. Others are the cost model's.
-    gbps: dict[str, Any] = given_bandwidths(topology)
-    return with_job_rows(Topology(tuple(devices), links=links_of(**gbps), memory=tuple(memory)))
+    gbps: dict[str, Any] = nondefault_bandwidths(topology)
+    return with_row_unit_of_environment(
+        Topology(tuple(devices), links=links_of(**gbps), memory=tuple(memory))
+    )
 
 
 def _storage_field(topology: TheirTopology) -> str:
@@ -79,14 +83,14 @@ def _storage_field(topology: TheirTopology) -> str:
     return "ddr" if topology.compute_device == "cpu" else "hbm"
 
 
-def _check_fields(topology: TheirTopology) -> list[str]:
-    """A line for each argument whose effects a price leaves out. Raises as `our_topology`."""
-    values = fields.values_of(topology)
+def _unpriced_topology_lines(topology: TheirTopology) -> list[str]:
+    """A line for each argument whose effects a price leaves out. Raises as `topology_from_torchrec`."""
+    values = fields.field_values(topology)
     values.pop("pod_size", None)
-    return fields.treated_lines(type(topology), values, "topology")
+    return fields.unpriced_field_lines(type(topology), values, "topology")
 
 
-def _pod_size(topology: TheirTopology) -> int:
+def _hosts_per_pod(topology: TheirTopology) -> int:
     """Hosts of a pod. Raises ShardCoreError unless pods are tiled by hosts."""
     pod, hosts = getattr(topology, "_pod_size", None) or 1, topology.world_size // topology.local_world_size
     require(
@@ -97,7 +101,7 @@ def _pod_size(topology: TheirTopology) -> int:
     return pod
 
 
-def with_job_rows(topology: Topology) -> Topology:
+def with_row_unit_of_environment(topology: Topology) -> Topology:
     """The topology with rows divided as the environment makes TorchRec divide them, if it says so.
 
     Raises ShardCoreError if the topology has no such units, or its rows_over is another one.
@@ -131,7 +135,7 @@ def topology_of_job(world_size: int) -> Topology:
     return Topology(tuple(devices))
 
 
-def require_job(topology: Topology, placements: Iterable[Placement]) -> None:
+def require_pod_environment(topology: Topology, placements: Iterable[Placement]) -> None:
     """Raise ShardCoreError if a plan divides rows over pods, and TorchRec in this process would do so over hosts."""
     if (size := pod_size(topology, placements)) > 1 and POD_SIZE not in os.environ:
         raise ShardCoreError(
@@ -140,7 +144,7 @@ def require_job(topology: Topology, placements: Iterable[Placement]) -> None:
         )
 
 
-def rows_note(topology: Topology) -> str:
+def row_division_note(topology: Topology) -> str:
     """A line on the unit over which rows are divided, where the environment does not say it. "": it does."""
     if POD_SIZE in os.environ or not any(topology.joins(level) for level in list(ROWS_OVER.values())[1:]):
         return ""
@@ -152,7 +156,7 @@ def rows_note(topology: Topology) -> str:
     )
 
 
-def given_bandwidths(topology: TheirTopology) -> dict[str, float | None]:
+def nondefault_bandwidths(topology: TheirTopology) -> dict[str, float | None]:
     """GB/s of a device by level of links. None: TorchRec's default, so nobody gave it."""
     from torchrec.distributed.planner import constants
     from torchrec.distributed.planner.types import BasicCommsBandwidths
@@ -172,7 +176,7 @@ def given_bandwidths(topology: TheirTopology) -> dict[str, float | None]:
     return gbps
 
 
-def default_memory(topology: TheirTopology) -> str:
+def default_memory_note(topology: TheirTopology) -> str:
     """Capacity that nobody may have given, for messages. "": it differs from TorchRec's default."""
     from torchrec.distributed.planner import constants
 
@@ -186,7 +190,7 @@ def default_memory(topology: TheirTopology) -> str:
     )
 
 
-def notes(topology: TheirTopology, below: Iterable[Memory]) -> list[str]:
+def topology_notes(topology: TheirTopology, below: Iterable[Memory]) -> list[str]:
     """A line for each default of a topology that counts, or that the cost model replaces.
 
     below: tiers of the topology where tables have rows.
@@ -195,11 +199,11 @@ def notes(topology: TheirTopology, below: Iterable[Memory]) -> list[str]:
     several = topology.world_size > topology.local_world_size
     unused = [
         theirs[0]
-        for name, gbps in given_bandwidths(topology).items()
+        for name, gbps in nondefault_bandwidths(topology).items()
         # Links between hosts do not matter on one host.
         if (theirs := LEVELS[name].torchrec) and gbps is None and (several or name == inner)
     ]
-    lines = [default_memory(topology)]
+    lines = [default_memory_note(topology)]
     if unused:
         lines.append(
             f"{' and '.join(unused)} of the topology {'is' if len(unused) == 1 else 'are'} "
@@ -211,4 +215,4 @@ def notes(topology: TheirTopology, below: Iterable[Memory]) -> list[str]:
                 f"{TIERS[memory.tier].words} is TorchRec's {names[0]}_cap of each device, its link "
                 f"{memory.gbps:g} GB/s ({names[1]})"
             )
-    return [line for line in lines if line] + _check_fields(topology)
+    return [line for line in lines if line] + _unpriced_topology_lines(topology)

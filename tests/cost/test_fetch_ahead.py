@@ -16,7 +16,7 @@ from shardcore.cost.profile import load_profile
 from shardcore.cost.profile_law import work_of
 from shardcore.search.decisions.memory_tiers import with_load_factors
 from shardcore.step.lower import lower
-from shardcore.tables.host_rows import link_bytes_of
+from shardcore.tables.host_rows import link_bytes_of_shard
 
 BATCH, GBPS = 256, 2.0
 TABLES = tuple(Table(f"t{i}", 5_000, 16, 3.0, Zipf(0.9)) for i in range(4))
@@ -41,7 +41,7 @@ def cost(of: Problem, model: CostModel):
 def sent_ms(of: Problem, cached: bool) -> float:
     """ms of forward bytes over the link, of tables with a cache or without, at the link's own GB/s."""
     tables = [t for t in of.tables if t.in_host_memory and (t.load_factor > 0) == cached]
-    n_bytes = sum(link_bytes_of(Shard.whole(t), BATCH, of.optimizer)[0] for t in tables)
+    n_bytes = sum(link_bytes_of_shard(Shard.whole(t), BATCH, of.optimizer)[0] for t in tables)
     return n_bytes / (of.topology.memory[0].gbps * BYTES_PER_MS_PER_GBPS)
 
 

@@ -8,7 +8,7 @@ from laws import SETTING, cache_law, compute_samples, linear_law, spread
 
 from shardcore.cost import accuracy, fit, study
 from shardcore.io import dataset
-from shardcore.tables.held_out import kept_for_testing
+from shardcore.tables.held_out import is_held_out
 
 QUICK = fit.FitConfig(epochs=4)
 
@@ -52,9 +52,9 @@ def test_repeatability_by_hand():
 def test_unseen_tables_are_judged_by_a_model_that_never_saw_them():
     compute = compute_samples(cache_law, 400)
     pool = {x.table for s in compute for x in s.request.shards}
-    assert any(kept_for_testing(t) for t in pool), "the pool of these tests holds a table kept for testing"
-    alone = [s for s in compute if all(kept_for_testing(x.table) for x in s.request.shards)]
-    seen = [s for s in compute if not any(kept_for_testing(x.table) for x in s.request.shards)]
+    assert any(is_held_out(t) for t in pool), "the pool of these tests holds a table kept for testing"
+    alone = [s for s in compute if all(is_held_out(x.table) for x in s.request.shards)]
+    seen = [s for s in compute if not any(is_held_out(x.table) for x in s.request.shards)]
     assert alone and len(seen) + len(alone) < len(compute)
     found, model = study.unseen_tables(compute, SETTING, QUICK), fit.fit_ops(seen, SETTING, QUICK)
     errors = [

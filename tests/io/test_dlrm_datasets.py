@@ -44,7 +44,7 @@ def test_reads_a_file_of_the_release(save, name):
 def test_a_generated_pool_comes_back_from_a_file_of_the_release(save):
     pool = generate_pool(PoolConfig(tables=12, seed=2))
     pool = tuple(t for t in pool if t.pooling < 8)
-    parts = [streams.stream(t, BATCH) for t in pool]
+    parts = [streams.draw_lookups(t, BATCH) for t in pool]
     lengths = torch.tensor(np.stack([np.diff(offsets) for _, offsets in parts]))
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.flatten().cumsum(0)])
     path = save((torch.tensor(np.concatenate([ids for ids, _ in parts])), offsets, lengths), "batch.pt")

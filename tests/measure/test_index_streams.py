@@ -12,7 +12,7 @@ from shardcore.measure.index_streams import IndexStreams
 from shardcore.tables import streams
 
 TABLES = [Table(f"t{i}", 1000, 8, 4.0) for i in range(4)]
-EACH = sum(part.nbytes for part in streams.stream(TABLES[0], 64, 0))
+EACH = sum(part.nbytes for part in streams.draw_lookups(TABLES[0], 64, 0))
 
 
 def asked(*tables):

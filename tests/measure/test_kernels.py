@@ -229,8 +229,8 @@ def test_a_tables_stream_is_drawn_once(tables, monkeypatch):
         Shard(tables[1], 500, 900, 0, 32),
     )
     parts = [shard_stream(s, 256) for s in (wide, narrow, part)]
-    drawn, draw = [], streams.stream
-    monkeypatch.setattr(streams, "stream", lambda *which: drawn.append(which) or draw(*which))
+    drawn, draw = [], streams.draw_lookups
+    monkeypatch.setattr(streams, "draw_lookups", lambda *which: drawn.append(which) or draw(*which))
     bench = KernelBench(Setting("test", 256), "cpu", CONFIG)
     run = bench.prepare(ComputeRequest((wide, narrow, part), 256))
     bench.prepare(ComputeRequest((Shard.whole(dataclasses.replace(tables[1], dim=16)),), 256))

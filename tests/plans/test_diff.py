@@ -274,10 +274,12 @@ def test_a_search_afresh_hardly_moves_what_it_finds_again(problem):
 def test_places_are_told_in_words(problem):
     t = problem.tables[2]
     found = diff(Plan((column(t, 0),)), Plan((column(t, 1, 0, 32), column(t, 0, 32, 64))))
-    text = plan_report.diff_text(found)
+    text = plan_report.moves_by_table_text(found)
     assert (
         "1 table, 0.2 MiB of weights to move" in text
         and "device 1 columns 0:32 of 64; device 0 columns 32:64 of 64" in text
     )
-    shared = plan_report.diff_text(diff(Plan((column(t, 0),)), Plan((replica(t, problem.topology),))))
+    shared = plan_report.moves_by_table_text(
+        diff(Plan((column(t, 0),)), Plan((replica(t, problem.topology),)))
+    )
     assert "a replica on every device" in shared and "a replica" not in text

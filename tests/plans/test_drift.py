@@ -55,7 +55,7 @@ def test_a_plan_falls_behind_and_a_few_moves_bring_most_of_it_back(shifted):
     assert price(lower(found.replan, now), MODEL).total_ms == found.replan_ms
     assert found.now_ms - found.replan_ms > 0.5 * (found.now_ms - found.best_ms)
     assert found.moves == diff(plan, found.replan, now)
-    text = plan_report.drift_text(found)
+    text = plan_report.plan_drift_text(found)
     dearer = 100 * (found.now_ms / found.planned_ms - 1)
     assert (
         dearer > 0
@@ -70,10 +70,10 @@ def test_nothing_has_to_move_where_nothing_changed_or_nothing_may(shifted):
     assert same.now_ms == same.planned_ms and same.behind < 0.02 and not same.pays
     none = drift(plan, problem, now, MODEL, ReplanConfig(0, budget=BUDGET))
     assert not none.moves and none.replan_ms == none.now_ms and not none.pays
-    assert "No better plan was found within that limit" in plan_report.drift_text(none)
+    assert "No better plan was found within that limit" in plan_report.plan_drift_text(none)
     dear = drift(plan, problem, now, MODEL, ReplanConfig(3, budget=BUDGET), threshold=0.9)
     assert dear.moves and not dear.pays
-    assert "does not pay (at least 90.0% asked)" in plan_report.drift_text(dear)
+    assert "does not pay (at least 90.0% asked)" in plan_report.plan_drift_text(dear)
 
 
 @pytest.mark.parametrize("evals", [1, 30, 100, 300])
@@ -95,7 +95,7 @@ def test_grown_tables_drift_and_what_they_had_counts_as_moved(shifted):
         m.table: old[m.table].bytes for m in found.moves.moves
     }
     assert found.moves.new_bytes == sum(t.bytes - old[t.name].bytes for t in grown.tables)
-    assert "24 tables of another shape" in plan_report.drift_text(found)
+    assert "24 tables of another shape" in plan_report.plan_drift_text(found)
 
 
 def test_a_plan_that_is_none_any_more_is_refused(shifted):

@@ -22,7 +22,7 @@ from shardcore.plans import publisher, store
 from shardcore.plans.diff import diff
 from shardcore.plans.publisher import PublishConfig, Publisher
 from shardcore.report import plan_page
-from shardcore.report.published_report import row
+from shardcore.report.published_report import published_plan_row
 from shardcore.search import BASELINES, SHARDERS, Budget, compare
 from shardcore.step import lower as workload
 from shardcore.step.lower import lower
@@ -61,7 +61,7 @@ def publish(root, problem, model, version=1, config=CONFIG, data="d1"):
         "seed": config.seed,
         "git_commit": "c1",
     }
-    return Publisher(model, root, config, provenance, plan_page.page).publish(problem)
+    return Publisher(model, root, config, provenance, plan_page.published_version_page).publish(problem)
 
 
 @pytest.fixture(scope="module")
@@ -128,18 +128,21 @@ def test_a_first_plan_names_what_it_comes_from_and_has_a_page(problem, model, tm
         (tmp_path / "published/versions" / published.decision.current / "cost.json").read_bytes()
     )
     assert cost["total_ms"] == published.cost.total_ms == price(lower(plan, problem), model).total_ms
-    assert set(cost["baselines"]) == {*BASELINES, "neuroshard"} and row(published)[0] == "published"
+    assert (
+        set(cost["baselines"]) == {*BASELINES, "neuroshard"}
+        and published_plan_row(published)[0] == "published"
+    )
     best = min(cost["baselines"], key=cost["baselines"].get)
-    assert row(published)[4] == f"{cost['baselines'][best]:.2f} {best}"
+    assert published_plan_row(published)[4] == f"{cost['baselines'][best]:.2f} {best}"
 
 
-@pytest.mark.skipif(bool(baseline.missing_package()), reason="TorchRec is not installed")
+@pytest.mark.skipif(bool(baseline.missing_torchrec_message()), reason="TorchRec is not installed")
 def test_torchrecs_planner_is_compared_with_where_problems_are_small(problem, model, tmp_path):
     asked, few = replace(CONFIG, torchrec_s=5.0), replace(problem, tables=problem.tables[:3])
     ms = publish(tmp_path, few, model, config=asked).baselines["torchrec"]
     assert ms == SHARDERS["torchrec"](few, model).provenance["predicted_ms"]
     many = replace(problem, topology=Topology((Device(8 << 20),) * 1024), global_batch=1024)
-    others = Publisher(model, tmp_path, asked, {}, plan_page.page)._others(many)
+    others = Publisher(model, tmp_path, asked, {}, plan_page.published_version_page)._others(many)
     assert "torchrec" not in others and "neuroshard" in others
 
 
@@ -317,7 +320,9 @@ def test_setting_the_champion_back_restores_its_plan(problem, model, tmp_path, f
     put(tmp_path, problem, worse(problem), 2)
     back = publish(tmp_path, problem, model, 1)
     assert back.decision.outcome == "restored" and back.decision.current == first.current
-    assert row(back)[4:] == row(publish(tmp_path / "other", problem, model, 1))[4:9] + ("restored",)
+    assert published_plan_row(back)[4:] == published_plan_row(publish(tmp_path / "other", problem, model, 1))[
+        4:9
+    ] + ("restored",)
     assert (
         store.load_plan(tmp_path, "published")[0] == store.load_plan(tmp_path, "published", first.current)[0]
     )
@@ -420,7 +425,7 @@ def test_a_cheaper_baseline_is_published_in_place_of_the_plan_that_the_search_fi
     assert store.load_plan(tmp_path, "published")[0].provenance["algorithm"] == best
     monkeypatch.undo()
     again = publish(tmp_path, problem, model)
-    assert again.cost.total_ms <= costs[best] and row(again)[5] == "+0.0%"
+    assert again.cost.total_ms <= costs[best] and published_plan_row(again)[5] == "+0.0%"
     # A baseline that is asked for by name is published as it is.
     asked = publish(tmp_path / "asked", problem, model, config=replace(CONFIG, algorithm="random"))
     assert asked.cost.total_ms > costs[best]

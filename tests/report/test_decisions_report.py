@@ -1,6 +1,6 @@
 """The ledger of decisions in words."""
 
-from shardcore.report.decisions_report import MOST_ENTRIES, has_choice, ledger_text
+from shardcore.report.decisions_report import MOST_ENTRIES, has_several_proposals, ledger_text
 from shardcore.search.decisions.driver import Entry, Ledger
 
 INNER = Ledger("memory tiers", "all", "least ms of 1 with a plan", (Entry("all", 2.0, 0.5, 10),))
@@ -25,7 +25,11 @@ def test_all_that_was_proposed_is_shown_and_what_is_within_the_best():
     ]
     # One proposal is no choice: it wins by itself.
     assert inner.splitlines()[2:] == ["all              2.000  0.5           10"]
-    assert has_choice(ledger(1)) and not has_choice(INNER) and not has_choice(None)
+    assert (
+        has_several_proposals(ledger(1))
+        and not has_several_proposals(INNER)
+        and not has_several_proposals(None)
+    )
     assert ledger_text(None) == ""
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from shardcore.plans import store
 from shardcore.plans.decisions import Decision
-from shardcore.report.index_page import page
+from shardcore.report.index_page import store_index_page
 
 DECISION = Decision(
     problem="p",
@@ -20,7 +20,7 @@ DECISION = Decision(
 
 
 def test_each_problem_is_linked_to_its_current_plan_and_beside_them_the_models():
-    made = page({"p": DECISION, "<damaged>": None})
+    made = store_index_page({"p": DECISION, "<damaged>": None})
     assert f'<a href="p/versions/{"c" * 16}/report.html">p</a>' in made
     assert "<td>12.35</td>" in made
     assert "version 3" in made and "2023-11-14 22:13:20 UTC" in made and "first" in made
@@ -31,4 +31,4 @@ def test_each_problem_is_linked_to_its_current_plan_and_beside_them_the_models()
 
 
 def test_a_store_without_plans_has_a_page_too():
-    assert "<tbody></tbody>" in page({})
+    assert "<tbody></tbody>" in store_index_page({})

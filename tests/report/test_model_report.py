@@ -34,7 +34,7 @@ def model(comm):
     )
 
 
-STUDIED = model_report.Studied(
+STUDIED = model_report.StudyResults(
     {
         "train": {"compute_mape": 4.0, "n_compute": 48.0},
         "test": {"compute_mape": 5.25, "n_compute": 6.0, "compute_coverage_90": 88.0, "repeatability": 3.125},
@@ -60,28 +60,28 @@ def texts(figure):
 
 FIGURES = {
     "predictions": (
-        lambda: model_report.predicted_against_measured(MEASURED, PREDICTED, "title"),
+        lambda: model_report.prediction_scatter_figure(MEASURED, PREDICTED, "title"),
         "300 groups",
     ),
     "sizes": (
-        lambda: model_report.error_by_size(MEASURED, PREDICTED, RNG.integers(1, 9, 300), "title"),
+        lambda: model_report.error_by_size_figure(MEASURED, PREDICTED, RNG.integers(1, 9, 300), "title"),
         "shards in the op",
     ),
     "sizes of few": (
-        lambda: model_report.error_by_size(MEASURED[:3], PREDICTED[:3], np.ones(3), "title"),
+        lambda: model_report.error_by_size_figure(MEASURED[:3], PREDICTED[:3], np.ones(3), "title"),
         "measured ms",
     ),
-    "replays": (lambda: model_report.predicted_against_replayed(REPLAYS, "title"), "6 plans of 2 problems"),
+    "replays": (lambda: model_report.replay_scatter_figure(REPLAYS, "title"), "6 plans of 2 problems"),
     "replays of one plan": (
-        lambda: model_report.predicted_against_replayed(REPLAYS[:1], "title"),
+        lambda: model_report.replay_scatter_figure(REPLAYS[:1], "title"),
         "regret 0.0%",
     ),
     "rivals": (
-        lambda: model_report.replayed_cost(replay_metrics.rivals(REPLAYS), "title"),
+        lambda: model_report.replayed_cost_figure(replay_metrics.rivals(REPLAYS), "title"),
         "over portfolio's, mean over 2",
     ),
     "rivals on one problem": (
-        lambda: model_report.replayed_cost(replay_metrics.rivals(REPLAYS[:3]), "title"),
+        lambda: model_report.replayed_cost_figure(replay_metrics.rivals(REPLAYS[:3]), "title"),
         "1.200",
     ),
 }
@@ -89,17 +89,15 @@ FIGURES = {
 
 def test_figures_say_their_errors():
     found = texts(
-        model_report.predicted_against_measured(np.array([1.0, 2.0, 4.0]), np.array([1.1, 1.8, 4.4]), "title")
+        model_report.prediction_scatter_figure(np.array([1.0, 2.0, 4.0]), np.array([1.1, 1.8, 4.4]), "title")
     )
     assert "3 groups\nmean absolute error 10.0%\nKendall tau 1.000" in found
-    found = texts(
-        model_report.predicted_against_replayed(REPLAYS, "title")
-    )  # too little by none, 1/3 and 1/6
+    found = texts(model_report.replay_scatter_figure(REPLAYS, "title"))  # too little by none, 1/3 and 1/6
     assert "mean absolute error 16.7%\nKendall tau within problems 0.00\nregret 0.0%" in found
 
 
 def test_error_by_size_is_relative_to_what_was_measured():
-    figure = model_report.error_by_size(np.full(99, 2.0), np.full(99, 2.5), np.arange(1, 100), "title")
+    figure = model_report.error_by_size_figure(np.full(99, 2.0), np.full(99, 2.5), np.arange(1, 100), "title")
     by_ms, by_shards = (next(line for line in axes.lines if line.get_marker() == "o") for axes in figure.axes)
     assert by_ms.get_xdata().tolist() == [2.0] and set(by_ms.get_ydata()) == set(by_shards.get_ydata()) == {
         25.0
@@ -117,8 +115,8 @@ def test_figures_draw_and_say_what_they_show(make, said, tmp_path):
 def test_doubling_says_the_gain_beside_the_floor():
     gain = "Twice the groups (800 instead of 400) would take 1.5 points off the learning curve's held-out error of 6.0%"
     gain += ", of own groups alone"
-    assert model_report.gain_of_doubling(CURVE, 3.125) == f"{gain}; a timing itself is off by 3.1%."
-    assert model_report.gain_of_doubling(CURVE, None) == f"{gain}."
+    assert model_report.doubling_gain_sentence(CURVE, 3.125) == f"{gain}; a timing itself is off by 3.1%."
+    assert model_report.doubling_gain_sentence(CURVE, None) == f"{gain}."
 
 
 def test_the_card_says_what_it_was_trained_on_where_to_trust_it_how_good_it_is_and_how_to_use_it():
@@ -160,17 +158,17 @@ def test_the_card_says_what_exchanges_take_in_steps():
 
 
 def test_the_card_of_little_data_leaves_out_what_nobody_knows():
-    card = model_report.model_card(model([]), model_report.Studied({"test": {"compute_mape": 5.0}}), "m")
+    card = model_report.model_card(model([]), model_report.StudyResults({"test": {"compute_mape": 5.0}}), "m")
     assert "all exchanges, from the links' bandwidth" in card and "None" not in card and "Twice" not in card
     assert not re.search(r"a job has [^.]* devices", card)
 
 
 def test_all_figures_have_a_name_each():
-    flat = STUDIED.flat()
+    flat = STUDIED.flat_metrics()
     assert (
         flat["test/compute_mape"] == 5.25
         and flat["test/unseen_tables_compute_mape"] == 7.5
         and flat["test/repeatability"] == 3.125
     )
     assert flat["learning_curve/gain"] == pytest.approx(100 / 20 - 100 / 800**0.5)
-    assert set(model_report.Studied({"test": {}}).flat()) == set()
+    assert set(model_report.StudyResults({"test": {}}).flat_metrics()) == set()

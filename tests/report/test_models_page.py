@@ -1,6 +1,12 @@
 """The page of a model's versions."""
 
-from shardcore.report.models_page import HEADERS, ModelRecord, figure, page, rows
+from shardcore.report.models_page import (
+    HEADERS,
+    ModelRecord,
+    model_errors_figure,
+    model_version_rows,
+    model_versions_page,
+)
 
 RECORDS = [
     ModelRecord("1", 1.7e9, 6.0, None, "passed, the first", "cpu", ((1.7e9, 1.7e9 + 7200),)),
@@ -10,7 +16,7 @@ RECORDS = [
 
 
 def test_versions_stand_with_their_errors_and_when_they_were_champion():
-    last, second, first = rows(RECORDS)
+    last, second, first = model_version_rows(RECORDS)
     assert len(last) == len(HEADERS)
     assert first[:7] == (
         "1",
@@ -26,7 +32,7 @@ def test_versions_stand_with_their_errors_and_when_they_were_champion():
 
 
 def test_the_plot_has_what_is_known_and_shades_champions():
-    [axes] = figure(RECORDS).axes
+    [axes] = model_errors_figure(RECORDS).axes
     held, noise, replayed, replay_noise = axes.lines
     assert list(noise.get_ydata()) == [3.0] and list(replay_noise.get_ydata()) == [2.0]
     assert list(held.get_ydata()) == [6.0, 5.5] and list(replayed.get_ydata()) == [4.0]
@@ -34,17 +40,17 @@ def test_the_plot_has_what_is_known_and_shades_champions():
 
 
 def test_the_page_escapes_loads_nothing_and_may_be_of_none():
-    made = page("a <model>", RECORDS)
+    made = model_versions_page("a <model>", RECORDS)
     assert "a &lt;model&gt;" in made and "lost &lt;by&gt; 1" in made and "default-src 'none'" in made
-    assert page("a <model>", RECORDS) == made
-    assert "<tbody></tbody>" in page("none", [])
+    assert model_versions_page("a <model>", RECORDS) == made
+    assert "<tbody></tbody>" in model_versions_page("none", [])
 
 
 def test_a_champion_that_errs_more_than_usual_is_said_first_and_data_tells_versions_apart():
-    made = page(
+    made = model_versions_page(
         "x",
         [ModelRecord("4", 1.7e9, 5.0, None, "", "cpu", (), "0123456789abcdef")],
         ["Exchanges err by <48%>"],
     )
     assert made.index("Exchanges err by &lt;48%&gt;.") < made.index("Each version was judged")
-    assert "<td>01234567</td>" in made and "<td>unknown</td>" in page("x", RECORDS)
+    assert "<td>01234567</td>" in made and "<td>unknown</td>" in model_versions_page("x", RECORDS)

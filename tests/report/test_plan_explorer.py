@@ -20,7 +20,7 @@ from shardcore.cost.profile import load_profile
 from shardcore.plans.decisions import Version
 from shardcore.plans.what_if import WhatIf, what_if
 from shardcore.report import plan_explorer, plan_page
-from shardcore.report.plan_explorer import explorer, policy
+from shardcore.report.plan_explorer import explorer_html, script_policy
 from shardcore.step.lower import lower
 
 TABLES = tuple(Table(f"t{i}", 1000 * (i + 1), 8, float(10 - i)) for i in range(6))
@@ -46,7 +46,7 @@ def data_of(part: str) -> dict:
 
 def test_the_data_are_those_of_the_plan():
     now, before = version("version b", 1), version("version a")
-    data = data_of(explorer(now, PROBLEM, before))
+    data = data_of(explorer_html(now, PROBLEM, before))
     assert [t["name"] for t in data["tables"]] == [t.name for t in TABLES]
     first, second, *_, last = data["tables"]
     assert first["is"] == [{"kind": "column", "columns": [0, 8], "dim": 8, "on": [1]}]
@@ -61,7 +61,7 @@ def test_the_data_are_those_of_the_plan():
 
 def test_a_legend_and_a_scale_say_what_the_bars_are():
     now, before = version("version b", 1), version("version a")
-    part = explorer(now, PROBLEM, before)
+    part = explorer_html(now, PROBLEM, before)
     for words, _, color in plan_explorer.PARTS:
         assert f'<i style="background:{color}"></i>{words}<' in part
     assert f"the highest is {max(now.cost.total_ms, before.cost.total_ms):.3f}" in part
@@ -70,18 +70,18 @@ def test_a_legend_and_a_scale_say_what_the_bars_are():
 def test_names_cannot_end_the_data():
     evil = "</script><script>alert(1)</script>"
     problem = replace(PROBLEM, tables=(replace(TABLES[0], name=evil), *TABLES[1:]))
-    part = explorer(version("v", problem=problem), problem)
+    part = explorer_html(version("v", problem=problem), problem)
     assert evil not in part and data_of(part)["tables"][0]["name"] == evil
 
 
 def test_very_large_plans_have_none(monkeypatch):
     monkeypatch.setattr(plan_explorer, "MOST_TABLES", 5)
-    assert explorer(version("v"), PROBLEM) == ""
+    assert explorer_html(version("v"), PROBLEM) == ""
 
 
 def in_browser(part: str, actions: str, folder) -> str:
     """The page in headless Chromium, once a script of the test has acted on it."""
-    allowed = policy().replace("script-src", "script-src 'unsafe-hashes' 'nonce-test'")
+    allowed = script_policy().replace("script-src", "script-src 'unsafe-hashes' 'nonce-test'")
     page = (
         '<!DOCTYPE html><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{allowed}">'
@@ -112,7 +112,7 @@ def rows(dom: str) -> list[list[str]]:
 @needs_browser
 @pytest.mark.long
 def test_tables_are_sorted_and_filtered_and_a_device_shows_what_it_has(tmp_path):
-    part = explorer(version("version b", 2), PROBLEM, version("version a"))
+    part = explorer_html(version("version b", 2), PROBLEM, version("version a"))
     seen = rows(in_browser(part, "", tmp_path))
     assert [row[0] for row in seen] == ["t5", "t4", "t3", "t2", "t1", "t0"]  # by weights
     assert seen[0][7] == "row on all devices"
@@ -159,7 +159,7 @@ def test_columns_of_a_cut_table_are_named(tmp_path):
     problem = Problem("p", (table,), Topology((Device(1 << 26),) * 2), 128)
     plan = Plan(tuple(Placement("column", Shard(table, 0, 1000, 4 * d, 4 * d + 4), (d,)) for d in range(2)))
     work = lower(plan, problem)
-    part = explorer(Version("v", plan, price(work, MODEL), work.memory_bytes), problem)
+    part = explorer_html(Version("v", plan, price(work, MODEL), work.memory_bytes), problem)
     [row] = rows(in_browser(part, "", tmp_path))
     assert row[6:] == [
         "32,000 bytes",
@@ -173,13 +173,15 @@ def test_a_thousand_tables_on_many_devices_are_shown(tmp_path):
     many = Problem("p", tables, Topology((Device(1 << 26),) * 128), 128)
     plan = Plan(tuple(Placement("column", Shard.whole(t), (i % 128,)) for i, t in enumerate(tables)))
     work = lower(plan, many)
-    dom = in_browser(explorer(Version("v", plan, price(work, MODEL), work.memory_bytes), many), "", tmp_path)
+    dom = in_browser(
+        explorer_html(Version("v", plan, price(work, MODEL), work.memory_bytes), many), "", tmp_path
+    )
     assert len(rows(dom)) == 500 and "1000 of 1000 tables; the first 500 are shown" in dom
     assert dom.count("data-device=") == 2 * 128  # bars of ms, and of memory
 
 
 def test_a_page_of_two_plans_says_that_their_model_was_not_measured():
-    page = plan_page.comparison(PROBLEM, version("version b", 1), version("version a"))
+    page = plan_page.plan_comparison_page(PROBLEM, version("version b", 1), version("version a"))
     assert "not measured: closed-form model" in page
 
 
@@ -206,7 +208,7 @@ def opened(page: str, folder):
 
 
 def page_of(now: Version) -> str:
-    return plan_page.single(PROBLEM, now)
+    return plan_page.unpublished_plan_page(PROBLEM, now)
 
 
 @needs_browser
@@ -241,7 +243,7 @@ def test_a_table_s_moves_are_shown_as_the_library_prices_them(tmp_path):
 
 
 def test_a_plan_without_moves_says_so():
-    assert "No table of this plan is on one device alone" in explorer(
+    assert "No table of this plan is on one device alone" in explorer_html(
         replace(version("v"), what_if=WhatIf()), PROBLEM
     )
 
@@ -249,9 +251,9 @@ def test_a_plan_without_moves_says_so():
 def test_a_sentence_names_the_bottleneck_and_why():
     now = asked(AnalyticModel(Setting("made-up", 64)))
     d = int(np.argmax(np.array(now.cost.compute_ms) + now.cost.backward_comm_ms))
-    assert plan_explorer.glance_text(now).startswith(
+    assert plan_explorer.bottleneck_sentence(now).startswith(
         f"Device {d} is the bottleneck, ready last: its compute "
     )
-    assert " for table t" in plan_explorer.glance_text(
+    assert " for table t" in plan_explorer.bottleneck_sentence(
         now
-    ) and "the others wait" in plan_explorer.glance_text(now)
+    ) and "the others wait" in plan_explorer.bottleneck_sentence(now)

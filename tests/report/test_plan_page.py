@@ -25,7 +25,7 @@ from shardcore.plans import store
 from shardcore.plans.decisions import Decision, Version, version_name
 from shardcore.plans.diff import diff
 from shardcore.report import plan_explorer, plan_page
-from shardcore.report.device_figures import DeviceLoad, figure
+from shardcore.report.device_figures import DeviceLoad, device_figure
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.explain import explain
 
@@ -68,7 +68,7 @@ def made(problem, **fields) -> str:
     now = Version(
         version_name(version), new, replace(explained.cost, extrapolated=beyond), explained.memory_bytes
     )
-    return plan_page.page(now, problem, explained, [second, first], diff(old, new))
+    return plan_page.published_version_page(now, problem, explained, [second, first], diff(old, new))
 
 
 class Text(HTMLParser):
@@ -122,14 +122,16 @@ def test_the_page_tells_all_of_a_plan_and_escapes_what_it_is_told(problem):
 
 def own_script() -> str:
     """The digest of the only script that a page may run."""
-    return "sha256-" + base64.b64encode(hashlib.sha256(plan_explorer.script().encode()).digest()).decode()
+    return (
+        "sha256-" + base64.b64encode(hashlib.sha256(plan_explorer.script_text().encode()).digest()).decode()
+    )
 
 
 def test_the_figure_stacks_the_parts_of_a_step_and_shows_memory_used_of_memory_free(problem):
     plan = SHARDERS["size_greedy"](problem, MODEL, budget=BUDGET)
     explained = explain(price_plan(plan, problem, MODEL), problem, MODEL, BUDGET, {})
     load = DeviceLoad(explained.cost, explained.memory_bytes, explained.free_bytes)
-    costs, memory = figure([load]).axes
+    costs, memory = device_figure([load]).axes
     tops = [patch.get_data().values[::2] for patch in costs.patches]
     cost = explained.cost
     parts = (

@@ -39,7 +39,7 @@ AT_MOST = {"portfolio": 1 + 1e-9, "anneal": 1 + 1e-9, "anneal_columns": 1 + 1e-9
 
 
 def suite(sharder: str) -> SharderConformance:
-    if sharder == "torchrec" and torchrec_peer.missing_package():
+    if sharder == "torchrec" and torchrec_peer.missing_torchrec_message():
         pytest.skip(f"TorchRec is not installed: {TORCHREC}")
 
     class Suite(SharderConformance):

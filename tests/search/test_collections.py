@@ -14,12 +14,12 @@ from shardcore.search import SHARDERS, Budget
 from shardcore.search.anneal.reshard import rebind_tables
 from shardcore.search.bound.lower_bound import bound
 from shardcore.step.lower import lower
-from shardcore.testing.problems import BATCH, MIB, draw_tables, model_for
+from shardcore.testing.problems import BATCH, MIB, draw_random_tables, small_problem_model
 
 
 def problem(hosts: str = "aabb", several: bool = True) -> Problem:
     """Three collections in turns, the last of which has a sequence too."""
-    drawn = draw_tables(np.random.default_rng(3), 12)
+    drawn = draw_random_tables(np.random.default_rng(3), 12)
     tables = (
         replace(t, rows=t.rows + 8, sequence=i == 11, collection="abc"[i % 3] if several else "")
         for i, t in enumerate(drawn)
@@ -38,19 +38,19 @@ def problem(hosts: str = "aabb", several: bool = True) -> Problem:
 )
 def test_plans_of_all_sharders_run_collections_by_themselves(name):
     given = problem()
-    plan = SHARDERS[name](given, model_for(given), seed=1, budget=Budget(evals=300))
+    plan = SHARDERS[name](given, small_problem_model(given), seed=1, budget=Budget(evals=300))
     workload = lower(plan, given)
     for op in (op for ops in workload.ops for op in ops):
         assert len({(s.table.collection, s.table.sequence) for s in op.shards}) == 1
     assert max(len(ops) for ops in workload.ops) > 2
-    assert price(workload, model_for(given)).total_ms == plan.provenance["predicted_ms"]
+    assert price(workload, small_problem_model(given)).total_ms == plan.provenance["predicted_ms"]
 
 
 @pytest.mark.parametrize("name", ["anneal", pytest.param("anneal_columns", marks=pytest.mark.long)])
 def test_a_search_that_knows_of_collections_finds_better_plans(name):
     """Better than a search that counts them as one, with both plans priced as they run. Launches are slow."""
     given, one = problem("aaaa"), problem("aaaa", several=False)
-    slow = replace(model_for(given), launch_us=50, exchange_latency_ms=0.05)
+    slow = replace(small_problem_model(given), launch_us=50, exchange_latency_ms=0.05)
     knowing, blind = (SHARDERS[name](p, slow, seed=1, budget=Budget(evals=20_000)) for p in (given, one))
     knowing_ms, blind_ms = (
         price(lower(plan, given), slow).total_ms for plan in (knowing, rebind_tables(blind, given))
@@ -64,7 +64,7 @@ def test_what_is_proved_of_several_collections_and_of_sequences_is_below_plans_a
     given = problem()
     sequences = replace(given, tables=tuple(replace(t, sequence=True, collection="") for t in given.tables))
     for asked in (given, sequences):
-        model = model_for(asked)
+        model = small_problem_model(asked)
         ms = SHARDERS["anneal"](asked, model, budget=Budget(evals=5_000)).provenance["predicted_ms"]
         assert 0.7 < bound(asked, model).proved_ms / ms <= 1
 

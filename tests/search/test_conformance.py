@@ -16,7 +16,7 @@ from shardcore.search import LEARNED, SHARDERS, Budget, compare
 from shardcore.search.learned.policy import NETS
 from shardcore.step.kinds import shards_on
 from shardcore.step.ways import consolidate
-from shardcore.testing.plans import check_plan, parts_of, times_placed
+from shardcore.testing.plans import check_plan, placement_counts, shards_by_device
 from shardcore.testing.problems import (
     BATCH,
     CASES,
@@ -24,10 +24,10 @@ from shardcore.testing.problems import (
     HUGE,
     MIB,
     SMALL,
-    draw_tables,
-    model_for,
+    draw_random_tables,
+    small_problem_model,
     table_bytes,
-    with_room,
+    with_room_for_batch,
 )
 
 
@@ -82,18 +82,20 @@ def test_the_suite_catches_a_broken_sharder(spoil, monkeypatch):
     sound = SHARDERS["size_greedy"]
     monkeypatch.setitem(SHARDERS, "broken", broken)
     with pytest.raises((AssertionError, ShardCoreError)):
-        suite("broken").require_case(CASES["tight memory"])
-    check_plan(sound(CASES["tight memory"], model_for(CASES["tight memory"])), CASES["tight memory"])
+        suite("broken").require_plan_with_provenance(CASES["tight memory"])
+    check_plan(
+        sound(CASES["tight memory"], small_problem_model(CASES["tight memory"])), CASES["tight memory"]
+    )
 
 
 @pytest.mark.parametrize("table", [HUGE, DEEP])
 def test_the_suites_own_counts_are_exact_for_large_tables(table):
     whole, last = Shard.whole(table), table.rows - 1
     above, corner = Shard(table, 0, last, 0, table.dim), Shard(table, last, table.rows, 0, 4)
-    assert times_placed(table, [whole]) == {1} and times_placed(table, []) == {0}
-    assert times_placed(table, [whole, corner]) == {1, 2}  # four cells twice
-    assert times_placed(table, [above, corner]) == ({1} if table.dim == 4 else {0, 1})
-    assert times_placed(table, [above]) == {0, 1}
+    assert placement_counts(table, [whole]) == {1} and placement_counts(table, []) == {0}
+    assert placement_counts(table, [whole, corner]) == {1, 2}  # four cells twice
+    assert placement_counts(table, [above, corner]) == ({1} if table.dim == 4 else {0, 1})
+    assert placement_counts(table, [above]) == {0, 1}
 
 
 def test_the_suites_own_parts_are_those_of_the_layouts():
@@ -104,7 +106,7 @@ def test_the_suites_own_parts_are_those_of_the_layouts():
         host_row(HUGE, (1, 3), 0, 32),
         replica(HUGE, where),
     ):
-        assert parts_of(placement) == list(shards_on(placement))
+        assert shards_by_device(placement) == list(shards_on(placement))
 
 
 @pytest.mark.parametrize(
@@ -135,7 +137,7 @@ def test_the_suites_own_parts_are_those_of_the_layouts():
 def test_what_would_help_is_found_however_much_that_takes(problem, message):
     """One sharder stands for all, as this takes seconds."""
     with pytest.raises(Infeasible, match=message):
-        suite("size_greedy").solve(with_room(problem))
+        suite("size_greedy").search_checked_plan(with_room_for_batch(problem))
 
 
 TRIES_MORE_CUTS = {"portfolio", "anneal", "anneal_columns"}
@@ -151,7 +153,7 @@ def tight(seed: int) -> Problem:
     to one or two devices."""
     rng = np.random.default_rng(seed)
     n_devices, optimizer = int(rng.choice([2, 3, 4])), str(rng.choice(["exact_sgd", "rowwise_adagrad"]))
-    tables = draw_tables(rng, int(rng.integers(3, 13)))
+    tables = draw_random_tables(rng, int(rng.integers(3, 13)))
     shares = rng.dirichlet(np.full(n_devices, 20.0)) * rng.uniform(0.8, 1.05)
     needed = sum(table_bytes(t, optimizer) for t in tables)
     devices = tuple(Device(max(1, int(needed * s)), float(rng.choice([0.5, 1, 2]))) for s in shares)
@@ -159,7 +161,7 @@ def tight(seed: int) -> Problem:
     pinned = tuple(
         (t.name, tuple(rng.integers(n_devices, size=2).tolist())) for t in tables if rng.random() < 0.15
     )
-    return with_room(
+    return with_room_for_batch(
         Problem(f"tight-{seed}", tables, Topology(devices), BATCH, optimizer, Constraints(0, unsplit, pinned))
     )
 
@@ -171,7 +173,8 @@ def test_none_is_infeasible_where_another_finds_a_plan():
     for seed in range(4):
         problem = tight(seed)
         outcomes = {
-            name: compare.run(name, problem, model_for(problem), seed, Budget(evals=1)) for name in SHARDERS
+            name: compare.run(name, problem, small_problem_model(problem), seed, Budget(evals=1))
+            for name in SHARDERS
         }
         solved = {name for name, outcome in outcomes.items() if outcome.plan}
         assert solved in (set(), TRIES_MORE_CUTS, TRIES_REPLICAS, set(SHARDERS)), (problem.name, solved)

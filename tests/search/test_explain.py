@@ -24,9 +24,9 @@ from shardcore.search.explain import Explanation, explain
 from shardcore.step.kinds import ID_CHANNELS
 from shardcore.step.lower import lower
 from shardcore.step.memory import local_batch_bytes, table_bytes, used_bytes
-from shardcore.testing.problems import BATCH, MIB, draw_problem, model_for
+from shardcore.testing.problems import BATCH, MIB, draw_random_problem, small_problem_model
 
-PROBLEM = draw_problem(1, 12, [MIB] * 2)
+PROBLEM = draw_random_problem(1, 12, [MIB] * 2)
 SMALL = Budget(evals=300)
 
 
@@ -35,7 +35,7 @@ def explained(plan: Plan, problem: Problem, model: CostModel, *budget: Budget, *
 
 
 def solved(problem: Problem, algorithm: str = "neuroshard") -> Plan:
-    return SHARDERS[algorithm](problem, model_for(problem), budget=SMALL)
+    return SHARDERS[algorithm](problem, small_problem_model(problem), budget=SMALL)
 
 
 def test_an_alternative_that_means_nothing_is_told_and_the_rest_stands():
@@ -48,7 +48,7 @@ def test_an_alternative_that_means_nothing_is_told_and_the_rest_stands():
         topology=Topology(devices),
         constraints=Constraints(kinds=(("small", ("row",)),)),
     )
-    result = explained(solved(problem, "size_greedy"), problem, model_for(problem), SMALL)
+    result = explained(solved(problem, "size_greedy"), problem, small_problem_model(problem), SMALL)
     refused = [a for a in result.changes if a.total_ms is None]
     assert len(refused) == 1 and "more devices" in refused[0].what and "rows" in refused[0].error
 
@@ -58,7 +58,7 @@ def heard():
     """What is explained of a plan of NeuroShard's, and the phases that were heard of."""
     phases: list[str] = []
     with progress.listening(lambda phase, best_ms, left_s: phases.append(phase)):
-        return explained(solved(PROBLEM), PROBLEM, model_for(PROBLEM), SMALL), phases
+        return explained(solved(PROBLEM), PROBLEM, small_problem_model(PROBLEM), SMALL), phases
 
 
 def test_progress_names_the_alternative_that_is_searched(heard):
@@ -69,7 +69,7 @@ def test_progress_names_the_alternative_that_is_searched(heard):
 
 
 def test_the_bounding_device_is_the_last_and_its_shards_cost_what_it_saves_without_them():
-    plan, model = solved(PROBLEM, "size_greedy"), model_for(PROBLEM)
+    plan, model = solved(PROBLEM, "size_greedy"), small_problem_model(PROBLEM)
     result = explained(plan, PROBLEM, model, SMALL)
     cost = price(lower(plan, PROBLEM), model)
     assert result.total_ms == cost.total_ms and result.cost == cost
@@ -135,24 +135,24 @@ def test_alternatives_are_baselines_memory_and_the_next_number_of_devices(heard)
     ]
     assert result.baselines[-1].total_ms == result.total_ms
     for baseline in result.baselines[: len(BASELINES)]:
-        plan = SHARDERS[baseline.what](PROBLEM, model_for(PROBLEM))
+        plan = SHARDERS[baseline.what](PROBLEM, small_problem_model(PROBLEM))
         assert baseline.total_ms == plan.provenance["predicted_ms"]
     *memory, devices = result.changes
     assert [a.what for a in memory] == ["10% more memory on each device", "50% more memory on each device"]
     assert memory[1].total_ms <= memory[0].total_ms <= result.total_ms and devices.what == "1 more device: 3"
     assert result.searched == "neuroshard, seed 0, 300 evaluations each"
     four = replace(PROBLEM, tables=PROBLEM.tables[:3], topology=Topology((Device(MIB),) * 4))
-    what = explained(solved(four), four, model_for(four), SMALL).changes[-1].what
+    what = explained(solved(four), four, small_problem_model(four), SMALL).changes[-1].what
     assert what == f"2 more devices: 6 (the next number that divides the batch of {BATCH})"
     odd = replace(PROBLEM, tables=PROBLEM.tables[:3], global_batch=2)
     # no number of devices up to 8 divides 2
-    assert len(explained(solved(odd), odd, model_for(odd), SMALL).changes) == 2
+    assert len(explained(solved(odd), odd, small_problem_model(odd), SMALL).changes) == 2
 
 
 def test_a_plan_of_a_policy_stands_beside_what_searches_its_alternatives():
     """Without it the search's own gain would look like that of more memory."""
     problem = replace(PROBLEM, tables=PROBLEM.tables[:4])
-    model = model_for(problem)
+    model = small_problem_model(problem)
     plan = sharder("dreamshard", untrained("dreamshard"))(problem, model)
     for known in (None, {}):
         result = explained(plan, problem, model, Budget(evals=2000), known=known)
@@ -162,12 +162,12 @@ def test_a_plan_of_a_policy_stands_beside_what_searches_its_alternatives():
 
 
 def test_more_memory_helps_where_memory_is_what_binds():
-    free = draw_problem(3, 10, [1] * 2)
+    free = draw_random_problem(3, 10, [1] * 2)
     need, every = sum(table_bytes(t, free) for t in free.tables), local_batch_bytes(free)
     tight = replace(free, topology=Topology(tuple(Device(int(need * s) + every) for s in (0.8, 0.25))))
-    result = explained(solved(tight), tight, model_for(tight), SMALL)
+    result = explained(solved(tight), tight, small_problem_model(tight), SMALL)
     assert result.changes[1].total_ms < result.total_ms
-    text = plan_report.text(result)
+    text = plan_report.explanation_text(result)
     for words in (
         "50% more memory on each device",
         "No plan takes less than",
@@ -183,25 +183,27 @@ def test_the_fullest_device_is_that_of_which_most_is_taken():
     large, small = Table("large", 20_000, 16, 1.0), Table("small", 10_000, 16, 1.0)
     problem = Problem("p", (large, small), Topology((Device(16 * MIB), Device(MIB))), BATCH)
     plan = Plan((column(large, 0), column(small, 1)))
-    result = explained(plan, problem, model_for(problem), SMALL, known={})
+    result = explained(plan, problem, small_problem_model(problem), SMALL, known={})
     assert result.memory_bytes[0] > result.memory_bytes[1] and result.fullest == 1
     assert result.memory.parts["weights"] == small.bytes
 
 
 def test_it_is_plain_data_and_reads_well_for_one_device_and_for_a_plan_from_elsewhere():
-    problem = draw_problem(2, 4, [MIB])
+    problem = draw_random_problem(2, 4, [MIB])
     placements = tuple(column(t, 0) for t in problem.tables)
     elsewhere = Plan(placements, {"algorithm": "by hand"})
-    result = explained(elsewhere, problem, model_for(problem), SMALL)
+    result = explained(elsewhere, problem, small_problem_model(problem), SMALL)
     json.dumps(dataclasses.asdict(result), allow_nan=False)
-    assert "Nothing is exchanged." in plan_report.text(result)
+    assert "Nothing is exchanged." in plan_report.explanation_text(result)
     assert result.searched.startswith("anneal, seed 0")
 
 
 def test_a_plan_that_does_not_fit_is_refused():
     plan = solved(PROBLEM)
     with pytest.raises(Infeasible):
-        explained(plan, replace(PROBLEM, topology=Topology((Device(100),) * 2)), model_for(PROBLEM), SMALL)
+        explained(
+            plan, replace(PROBLEM, topology=Topology((Device(100),) * 2)), small_problem_model(PROBLEM), SMALL
+        )
 
 
 @pytest.mark.parametrize("dense_ms, limit", [(0.0, "fetching"), (1e4, "exchange")])
@@ -215,13 +217,14 @@ def test_a_device_whose_cache_fetches_longest_is_the_last(dense_ms, limit):
     job = Job("prefetch", dense_forward_ms=dense_ms, dense_backward_ms=dense_ms)
     problem = with_room(Problem("fetches", tables, topology, BATCH, job=job))
     plan = Plan(tuple(column(t, i) for i, t in enumerate(tables)), {"algorithm": "size_greedy"})
-    result = explained(plan, problem, model_for(problem).for_problem(problem), SMALL, known={})
+    result = explained(plan, problem, small_problem_model(problem).for_problem(problem), SMALL, known={})
     waits = limit == "fetching"
     assert (result.limit, any(result.cost.fetch_wait_ms)) == (limit, waits)
     assert result.device == 3 or not waits
     words = f"{max(result.cost.link_ms):.3f} ms of the link to host memory at most, of which "
     assert (
-        words + f"{max(result.cost.fetch_wait_ms):.3f} ms are waited for." in plan_report.sentences(result)[0]
+        words + f"{max(result.cost.fetch_wait_ms):.3f} ms are waited for."
+        in plan_report.explanation_sentences(result)[0]
     )
 
 
@@ -230,8 +233,8 @@ def test_each_cut_says_what_the_step_costs_without_it():
     problem = with_room(Problem("two", (table, other), Topology((Device(MIB),) * 2), BATCH))
     parts = [replace(column(table, d), shard=Shard(table, 0, 1000, 4 * d, 4 + 12 * d)) for d in (0, 1)]
     plan, uncut = (Plan((*some, column(other, 0))) for some in (parts, [column(table, 1)]))
-    model = model_for(problem)
+    model = small_problem_model(problem)
     result = explained(plan, problem, model, SMALL)
     costs_ms = [price(lower(p, problem), model).total_ms for p in (plan, uncut)]
     assert result.cuts_ms == {"cut": pytest.approx(costs_ms[1] - costs_ms[0])}
-    assert "whole where its widest part is" in plan_report.text(result)
+    assert "whole where its widest part is" in plan_report.explanation_text(result)

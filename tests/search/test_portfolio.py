@@ -27,8 +27,8 @@ from shardcore.search.state.halves import halved, may_halve
 from shardcore.step.lower import lower
 from shardcore.step.memory import used_bytes
 from shardcore.tables.generate import PoolConfig, generate_pool
-from shardcore.testing.plans import check_plan, every_plan
-from shardcore.testing.problems import draw_problem, model_for
+from shardcore.testing.plans import all_plans, check_plan
+from shardcore.testing.problems import draw_random_problem, small_problem_model
 
 MIB, GIB = 2**20, 2**30
 
@@ -131,7 +131,7 @@ def test_a_table_that_stays_whole_may_have_replicas(unsplit, memory_mib):
     plan = portfolio(given, gpu(given), budget=Budget(evals=5_000))
     check_plan(plan, given)
     least_ms = np.inf
-    for other in every_plan(given):
+    for other in all_plans(given):
         with suppress(ShardCoreError):
             least_ms = min(least_ms, price(lower(other, given), gpu(given)).total_ms)
     assert cost(plan) == pytest.approx(least_ms)
@@ -140,8 +140,8 @@ def test_a_table_that_stays_whole_may_have_replicas(unsplit, memory_mib):
 @pytest.mark.long
 def test_no_other_search_is_cheaper():
     """The default budget suffices for the beam, too."""
-    problem = draw_problem(0, 12, [8 * MIB] * 3)
-    model = model_for(problem)
+    problem = draw_random_problem(0, 12, [8 * MIB] * 3)
+    model = small_problem_model(problem)
     plan = portfolio(problem, model)
     check_plan(plan, problem)
     for name in SHARDERS:
@@ -178,7 +178,9 @@ def kept(hosts: str, *placements: Placement) -> bool:
     """Tell if a plan of a large table beside two others stays the same where nothing may move."""
     given = Problem("kept", (LARGE, *OTHERS), on_hosts(hosts, MIB), 48)
     old = Plan((*placements, *(column(t, 1) for t in OTHERS)))
-    improved = annealing(given, model_for(given), budget=Budget(evals=2_000), reshard=Reshard(old, 0))
+    improved = annealing(
+        given, small_problem_model(given), budget=Budget(evals=2_000), reshard=Reshard(old, 0)
+    )
     return set(improved.placements) == set(old.placements)
 
 

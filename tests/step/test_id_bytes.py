@@ -96,7 +96,7 @@ def test_what_statistics_make_us_expect_is_near_what_drawn_batches_have(access):
     local = given.local_batch
 
     def lookups(shard: Shard) -> np.ndarray:
-        ids, offsets = streams.stream(shard.table, given.global_batch, seed=3)
+        ids, offsets = streams.draw_lookups(shard.table, given.global_batch, seed=3)
         return np.array(
             [
                 np.count_nonzero((mine >= shard.row_lo) & (mine < shard.row_hi))

@@ -27,7 +27,7 @@ from shardcore.step.ways import (
     layout_of_shard,
     placements_of,
 )
-from shardcore.testing.problems import draw_problem, model_for
+from shardcore.testing.problems import draw_random_problem, small_problem_model
 
 MIB = 2**20
 ASKED = {"t0": "data_parallel", "t2": "row"}
@@ -35,13 +35,13 @@ ASKED = {"t0": "data_parallel", "t2": "row"}
 
 def problem(kinds: dict[str, str] = ASKED, memory_bytes: int = MIB) -> Problem:
     return replace(
-        with_room(draw_problem(3, 8, [memory_bytes] * 2)),
+        with_room(draw_random_problem(3, 8, [memory_bytes] * 2)),
         constraints=Constraints(kinds=tuple((name, (kind,)) for name, kind in kinds.items())),
     )
 
 
 def plan(of: Problem, algorithm: str = "size_greedy") -> Plan:
-    return SHARDERS[algorithm](of, model_for(of), budget=Budget(evals=200))
+    return SHARDERS[algorithm](of, small_problem_model(of), budget=Budget(evals=200))
 
 
 def kinds(plan: Plan) -> dict[str, str]:
@@ -106,7 +106,9 @@ def test_unknown_tables_are_refused():
 def test_a_plan_is_improved_with_its_kinds_kept():
     of = problem()
     old = plan(of, "random")
-    result = replan(old, of, model_for(of), ReplanConfig(max_moved_tables=2, budget=Budget(evals=300)))
+    result = replan(
+        old, of, small_problem_model(of), ReplanConfig(max_moved_tables=2, budget=Budget(evals=300))
+    )
     assert {name: kinds(result)[name] for name in ASKED} == ASKED
     was = {p.shard.table.name: p.devices for p in old.placements}
     moved = {p.shard.table.name for p in result.placements if was[p.shard.table.name] != p.devices}
@@ -140,7 +142,7 @@ def searched(algorithm, tables, devices, batch=65536, **constraints) -> Plan:
     """Plan on devices of 16 GiB, 8 on a host. It passes all checks of `lower`."""
     topology = Topology(tuple(Device(16 * GIB, host=f"h{d // 8}") for d in range(devices)))
     of = Problem("p", tuple(tables), topology, batch, constraints=Constraints(**constraints))
-    result = SHARDERS[algorithm](of, model_for(of), budget=Budget(evals=300))
+    result = SHARDERS[algorithm](of, small_problem_model(of), budget=Budget(evals=300))
     lower(result, of)
     return result
 
@@ -237,7 +239,7 @@ def test_sequences_are_divided_by_rows_or_cut_into_equal_parts(algorithm, dim, r
     hist = Table("hist", rows, dim, 1.0, sequence=True)
     topology = Topology((Device(35 * MIB),) * 2)
     of = Problem("p", (hist, SMALL), topology, 48, constraints=Constraints(**constraints))
-    plan = SHARDERS[algorithm](of, model_for(of), budget=Budget(evals=300))
+    plan = SHARDERS[algorithm](of, small_problem_model(of), budget=Budget(evals=300))
     lower(plan, of)
     assert of_table(plan, "hist") == placed
 
@@ -249,7 +251,7 @@ def test_sequences_of_a_collection_are_cut_equally_wide():
     )
     of = Problem("p", tables, Topology((Device(35 * MIB),) * 7), 49, constraints=Constraints(kinds=kinds))
     for algorithm in SEARCHES:
-        plan = SHARDERS[algorithm](of, model_for(of), budget=Budget(evals=300))
+        plan = SHARDERS[algorithm](of, small_problem_model(of), budget=Budget(evals=300))
         lower(plan, of)
         assert {p.shard.width for p in plan.placements} == {8} and len(plan.placements) == 6
 

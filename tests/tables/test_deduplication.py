@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.tables.deduplication import dedup_of
+from shardcore.tables.deduplication import deduplication_factor
 
 
 def sessions(n: int, samples: int, unchanged: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -21,25 +21,27 @@ def sessions(n: int, samples: int, unchanged: float, seed: int) -> tuple[np.ndar
 @pytest.mark.parametrize("samples, unchanged", [(1, 0.9), (4, 0.0), (8, 0.8), (16, 0.95), (4, 1.0)])
 def test_sessions_give_the_factor_of_recd(samples, unchanged):
     """S / (1 + (S - 1)(1 - d)): arXiv 2211.05239."""
-    found = dedup_of([sessions(1000, samples, unchanged, 0)], 1000 * samples)
+    found = deduplication_factor([sessions(1000, samples, unchanged, 0)], 1000 * samples)
     assert found == pytest.approx(samples / (1 + (samples - 1) * (1 - unchanged)), rel=0.03)
 
 
 def test_features_deduplicated_together_have_the_factor_of_their_joint_value():
     a, b = np.array([1, 1, 2, 2]), np.array([5, 6, 7, 7])
     ones = np.ones(4, int)
-    assert dedup_of([(a, ones)], 4) == 2 and dedup_of([(b, ones)], 4) == pytest.approx(4 / 3)
-    assert dedup_of([(a, ones), (b, ones)], 4) == pytest.approx(4 / 3)
+    assert deduplication_factor([(a, ones)], 4) == 2 and deduplication_factor(
+        [(b, ones)], 4
+    ) == pytest.approx(4 / 3)
+    assert deduplication_factor([(a, ones), (b, ones)], 4) == pytest.approx(4 / 3)
 
 
 def test_each_device_deduplicates_its_own_batch():
     a, ones = np.array([1, 1, 1, 1]), np.ones(4, int)
-    assert [dedup_of([(a, ones)], batch) for batch in (1, 2, 3, 4)] == [1, 2, 2, 4]
+    assert [deduplication_factor([(a, ones)], batch) for batch in (1, 2, 3, 4)] == [1, 2, 2, 4]
 
 
 def test_values_differ_by_where_their_ids_end():
-    assert dedup_of([(np.array([1, 2, 1, 2]), np.array([1, 1, 2]))], 3) == 1
-    assert dedup_of([(np.array([], int), np.array([0, 0, 0]))], 3) == 3
+    assert deduplication_factor([(np.array([1, 2, 1, 2]), np.array([1, 1, 2]))], 3) == 1
+    assert deduplication_factor([(np.array([], int), np.array([0, 0, 0]))], 3) == 3
 
 
 @pytest.mark.parametrize(
@@ -53,5 +55,5 @@ def test_values_differ_by_where_their_ids_end():
 )
 def test_features_that_do_not_fit_are_refused(features, message):
     with pytest.raises(ShardCoreError) as refused:
-        dedup_of(features, 4)
+        deduplication_factor(features, 4)
     assert str(refused.value).startswith(message)

@@ -50,7 +50,7 @@ def test_bins_are_whole_rows(pool):
 def test_streams_of_a_sample_have_their_tables_histograms(pool):
     ordered = sorted(pool, key=lambda t: t.pooling)
     for table in ordered[:: len(pool) // 8]:
-        ids, _ = streams.stream(table, BATCH, seed=1)
+        ids, _ = streams.draw_lookups(table, BATCH, seed=1)
         assert len(ids) == table.pooling * BATCH
         assert access.reuse_of(ids, BATCH).bins == pytest.approx(table.access.bins, abs=1e-9), table.name
 
@@ -61,7 +61,7 @@ def test_streams_of_a_whole_pool_meet_the_published_statistics():
     small = generate_pool(PoolConfig(tables=16, seed=3))
 
     def measured(table):
-        return np.unique(streams.stream(table, BATCH)[0], return_counts=True)[1]
+        return np.unique(streams.draw_lookups(table, BATCH)[0], return_counts=True)[1]
 
     assert pool_statistics(small, measured) == pytest.approx(pool_statistics(small))
 

@@ -34,22 +34,22 @@ def test_raw_ids_go_where_fbgemm_sends_them(input_size, buckets, n):
     theirs = [part.tolist() for part in sent.split(lengths.tolist())]
     routing = "contiguous" if input_size else "round_robin"
     collision = ManagedCollision(8, buckets=buckets, routing=routing, input_size=input_size)
-    device = hash_tables.bucket_of_ids(IDS, collision, n) * n // buckets
+    device = hash_tables.buckets_of_ids(IDS, collision, n) * n // buckets
     assert [IDS[device == d].tolist() for d in range(n)] == theirs
 
 
 def test_ids_that_share_a_factor_with_the_ranks_leave_most_of_them_idle():
     ids = 4 * np.arange(1000)
     shares = {
-        routing: hash_tables.routed_shares(ids, ManagedCollision(8, routing=routing, input_size=4000), 4)
+        routing: hash_tables.routed_row_shares(ids, ManagedCollision(8, routing=routing, input_size=4000), 4)
         for routing in ("round_robin", "contiguous", "hashed")
     }
     assert shares["round_robin"] == RowShares((1.0, 0.0, 0.0, 0.0), (1.0, 0.0, 0.0, 0.0))
     assert shares["contiguous"].lookups == (0.25,) * 4
     assert max(shares["hashed"].lookups) < 0.3
     table = Table("t", 4000, 8, 1.0, ordered=True, row_shares=shares["round_robin"])
-    assert hash_tables.imbalance(table, 4) == pytest.approx(4.0)
-    assert hash_tables.imbalance(table, 2) == pytest.approx(2.0)
+    assert hash_tables.row_division_imbalance(table, 4) == pytest.approx(4.0)
+    assert hash_tables.row_division_imbalance(table, 2) == pytest.approx(2.0)
     # The same shares are priced: all lookups are those of the first device's rows.
     placement = Placement("row", Shard.whole(table), (0, 1, 2, 3))
     assert [access_share(s) for _, s in shards_on(placement)] == pytest.approx([1, 0, 0, 0])

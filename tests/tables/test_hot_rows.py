@@ -12,13 +12,13 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem, Table
 from shardcore.io.hot_ids import HotIds, read_hot_ids, write_hot_ids
 from shardcore.step import access
-from shardcore.tables.heat import heat_of
-from shardcore.tables.hot_rows import hot_and_cold, hot_counts, with_hot_rows
-from shardcore.tables.streams import stream
+from shardcore.tables.heat import heat_of_tables
+from shardcore.tables.hot_rows import hot_row_counts, split_hot_and_cold, with_hot_rows
+from shardcore.tables.streams import draw_lookups
 
 BATCH = 2048
 TABLE = Table("t", 50_000, 32, 8.0, Zipf(1.1), sequence=True, ordered=True, collection="ec")
-SEEN = replace(TABLE, name="u", access=access.reuse_of(stream(TABLE, BATCH)[0], BATCH))
+SEEN = replace(TABLE, name="u", access=access.reuse_of(draw_lookups(TABLE, BATCH)[0], BATCH))
 
 
 def problem(*tables: Table, **asked) -> Problem:
@@ -28,27 +28,27 @@ def problem(*tables: Table, **asked) -> Problem:
 @pytest.mark.parametrize("table", [TABLE, SEEN])
 @pytest.mark.parametrize("rows", [10, 200, 3000])
 def test_parts_are_looked_up_as_in_the_whole_table(table, rows):
-    ids = stream(table, BATCH, seed=5)[0]
-    hot, cold = hot_and_cold(table, rows, BATCH)
+    ids = draw_lookups(table, BATCH, seed=5)[0]
+    hot, cold = split_hot_and_cold(table, rows, BATCH)
     assert (hot.rows, hot.rows + cold.rows) == (rows, table.rows)
     assert hot.pooling + cold.pooling == pytest.approx(table.pooling)
     assert access.lookups(hot, BATCH) == pytest.approx(np.count_nonzero(ids < rows), rel=0.05)
     for part, found in ((hot, ids[ids < rows]), (cold, ids[ids >= rows])):
-        assert heat_of([part], BATCH)[0].unique_rows == pytest.approx(len(np.unique(found)), rel=0.1)
+        assert heat_of_tables([part], BATCH)[0].unique_rows == pytest.approx(len(np.unique(found)), rel=0.1)
 
 
 def test_hot_rows_are_whole_in_device_memory_also_of_a_table_in_host_memory():
-    hot, cold = hot_and_cold(replace(TABLE, load_factor=0.2), 200, BATCH)
+    hot, cold = split_hot_and_cold(replace(TABLE, load_factor=0.2), 200, BATCH)
     assert (hot.load_factor, cold.load_factor) == (1.0, 0.2)
 
 
 def test_rows_are_hot_from_a_number_of_lookups_on():
-    found = hot_counts(problem(TABLE, replace(TABLE, name="pooled", sequence=False)), 4.0)
+    found = hot_row_counts(problem(TABLE, replace(TABLE, name="pooled", sequence=False)), 4.0)
     # What one batch sees four times may be looked up less on average: so of many batches.
-    ids = np.concatenate([stream(TABLE, BATCH, seed)[0] for seed in range(50)])
+    ids = np.concatenate([draw_lookups(TABLE, BATCH, seed)[0] for seed in range(50)])
     assert list(found) == ["t"]
     assert found["t"] == pytest.approx(np.count_nonzero(np.bincount(ids) >= 4 * 50), rel=0.1)
-    assert hot_counts(problem(TABLE), 1e9) == {}
+    assert hot_row_counts(problem(TABLE), 1e9) == {}
 
 
 def test_a_problem_runs_hot_rows_on_every_device():
@@ -68,9 +68,12 @@ def test_a_problem_runs_hot_rows_on_every_device():
         (lambda: with_hot_rows(problem(replace(TABLE, sequence=False)), {"t": 3}), "which pools its lookups"),
         (lambda: with_hot_rows(problem(TABLE), {"t": 50_000}), "asked for 50000 hot rows; .* so 1 to 49999"),
         (lambda: with_hot_rows(problem(TABLE), {"absent": 3}), "'absent', which problem 'p' does not have"),
-        (lambda: hot_counts(problem(TABLE), 0.0), "from 0.0 lookups a batch on; it needs a number above 0"),
         (
-            lambda: hot_counts(problem(replace(SEEN, access=replace(SEEN.access, batch=100))), 4.0),
+            lambda: hot_row_counts(problem(TABLE), 0.0),
+            "from 0.0 lookups a batch on; it needs a number above 0",
+        ),
+        (
+            lambda: hot_row_counts(problem(replace(SEEN, access=replace(SEEN.access, batch=100))), 4.0),
             "reuse histogram of batch 100",
         ),
         (lambda: HotIds("t", 10, np.array([3, 3])), "needs different ones of 0 to 9, rising"),

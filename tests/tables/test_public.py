@@ -2,7 +2,7 @@ import pytest
 
 from shardcore.core.access_statistics import Zipf
 from shardcore.core.errors import ShardCoreError
-from shardcore.tables.public import DEFAULT_ACCESS, public_pool, public_pools
+from shardcore.tables.public import DEFAULT_ACCESS, public_pool, public_pool_sources
 
 
 @pytest.mark.parametrize("name, tables, gib", [("mlperf-dlrm-dcnv2", 26, 97), ("hugectr-180", 177, None)])
@@ -14,7 +14,7 @@ def test_public_lists(name, tables, gib):
 
 
 def test_every_public_list_can_be_read():
-    assert all(public_pool(name) for name in public_pools())
+    assert all(public_pool(name) for name in public_pool_sources())
     assert [t.name for t in public_pool("criteo-kaggle")][:2] == ["c00", "c01"]
 
 

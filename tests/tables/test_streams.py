@@ -68,7 +68,7 @@ def test_reuse_bin_edges():
 @settings(max_examples=20)
 def test_stream_at_the_reference_batch_has_the_histogram_exactly(rows_in_bin, ordered, seed):
     table = reuse_table(rows_in_bin[:12] if any(rows_in_bin[:12]) else [1], ordered=ordered)
-    ids, offsets = streams.stream(table, BATCH, seed)
+    ids, offsets = streams.draw_lookups(table, BATCH, seed)
     assert access.reuse_of(ids, BATCH).bins == pytest.approx(table.access.bins, abs=1e-12)
     assert len(ids) == access.lookups(table, BATCH) == offsets[-1]
     assert offsets[0] == 0 and len(offsets) == BATCH + 1 and np.all(np.diff(offsets) >= 0)
@@ -84,16 +84,16 @@ MIXED = [4000, 1500, 1200, 800, 500, 200, 80, 30, 12, 5, 2, 1]
 def test_smaller_batches_touch_the_expected_rows(keep, ordered):
     table, batch = reuse_table(MIXED, ordered=ordered), round(BATCH * keep)
     whole = Shard.whole(table)
-    measured = [len(np.unique(streams.stream(table, batch, seed)[0])) for seed in range(5)]
+    measured = [len(np.unique(streams.draw_lookups(table, batch, seed)[0])) for seed in range(5)]
     assert np.mean(measured) == pytest.approx(access.unique_rows(whole, batch), rel=0.04)
-    lookups = np.mean([len(streams.stream(table, batch, seed)[0]) for seed in range(5)])
+    lookups = np.mean([len(streams.draw_lookups(table, batch, seed)[0]) for seed in range(5)])
     assert lookups == pytest.approx(access.lookups(table, batch), rel=0.05)
 
 
 @pytest.mark.parametrize("factor", [1.3, 2, 3.5])
 def test_larger_batches_have_their_lookups_and_no_new_rows(factor):
     table, batch = reuse_table(MIXED), round(BATCH * factor)
-    ids, _ = streams.stream(table, batch)
+    ids, _ = streams.draw_lookups(table, batch)
     assert len(ids) == pytest.approx(access.lookups(table, batch), rel=0.01)
     assert len(np.unique(ids)) == access.unique_rows(Shard.whole(table), batch) == sum(MIXED)
 
@@ -102,7 +102,7 @@ def test_larger_batches_have_their_lookups_and_no_new_rows(factor):
 @pytest.mark.parametrize("rows", [7, 1000, 2_000_000])
 def test_zipf_streams_touch_the_expected_rows(alpha, rows):
     table = Table("z", rows, 16, 8, Zipf(alpha))
-    ids, offsets = streams.stream(table, BATCH, seed=1)
+    ids, offsets = streams.draw_lookups(table, BATCH, seed=1)
     assert np.all(np.diff(offsets) == 8)
     assert ids.min() >= 0 and ids.max() < rows
     expected = access.unique_rows(Shard.whole(table), BATCH)
@@ -110,7 +110,7 @@ def test_zipf_streams_touch_the_expected_rows(alpha, rows):
 
 
 def test_zipf_with_fractional_pooling_spreads_over_the_samples():
-    ids, offsets = streams.stream(Table("z", 100, 16, 0.3, Zipf(1.05)), BATCH)
+    ids, offsets = streams.draw_lookups(Table("z", 100, 16, 0.3, Zipf(1.05)), BATCH)
     assert len(ids) == offsets[-1] == round(0.3 * BATCH)
     assert set(np.diff(offsets)) >= {0, 1}
 
@@ -129,7 +129,7 @@ TABLES = [
 def test_row_ranges_partition_the_stream(table, cut, batch):
     at = max(1, int(cut * table.rows))
     low, high = Shard(table, 0, at, 0, table.dim), Shard(table, at, table.rows, 0, table.dim)
-    ids, offsets = streams.stream(table, batch)
+    ids, offsets = streams.draw_lookups(table, batch)
     (low_ids, low_offsets), (high_ids, high_offsets) = (shard_stream(s, batch) for s in (low, high))
     assert np.array_equal(low_offsets + high_offsets, offsets)
     assert np.array_equal(np.sort(np.concatenate([low_ids, high_ids + at])), np.sort(ids))
@@ -153,7 +153,7 @@ def test_a_row_range_serves_its_expected_share(table):
 
 def test_column_shards_see_the_whole_stream():
     table = TABLES[0]
-    ids, offsets = streams.stream(table, BATCH)
+    ids, offsets = streams.draw_lookups(table, BATCH)
     part_ids, part_offsets = shard_stream(Shard(table, 0, table.rows, 4, 8), BATCH)
     assert np.array_equal(ids, part_ids) and np.array_equal(offsets, part_offsets)
     assert access.access_share(Shard(table, 0, table.rows, 4, 8)) == 1
@@ -161,9 +161,9 @@ def test_column_shards_see_the_whole_stream():
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda t: t.name)
 def test_streams_follow_from_table_batch_and_seed(table):
-    ids, offsets = streams.stream(table, BATCH, seed=5)
-    again, offsets_again = streams.stream(table, BATCH, seed=5)
-    other, _ = streams.stream(table, BATCH, seed=6)
+    ids, offsets = streams.draw_lookups(table, BATCH, seed=5)
+    again, offsets_again = streams.draw_lookups(table, BATCH, seed=5)
+    other, _ = streams.draw_lookups(table, BATCH, seed=6)
     assert np.array_equal(ids, again) and np.array_equal(offsets, offsets_again)
     assert not np.array_equal(ids, other)
 
@@ -175,7 +175,7 @@ def test_streams_are_those_of_earlier_versions(tables):
     for table in tables[:4]:
         content = hashlib.sha256()
         for batch in (64, 256, 400):
-            for part in streams.stream(table, batch, 2):
+            for part in streams.draw_lookups(table, batch, 2):
                 content.update(part.tobytes())
         found[table.name] = content.hexdigest()[:16]
     assert found == {
@@ -217,7 +217,7 @@ def test_access_shares_by_hand():
 def test_empty_tables_have_empty_streams():
     for accessed in (Reuse((0.0,) * REUSE_BINS, BATCH), Zipf(1.05)):
         table = Table("e", 10, 16, 0, accessed)
-        ids, offsets = streams.stream(table, 64)
+        ids, offsets = streams.draw_lookups(table, 64)
         assert len(ids) == 0 and offsets.tolist() == [0] * 65
         assert access.unique_rows(Shard.whole(table), 64) == 0
         assert access.reuse_of(ids, 64).bins == (0.0,) * REUSE_BINS
@@ -257,8 +257,8 @@ def test_rows_of_a_table_that_no_lookup_hits_serve_their_share():
 @pytest.mark.parametrize("dedup", [1.5, 4.0, 100.0])
 def test_a_deduplicated_stream_has_fewer_values_of_the_same_rows(of, dedup):
     table = Table("t", 2_000, 16, 10.0, of, features=3)
-    all_ids, _ = streams.stream(table, 256)
-    ids, offsets = streams.stream(dataclasses.replace(table, dedup=dedup), 256)
+    all_ids, _ = streams.draw_lookups(table, 256)
+    ids, offsets = streams.draw_lookups(dataclasses.replace(table, dedup=dedup), 256)
     assert len(offsets) == round(256 * 3 / dedup) + 1 and offsets[-1] == len(ids) == round(2560 / dedup)
     found, every = np.unique(ids), np.unique(all_ids)
     assert set(found) <= set(every) and len(found) == min(len(every), len(ids))
@@ -271,8 +271,8 @@ ROWS, LOOKUPS, BATCH = 1_000_000, 60_000, 4096
 
 def ids_of(case: str) -> np.ndarray:
     rng = np.random.default_rng(0)
-    ranks = streams.stream(Table("z", ROWS, 4, LOOKUPS / BATCH, Zipf(1.2)), BATCH)[0]
-    in_order = streams.stream(Table("z", ROWS, 4, LOOKUPS / BATCH, Zipf(1.2), ordered=True), BATCH)[0]
+    ranks = streams.draw_lookups(Table("z", ROWS, 4, LOOKUPS / BATCH, Zipf(1.2)), BATCH)[0]
+    in_order = streams.draw_lookups(Table("z", ROWS, 4, LOOKUPS / BATCH, Zipf(1.2), ordered=True), BATCH)[0]
     return {
         "uniform": rng.integers(0, ROWS, LOOKUPS),
         "zipf hashed": ranks,
@@ -315,7 +315,7 @@ def test_each_device_has_the_share_of_its_row_range(case, n):
         unique * total / unique.sum(), abs=0.02 * total
     )
     # The stream that is measured and replayed lies there too.
-    drawn, offsets = streams.stream(table, BATCH)
+    drawn, offsets = streams.draw_lookups(table, BATCH)
     assert 0 <= drawn.min() <= drawn.max() < ROWS and offsets[-1] == len(drawn)
     drawn_lookups, drawn_unique = parts_of(drawn, ROWS, n)
     assert drawn_lookups == pytest.approx(lookups, abs=0.12)

@@ -78,7 +78,11 @@ def test_without_a_policy_it_cannot_be_published_by(place):
         policy_registry.champion_policy(registry.connect(), "autoshard", "law")
     with pytest.raises(ShardCoreError, match="'dreamshard' needs a policy 'dreamshard', and none was given"):
         Publisher(
-            neural.load(paths.MODEL), "plans", PublishConfig(algorithm="dreamshard"), {}, plan_page.page
+            neural.load(paths.MODEL),
+            "plans",
+            PublishConfig(algorithm="dreamshard"),
+            {},
+            plan_page.published_version_page,
         )
 
 
@@ -93,7 +97,9 @@ def test_it_is_registered_once_its_cost_model_is_and_plans_are_published_by_it(m
     problem = Problem("few", TABLES[:8], Topology((Device(1 << 24),) * 2), SETTING.batch)
     config = PublishConfig(algorithm="dreamshard_direct_columns", budget_evals=20)
     provenance = {"model": cost.name, "model_version": "1"}
-    made = Publisher(neural.load(paths.MODEL), "plans", config, provenance, plan_page.page, policy)
+    made = Publisher(
+        neural.load(paths.MODEL), "plans", config, provenance, plan_page.published_version_page, policy
+    )
     assert made.publish(problem).decision.outcome == "first"
 
 

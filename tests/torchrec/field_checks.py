@@ -39,7 +39,7 @@ from shardcore.step import memory
 from shardcore.step.lower import lower
 from shardcore.step.sharding_groups import GroupedPlan, Grouping, problem_of_group
 from shardcore.torchrec.dmp_collection import to_dmp_collection
-from shardcore.torchrec.fields import FIELDS, HONOURED, PRICED, REFUSED, defaults_of
+from shardcore.torchrec.fields import FIELDS, HONOURED, PRICED, REFUSED, field_defaults
 from shardcore.torchrec.planner import ShardCorePlanner, problem_for
 from shardcore.torchrec.settings import job_of
 
@@ -277,7 +277,7 @@ def fused_value(field: str) -> Any:
         "weight_decay_mode": WeightDecayMode.COUNTER,
         "bounds_check_mode": BoundsCheckMode.FATAL,
     }
-    default = defaults_of(SplitTableBatchedEmbeddingBagsCodegen)[field]
+    default = field_defaults(SplitTableBatchedEmbeddingBagsCodegen)[field]
     if field in own or type(default) not in _VALUES:
         return own.get(field, "object")
     return not default if isinstance(default, bool) else default + 1 if default else _VALUES[type(default)]
@@ -461,4 +461,4 @@ def _check_dmp(field: str, how: str) -> str:
 
 def fields() -> list[tuple[str, str]]:
     """All fields of all records of the installed TorchRec."""
-    return [(record, field) for record, kind in records().items() for field in defaults_of(kind)]
+    return [(record, field) for record, kind in records().items() for field in field_defaults(kind)]

@@ -190,9 +190,9 @@ def _dense(model: nn.Module) -> list[nn.Parameter]:
 
 def _rows(model: nn.Module):
     """This rank's parts of tables, each with its table, ids and first column."""
-    from shardcore.torchrec.moves.row_files import _model_parts
+    from shardcore.torchrec.moves.row_files import _parts_of_model
 
-    for part in _model_parts(model, None, replicas=True):
+    for part in _parts_of_model(model, None, replicas=True):
         yield part.key[1], torch.from_numpy(part.row_ids), part.columns, part.tensors["weights"]
 
 

@@ -17,8 +17,8 @@ from torch import nn
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.step.kinds import even_rows
-from shardcore.torchrec.modules import collections_of
-from shardcore.torchrec.moves.rows import DenseOptimizer, parts_of
+from shardcore.torchrec.modules import collections_of_model
+from shardcore.torchrec.moves.rows import DenseOptimizer, parts_on_rank
 from shardcore.torchrec.sharding_plan import to_torchrec
 
 BATCH, RATE, EPS = 4, 0.1, 1e-8
@@ -226,7 +226,7 @@ class Job:
 
     def parts(self) -> list[Any]:
         optimizer = DenseOptimizer(self.optimizer)
-        return [p for c in collections_of(self.model) for p in parts_of(c, optimizer)]
+        return [p for c in collections_of_model(self.model) for p in parts_on_rank(c, optimizer)]
 
     def train(self, step: int) -> torch.Tensor:
         self.optimizer.zero_grad()

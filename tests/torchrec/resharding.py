@@ -33,16 +33,16 @@ from shardcore.plans import followed, store
 from shardcore.plans.decisions import Decision
 from shardcore.plans.followed import StoredPlans
 from shardcore.tables.hot_rows import with_hot_rows
-from shardcore.torchrec.modules import collections_of
+from shardcore.torchrec.modules import collections_of_model
 from shardcore.torchrec.moves import follow as following
 from shardcore.torchrec.moves import reshard as moving
 from shardcore.torchrec.moves.agreement import time_limit
 from shardcore.torchrec.moves.follow import FollowConfig, PlanFollower
 from shardcore.torchrec.moves.reshard import MoveConfig, reshard
 from shardcore.torchrec.moves.row_files import load_rows, save_rows
-from shardcore.torchrec.moves.rows import DenseOptimizer, parts_of
+from shardcore.torchrec.moves.rows import DenseOptimizer, parts_on_rank
 from shardcore.torchrec.moves.transfer import Exchange
-from shardcore.torchrec.plan_files import from_json
+from shardcore.torchrec.plan_files import plan_from_json
 from shardcore.torchrec.sharding_plan import to_torchrec
 
 QUICK = MoveConfig(piece_mib=2**-10, timeout_s=30)
@@ -208,7 +208,7 @@ def move_hot_cold(rank: int, given: Any, folder: str) -> list[Any]:
     for _ in range(2):
         torch.manual_seed(1)
         model = hot_cold.sharded(hot, on, False, "EXACT_ADAGRAD")
-        for part in (p for c in collections_of(model) for p in parts_of(c, DenseOptimizer())):
+        for part in (p for c in collections_of_model(model) for p in parts_on_rank(c, DenseOptimizer())):
             part.tensors["weights"].copy_(jobs._weights(part, jobs.Settings()))
         dense = [p for name, p in in_backward_optimizer_filter(model.named_parameters())]
         for i, weight in enumerate(dense):
@@ -264,7 +264,7 @@ def move_beside_wrapped(rank: int, given: Any, folder: str) -> list[str]:
     shardings = {name: s for sharding in new.plan.values() for name, s in sharding.items()}
     # All tables have one shape, so that each may have the sharding of another.
     for path, table, other in (("processed", "c", "e"), ("collided", "e", "c"), ("collided_rows", "g", "c")):
-        changed = from_json(moving.to_json(new))
+        changed = plan_from_json(moving.to_json(new))
         changed.plan[path][table] = shardings[other]
         move(changed)
     one, other = (model(*wrapped.batch(rank)) for model in models)

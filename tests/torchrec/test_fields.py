@@ -17,7 +17,7 @@ from torchrec.distributed.planner import Topology as TheirTopology
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.torchrec.dmp_collection import to_dmp_collection
-from shardcore.torchrec.fields import FIELDS, defaults_of, require_treated, treated_lines
+from shardcore.torchrec.fields import FIELDS, field_defaults, unpriced_field_lines, unpriced_record_lines
 
 
 @pytest.mark.parametrize("record, field", field_checks.fields())
@@ -75,10 +75,12 @@ def test_an_unknown_field_is_refused_where_it_is_set():
 
 def test_a_field_at_its_default_is_never_refused():
     """Old code sets defaults by hand."""
-    usual = {name: default for name, default in defaults_of(ParameterConstraints).items()}
-    assert require_treated(ParameterConstraints(**usual), "constraints") == []
+    usual = {name: default for name, default in field_defaults(ParameterConstraints).items()}
+    assert unpriced_record_lines(ParameterConstraints(**usual), "constraints") == []
     with pytest.raises(ShardCoreError, match="DMPCollection has use_sharded_relay True; replicas are priced"):
-        treated_lines(field_checks.records()["DMPCollection"], {"use_sharded_relay": True}, "DMPCollection")
+        unpriced_field_lines(
+            field_checks.records()["DMPCollection"], {"use_sharded_relay": True}, "DMPCollection"
+        )
 
 
 def test_arguments_that_follow_from_a_plan_of_groups_are_refused():
@@ -93,4 +95,4 @@ def test_the_table_has_no_field_that_no_version_has():
     # fused_params are arguments of FBGEMM's op, settings of SSD, and what TorchRec takes out or renames.
     known |= {*FIELDS["KeyValueParams"], "lr", "betas", "use_one_tbe_per_table", "res_enabled_tables"}
     for record, kind in field_checks.records().items():
-        assert set(FIELDS[record]) - set(defaults_of(kind)) <= known
+        assert set(FIELDS[record]) - set(field_defaults(kind)) <= known

@@ -21,7 +21,7 @@ from shardcore.io.hot_ids import HotIds
 from shardcore.search import SHARDERS, Budget
 from shardcore.tables.hot_rows import with_hot_rows
 from shardcore.torchrec.hot_cold import HotColdEmbeddingCollection
-from shardcore.torchrec.modules import tables_of
+from shardcore.torchrec.modules import tables_of_model
 from shardcore.torchrec.moves.row_files import load_rows, save_rows
 from shardcore.torchrec.planner import problem_for
 from shardcore.torchrec.sharding_plan import from_torchrec, to_torchrec
@@ -86,7 +86,11 @@ def test_a_table_of_a_name_that_another_collection_has_too_goes_to_torchrec():
     whole = problem_for(collections(False), training.problem(1, 2).topology, 16, dict.fromkeys("fgr", 2.0))
     given = with_hot_rows(whole, {"a.h": len(HOT.ids)})
     model = collections(True)
-    assert sorted(tables_of(model)) == sorted(t.name for t in given.tables) == ["a.h_cold", "a.h_hot", "b.h"]
+    assert (
+        sorted(tables_of_model(model))
+        == sorted(t.name for t in given.tables)
+        == ["a.h_cold", "a.h_hot", "b.h"]
+    )
     plan = SHARDERS["size_greedy"](given, AnalyticModel(Setting("cpu", 16)))
     assert {path: list(of) for path, of in to_torchrec(plan, given, model, "cpu").plan.items()} == {
         "a.cold": ["h_cold"],
@@ -135,7 +139,7 @@ def test_ids_outside_the_table_are_refused(wrong):
 def test_a_plan_goes_to_torchrec_without_hot_rows_and_comes_back():
     given = with_hot_rows(training.problem(2, 2), {name: len(ids) for name, ids in training.HOT.items()})
     model = training.Model(training.HOT, "meta")
-    assert sorted(tables_of(model)) == sorted(t.name for t in given.tables)
+    assert sorted(tables_of_model(model)) == sorted(t.name for t in given.tables)
     plan = training.plan(given, cut=True)
     exported = to_torchrec(plan, given, model, "cpu")
     assert {path: sorted(of) for path, of in exported.plan.items()} == {"ec.cold": ["a_cold", "b_cold", "c"]}

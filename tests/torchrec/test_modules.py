@@ -26,7 +26,7 @@ from torchrec.optim import RowWiseAdagrad
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard
 from shardcore.step import memory
-from shardcore.torchrec.modules import collections_of, tables_of
+from shardcore.torchrec.modules import collections_of_model, tables_of_model
 from shardcore.torchrec.planner import problem_for
 from shardcore.torchrec.sharding_plan import to_torchrec
 
@@ -127,12 +127,16 @@ def test_a_job_has_the_tables_of_its_model(tmp_path):
         made = model()
         exported = to_torchrec(plan, replace(problem(made), topology=where), made)
         job = DistributedModelParallel(made, device=CPU, plan=exported)
-        assert [type(c.module).__name__ for c in collections_of(job)] == [
+        assert [type(c.module).__name__ for c in collections_of_model(job)] == [
             "ShardedEmbeddingBagCollection",
             "ShardedEmbeddingCollection",
         ]
         assert problem(job) == problem(model())
         assert problem(job).optimizer == "rowwise_adagrad"
-        assert list(tables_of(nn.ModuleDict({"a": job, "b": model()["x"]}))) == ["a.x.t", "a.y.t", "b.t"]
+        assert list(tables_of_model(nn.ModuleDict({"a": job, "b": model()["x"]}))) == [
+            "a.x.t",
+            "a.y.t",
+            "b.t",
+        ]
     finally:
         dist.destroy_process_group()

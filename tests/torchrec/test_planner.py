@@ -37,7 +37,7 @@ from shardcore.cost import neural
 from shardcore.search import Budget
 from shardcore.step.lower import lower
 from shardcore.tables.public import DEFAULT_ACCESS
-from shardcore.torchrec.plan_files import _require_of
+from shardcore.torchrec.plan_files import _require_same_tables
 from shardcore.torchrec.planner import ShardCorePlanner, our_topology, plan_for, problem_for
 from shardcore.torchrec.sharding_plan import from_torchrec, to_torchrec
 
@@ -272,10 +272,10 @@ def test_wrapped_collections_are_planned_by_the_path_of_what_wraps_them():
     said = [line for line in made.unpriced if "is priced as the collection within" in line]
     assert [line.split("'")[1] for line in said] == ["processed", "collided", "collided_rows"]
     assert from_torchrec(plan, made.problem, WRAPPED).placements == made.our_plan.placements
-    _require_of(plan, WRAPPED, "the plan")
+    _require_same_tables(plan, WRAPPED, "the plan")
     inner = ShardingPlan({**plan.plan, "collided._embedding_module": plan.plan["collided"]})
     with pytest.raises(ShardCoreError, match="shards module 'collided._embedding_module', which is no coll"):
-        _require_of(inner, WRAPPED, "the plan")
+        _require_same_tables(inner, WRAPPED, "the plan")
 
 
 def test_a_plan_that_managed_collision_cannot_run_is_refused():

@@ -47,7 +47,7 @@ from shardcore.step.kinds import WHOLE_ROWS, shards_on
 from shardcore.step.memory import MIB, host_bytes, own_cache_mib, resident_bytes
 from shardcore.torchrec.plan_files import read_qcomms, read_torchrec, write_torchrec
 from shardcore.torchrec.planner import ShardCorePlanner
-from shardcore.torchrec.settings import job_of, payloads_of, qcomms_of, settings_of, unpriced
+from shardcore.torchrec.settings import job_of, kernel_settings, payloads_of_sharders, qcomms_of, unpriced
 from shardcore.torchrec.sharding_plan import from_torchrec, to_torchrec
 
 MODULE = training.Model()
@@ -104,7 +104,7 @@ def test_settings_go_with_their_tables():
     moved = Plan(whole(1).placements, from_torchrec(tiered(), GIVEN, MODULE).provenance)
     found, old = to_torchrec(moved, GIVEN, MODULE).plan["left"], tiered().plan["left"]
     assert {n: s.ranks for n, s in found.items()} == {n: [1] for n in "abcd"}
-    assert all(settings_of(found[n], n) == settings_of(old[n], n) != {} for n in "acd")
+    assert all(kernel_settings(found[n], n) == kernel_settings(old[n], n) != {} for n in "acd")
     assert (
         to_torchrec(moved, GIVEN, MODULE, like=to_torchrec(whole(), GIVEN, MODULE))
         .plan["left"]["a"]
@@ -255,8 +255,8 @@ def test_the_sharder_of_a_wrapper_sends_as_the_one_within():
     from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
 
     within = sender()
-    assert payloads_of([FeatureProcessedEmbeddingBagCollectionSharder(within)]) == ("fp16", "bf16")
-    assert payloads_of([FeatureProcessedEmbeddingBagCollectionSharder()]) == ("fp32", "fp32")
+    assert payloads_of_sharders([FeatureProcessedEmbeddingBagCollectionSharder(within)]) == ("fp16", "bf16")
+    assert payloads_of_sharders([FeatureProcessedEmbeddingBagCollectionSharder()]) == ("fp32", "fp32")
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ def test_the_sharder_of_a_wrapper_sends_as_the_one_within():
 def test_codecs_with_scales_are_payloads(qcomms, payloads):
     """Also where TorchRec sends others in a reduce-scatter, and back to a config."""
     sharders, job = [sender(qcomms)], job_of(qcomms)
-    assert tuple(job.payloads.values()) == payloads == payloads_of(sharders)
+    assert tuple(job.payloads.values()) == payloads == payloads_of_sharders(sharders)
     assert job_of(qcomms_of(job)) == job
     given = replace(GIVEN, job=job)
     plain = to_torchrec(whole(), GIVEN, MODULE)
@@ -484,7 +484,7 @@ def test_hash_tables_of_other_kernels_are_not_exported():
 def test_output_types_are_refused_wherever_they_arrive(field, precision):
     """Codecs are read as their config is."""
     config = QCommsConfig(precision, precision, **{field: SparseType.BF16})
-    for read in (lambda: job_of(config), lambda: payloads_of([sender(config)])):
+    for read in (lambda: job_of(config), lambda: payloads_of_sharders([sender(config)])):
         with pytest.raises(ShardCoreError, match="output_dtype .*outputs are priced in FP32 at both ends"):
             read()
 
@@ -492,7 +492,10 @@ def test_output_types_are_refused_wherever_they_arrive(field, precision):
 def test_operations_without_a_codec_send_fp32():
     registry = get_qcomm_codecs_registry(QCOMMS, [CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL], torch.device("cuda"))
     some = EmbeddingBagCollectionSharder(qcomm_codecs_registry=registry)
-    assert payloads_of([some]) == ("fp32", "fp32")
-    assert payloads_of([EmbeddingCollectionSharder(qcomm_codecs_registry=registry)]) == ("fp32", "fp32")
+    assert payloads_of_sharders([some]) == ("fp32", "fp32")
+    assert payloads_of_sharders([EmbeddingCollectionSharder(qcomm_codecs_registry=registry)]) == (
+        "fp32",
+        "fp32",
+    )
     said = unpriced(to_torchrec(whole(), GIVEN, MODULE), [some], GIVEN)
     assert [line.split()[0] for line in said] == ["pooled_embeddings_all_to_all"]

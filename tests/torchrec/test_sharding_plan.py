@@ -24,8 +24,8 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.io import files
 from shardcore.step.ways import consolidate
-from shardcore.torchrec.modules import tables_of
-from shardcore.torchrec.plan_files import from_json, read_torchrec, to_json, write_torchrec
+from shardcore.torchrec.modules import tables_of_model
+from shardcore.torchrec.plan_files import plan_from_json, plan_to_json, read_torchrec, write_torchrec
 from shardcore.torchrec.sharding_plan import from_torchrec, to_torchrec, torchrec_sharding
 
 MODULE = training.Model(sequence=True)
@@ -101,8 +101,8 @@ def test_rows_over_a_host_are_one_op_with_those_of_cut_tables():
 
 
 def test_names_of_tables():
-    assert list(tables_of(MODULE)) == ["a", "b", "left.c", "d", "inner.right.c", "e", "s", "t"]
-    assert [t.path for t in tables_of(MODULE).values()] == ["left"] * 4 + ["inner.right"] * 2 + [
+    assert list(tables_of_model(MODULE)) == ["a", "b", "left.c", "d", "inner.right.c", "e", "s", "t"]
+    assert [t.path for t in tables_of_model(MODULE).values()] == ["left"] * 4 + ["inner.right"] * 2 + [
         "sequence"
     ] * 2
 
@@ -344,7 +344,7 @@ def test_files_are_checked(tmp_path):
         path.write_text(text)
         with pytest.raises(ShardCoreError, match=said):
             read_torchrec(path)
-    body = to_json(to_torchrec(Plan(tuple(column(t, 0) for t in given.tables)), given, training.Model()))
+    body = plan_to_json(to_torchrec(Plan(tuple(column(t, 0) for t in given.tables)), given, training.Model()))
     two = [{"offsets": [0, 8 * i], "sizes": [24, 8], "placement": f"rank:{i}/cpu"} for i in range(2)]
     for kind, needed in (
         ("table_wise", "one shard"),
@@ -355,11 +355,11 @@ def test_files_are_checked(tmp_path):
             "left": {"a": {**body["left"]["a"], "ranks": [0, 1], "sharding_spec": two, "sharding_type": kind}}
         }
         with pytest.raises(ShardCoreError, match=f"is {kind} in 2 shards .* it needs {needed}"):
-            from_json(odd)
+            plan_from_json(odd)
     for key, value, said in ODD:
         odd = {**body, "left": {**body["left"], "a": {**body["left"]["a"], key: value}}}
         with pytest.raises(ShardCoreError, match="table 'a' of module 'left'.*" + said):
-            from_json(odd)
+            plan_from_json(odd)
 
 
 def test_command_writes_what_a_job_reads(tmp_path, capsys):

@@ -32,8 +32,8 @@ from shardcore.core.tiers import Memory
 from shardcore.core.topology import Device, Topology
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.step.kinds import LAYOUTS
-from shardcore.torchrec.constraints import by_our_names, pooling_of
-from shardcore.torchrec.modules import tables_of
+from shardcore.torchrec.constraints import constraints_by_problem_name, lookups_per_sample
+from shardcore.torchrec.modules import tables_of_model
 
 
 def of_one_table(types=None, *, rows=4000, dim=4, memory=10**9, hosts=1, per_host=4, pooling=20.0, **asked):
@@ -339,9 +339,12 @@ def test_lookups_of_nobody_s_choice_are_told():
 def test_a_stated_pooling_factor_of_a_shared_feature_beats_the_default_of_another_table():
     """TorchRec's default is one lookup a sample. Tables a and c of one collection share feature f0."""
     asked = {**CONSTRAINTS, "c": ParameterConstraints(min_partition=8)}
-    theirs = tables_of(MODULE)
+    theirs = tables_of_model(MODULE)
     assert theirs["left.c"].config.feature_names == ["f0"] and theirs["a"].config.feature_names == ["f0"]
-    assert pooling_of(by_our_names(asked, theirs, "cuda", {})[0], theirs, {})["f0"] == 10.0
+    assert (
+        lookups_per_sample(constraints_by_problem_name(asked, theirs, "cuda", {})[0], theirs, {})["f0"]
+        == 10.0
+    )
 
 
 def test_pooling_factors_beside_lookups_are_told():

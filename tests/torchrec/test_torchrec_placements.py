@@ -7,10 +7,12 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.extras import TORCHREC
 from shardcore.core.types import Table
 from shardcore.torchrec import baseline as peer
-from shardcore.torchrec.placements import placements_of
+from shardcore.torchrec.placements import placements_from_torchrec
 
 WIDE = Table("a.wide", 1000, 64, 40.0)
-installed = pytest.mark.skipif(bool(peer.missing_package()), reason=f"TorchRec is not installed: {TORCHREC}")
+installed = pytest.mark.skipif(
+    bool(peer.missing_torchrec_message()), reason=f"TorchRec is not installed: {TORCHREC}"
+)
 
 
 def sharding(kind: str, *parts):
@@ -91,7 +93,7 @@ HOSTS, ONE_HOST = on_hosts("xyxy"), on_hosts("aaa")
     ],
 )
 def test_a_plan_of_theirs_becomes_ours(on, theirs, ours):
-    assert placements_of({"t": theirs()}, {"t": WIDE}, on) == ours
+    assert placements_from_torchrec({"t": theirs()}, {"t": WIDE}, on) == ours
 
 
 @installed
@@ -119,7 +121,7 @@ def test_rows_that_torchrec_does_not_divide_so_are_refused(on, theirs):
         ShardCoreError,
         match="the plan has rows .* of table 't' on ranks; TorchRec runs .* with even ranges only",
     ):
-        placements_of({"t": theirs()}, {"t": WIDE}, on)
+        placements_from_torchrec({"t": theirs()}, {"t": WIDE}, on)
 
 
 @installed
@@ -127,7 +129,7 @@ def test_a_sharding_type_that_is_no_kinds_is_refused():
     with pytest.raises(
         ShardCoreError, match="the plan shards table 't' row_column_wise; known are table_wise, column_wise"
     ):
-        placements_of({"t": sharding("row_column_wise", (0, 0, 1000, 64, 0))}, {"t": WIDE}, HOSTS)
+        placements_from_torchrec({"t": sharding("row_column_wise", (0, 0, 1000, 64, 0))}, {"t": WIDE}, HOSTS)
 
 
 @installed
@@ -143,4 +145,4 @@ def test_a_sharding_type_that_is_no_kinds_is_refused():
 )
 def test_a_plan_that_does_not_fit_the_tables_is_refused(theirs, words):
     with pytest.raises(ShardCoreError, match=words):
-        placements_of(theirs(), {"t": WIDE}, on_hosts("aaa"))
+        placements_from_torchrec(theirs(), {"t": WIDE}, on_hosts("aaa"))

@@ -17,12 +17,14 @@ from shardcore.search import SHARDERS, Budget
 from shardcore.step.lower import lower
 from shardcore.step.memory import held_bytes, table_bytes
 from shardcore.torchrec import baseline as peer
-from shardcore.torchrec.baseline import Metered, TorchRecConfig
+from shardcore.torchrec.baseline import BudgetedProposer, TorchRecConfig
 
 BATCH, MIB = 64, 2**20
 WIDE, TINY = Table("a.wide", 1000, 64, 40.0), Table("b", 3, 8, 2.0)
 MODEL = AnalyticModel(Setting("made-up", BATCH))
-installed = pytest.mark.skipif(bool(peer.missing_package()), reason=f"TorchRec is not installed: {TORCHREC}")
+installed = pytest.mark.skipif(
+    bool(peer.missing_torchrec_message()), reason=f"TorchRec is not installed: {TORCHREC}"
+)
 
 
 FOUR = (Device(MIB),) * 4
@@ -33,13 +35,13 @@ def problem_of(*tables, devices=FOUR, **links) -> Problem:
 
 
 def test_it_is_listed_where_it_is_installed_and_says_how_to_install_it(monkeypatch):
-    assert ("torchrec" in SHARDERS) is not bool(peer.missing_package())
+    assert ("torchrec" in SHARDERS) is not bool(peer.missing_torchrec_message())
     monkeypatch.setattr(peer, "find_spec", lambda name: None)
     with pytest.raises(
         ShardCoreError,
         match=r"it is not installed \(No module named 'fbgemm_gpu'\): pip install 'shardcore\[measure",
     ):
-        peer.torchrec(problem_of(WIDE), MODEL)
+        peer.search_with_torchrec_planner(problem_of(WIDE), MODEL)
 
 
 @installed
@@ -48,7 +50,9 @@ def test_it_cuts_columns_where_min_partition_lets_it():
     widths = {
         m: sorted(
             p.shard.width
-            for p in peer.torchrec(problem, MODEL, config=TorchRecConfig((m,), (False,))).placements
+            for p in peer.search_with_torchrec_planner(
+                problem, MODEL, config=TorchRecConfig((m,), (False,))
+            ).placements
         )
         for m in (None, 32)
     }
@@ -65,7 +69,7 @@ def test_hosts_that_are_not_in_order_and_all_types():
         devices=devices,
         links=links_of(between_hosts=1.0),
     )
-    plan = peer.torchrec(problem, MODEL, config=TorchRecConfig((16,), (True,)))
+    plan = peer.search_with_torchrec_planner(problem, MODEL, config=TorchRecConfig((16,), (True,)))
     lower(plan, problem)
     assert not plan.provenance["packed"]
 
@@ -75,7 +79,7 @@ def test_it_is_told_of_devices_host_by_host_and_of_the_models_rates():
     devices = tuple(Device(MIB + i, host=h) for i, h in enumerate("xyxy"))
     tables = WIDE, TINY, Table("t", 900, 16, 5.0)
     problem = problem_of(*tables, devices=devices, links=links_of(within_host=3.0))
-    theirs = peer._Translation(problem, MODEL, [])
+    theirs = peer._TorchRecProblem(problem, MODEL, [])
     assert theirs.ranks == (0, 2, 1, 3) and theirs.per_host == 2
     topology = theirs.topology()
     assert [d.storage.hbm for d in topology.devices] == [held_bytes(problem)[d] for d in (0, 2, 1, 3)]
@@ -98,7 +102,7 @@ def test_a_faster_device_gets_more_and_a_full_one_less():
     fast = problem_of(*same, devices=(*FOUR[:3], Device(MIB, 3.0)), links=links_of(within_host=1000.0))
     small = replace(fast, topology=Topology((*FOUR[:3], Device(50_000))))
     for problem, more in ((fast, True), (small, False)):
-        plan = peer.torchrec(problem, MODEL, config=TorchRecConfig((None,), (False,)))
+        plan = peer.search_with_torchrec_planner(problem, MODEL, config=TorchRecConfig((None,), (False,)))
         held = [sum(p.devices == (d,) for p in plan.placements) for d in range(4)]
         assert (held[3] > max(held[:3])) == more, held
 
@@ -108,7 +112,7 @@ def test_pinned_tables_bundles_and_fixed_kinds_are_placed_first_and_the_others_a
     same = tuple(Table(f"t{i}", 500, 16, 10.0) for i in range(8))
     rules = Constraints(pinned=(("t0", (2,)),), together=(("t1", "t2"),), kinds=(("a.wide", ("row",)),))
     problem = replace(problem_of(WIDE, *same, links=links_of(within_host=1000.0)), constraints=rules)
-    plan = peer.torchrec(problem, MODEL, config=TorchRecConfig((None,), (False,)))
+    plan = peer.search_with_torchrec_planner(problem, MODEL, config=TorchRecConfig((None,), (False,)))
     lower(plan, problem)
     devices = {p.shard.table.name: p.devices for p in plan.placements}
     assert devices["t0"] == (2,) and devices["t1"] == devices["t2"]
@@ -124,7 +128,7 @@ def test_rows_are_cut_as_torchrec_trains_them_on_devices_of_unequal_memory():
     # Each takes a range of the rows, but not four columns of all.
     devices = (Device(MIB * 3 // 2), Device(MIB * 5 // 4)) * 4
     problem = with_room(problem_of(deep, flat, TINY, devices=devices))
-    plan = peer.torchrec(problem, MODEL, config=TorchRecConfig((None,), (True,)))
+    plan = peer.search_with_torchrec_planner(problem, MODEL, config=TorchRecConfig((None,), (True,)))
     lower(plan, problem)
     assert [p for p in plan.placements if p.shard.table == deep] == [row(deep, problem.topology)]
     assert not plan.provenance["packed"]
@@ -133,7 +137,7 @@ def test_rows_are_cut_as_torchrec_trains_them_on_devices_of_unequal_memory():
 @installed
 @pytest.mark.parametrize("budget, most", [(Budget(evals=3), 3), (Budget(seconds=1e-9), 1)])
 def test_a_budget_ends_the_sweep_with_a_plan(budget, most):
-    plan = peer.torchrec(problem_of(WIDE, TINY), MODEL, budget=budget)
+    plan = peer.search_with_torchrec_planner(problem_of(WIDE, TINY), MODEL, budget=budget)
     assert 1 <= plan.provenance["evals"] <= most
 
 
@@ -142,24 +146,24 @@ def test_a_budget_in_seconds_ends_a_setting_of_the_sweep_while_its_options_are_l
     """Listing takes a second here: once to compare costs, then for each setting. The second one finds none in time."""
     now_s, listed = [0.0], []
     monkeypatch.setattr(progress, "clock", lambda: now_s[0])
-    estimate = peer.Estimator.estimate
+    estimate = peer.PeakStorageEstimator.estimate
 
     def slow(self, options, sharder_data_map=None):
         now_s[0] += 1
         listed.append(len(options))
         estimate(self, options, sharder_data_map)
 
-    monkeypatch.setattr(peer.Estimator, "estimate", slow)
+    monkeypatch.setattr(peer.PeakStorageEstimator, "estimate", slow)
     problem, config = problem_of(WIDE, TINY), TorchRecConfig((None, 16), (False,))
-    first = peer.torchrec(problem, MODEL, config=TorchRecConfig((None,), (False,)))
+    first = peer.search_with_torchrec_planner(problem, MODEL, config=TorchRecConfig((None,), (False,)))
     now_s[0] = 0.0
     listed.clear()
-    plan = peer.torchrec(problem, MODEL, budget=Budget(seconds=2.5), config=config)
+    plan = peer.search_with_torchrec_planner(problem, MODEL, budget=Budget(seconds=2.5), config=config)
     assert len(listed) == 3 and plan == first
     assert plan.provenance["evals"] == first.provenance["evals"] and not plan.provenance["packed"]
     listed.clear()
     # The first setting always ends with a plan.
-    plan = peer.torchrec(problem, MODEL, budget=Budget(seconds=0.5), config=config)
+    plan = peer.search_with_torchrec_planner(problem, MODEL, budget=Budget(seconds=0.5), config=config)
     assert len(listed) == 2 and not plan.provenance["packed"]
 
 
@@ -177,7 +181,7 @@ def test_proposals_end_before_the_seconds_that_pricing_needs(monkeypatch):
 
     def proposals(spare_s, placeable):
         now_s[0] = 0.0
-        proposer = Metered([Proposer()], Budget(seconds=10.0).start(), spare_s)
+        proposer = BudgetedProposer([Proposer()], Budget(seconds=10.0).start(), spare_s)
         for n in range(20):
             if proposer.propose() is None:
                 return n
@@ -205,4 +209,4 @@ def test_types_over_a_host_are_for_several_devices_and_pooled_tables(hosts, sequ
     problem = problem_of(
         *tables, devices=tuple(Device(4 * MIB, host=h) for h in hosts), links=links_of(between_hosts=1.0)
     )
-    lower(peer.torchrec(problem, MODEL, config=TorchRecConfig((16,), (True,))), problem)
+    lower(peer.search_with_torchrec_planner(problem, MODEL, config=TorchRecConfig((16,), (True,))), problem)

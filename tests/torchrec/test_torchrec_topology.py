@@ -17,7 +17,7 @@ from shardcore.core.types import Setting
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.step.kinds import LAYOUTS, pod_size
 from shardcore.torchrec.planner import ShardCorePlanner
-from shardcore.torchrec.topologies import POD_SIZE, our_topology, require_job
+from shardcore.torchrec.topologies import POD_SIZE, require_pod_environment, topology_from_torchrec
 
 GIB = 2**30
 
@@ -46,9 +46,9 @@ def theirs(**given) -> TheirTopology:
 
 def test_bandwidths_that_are_given_are_those_of_the_links():
     # bytes a millisecond: 1e6 are a GB/s
-    given = our_topology(theirs(intra_host_bw=300e6, inter_host_bw=25e6))
+    given = topology_from_torchrec(theirs(intra_host_bw=300e6, inter_host_bw=25e6))
     assert given.links == links_of(within_host=300, between_hosts=25)
-    usual = our_topology(theirs())
+    usual = topology_from_torchrec(theirs())
     assert usual.links == ()
     assert [line for line in planner(theirs(intra_host_bw=300e6)).unpriced if "_bw" in line] == [
         "inter_host_bw of the topology is TorchRec's default and not used: exchanges are priced as the cost "
@@ -63,13 +63,13 @@ def test_bandwidths_by_collective_are_refused():
         pass
 
     with pytest.raises(ShardCoreError, match="topology has generalized_comms_bandwidths PerCollective; "):
-        our_topology(theirs(generalized_comms_bandwidths=PerCollective()))
+        topology_from_torchrec(theirs(generalized_comms_bandwidths=PerCollective()))
 
 
 @pytest.mark.parametrize("kind", ["cuda", "mtia"])
 def test_memory_of_an_accelerator_is_its_own(kind):
     on = theirs(compute_device=kind, hbm_cap=3 * GIB, ddr_cap=100 * GIB)
-    assert {d.memory_bytes for d in our_topology(on).devices} == {3 * GIB}
+    assert {d.memory_bytes for d in topology_from_torchrec(on).devices} == {3 * GIB}
 
 
 def test_a_model_of_another_type_of_device_is_told():
@@ -93,19 +93,19 @@ def test_a_capacity_that_nobody_gave_is_told():
 
 
 def test_a_pod_of_one_host_is_a_host():
-    assert our_topology(theirs(pod_size=1)) == our_topology(theirs())
+    assert topology_from_torchrec(theirs(pod_size=1)) == topology_from_torchrec(theirs())
 
 
 def test_pods_of_several_hosts_are_pods(monkeypatch):
     monkeypatch.setenv(POD_SIZE, "2")
-    ours = our_topology(theirs(world_size=8, pod_size=2))
+    ours = topology_from_torchrec(theirs(world_size=8, pod_size=2))
     assert ours.hosts == ("pod-0/host-0", "pod-0/host-1", "pod-1/host-2", "pod-1/host-3")
     assert ours.on_units("within_pod") == ((0, 1, 2, 3), (4, 5, 6, 7)) and pod_size(ours) == 2
 
 
 def test_pods_that_hosts_do_not_tile_are_refused_with_the_sizes_that_do():
     with pytest.raises(ShardCoreError, match="pod_size 3 and 4 hosts of 2 devices; .* one size: 1 or 2 or 4"):
-        our_topology(theirs(world_size=8, pod_size=3))
+        topology_from_torchrec(theirs(world_size=8, pod_size=3))
 
 
 def test_pods_of_the_environment_need_to_be_those_of_the_topology(monkeypatch):
@@ -153,5 +153,5 @@ def test_without_the_variable_rows_are_divided_over_hosts_and_that_is_told(monke
         with pytest.raises(
             ShardCoreError, match="over pods of 2 hosts, and .* is not set, so TorchRec would divide"
         ):
-            require_job(in_pods, placements)
-    require_job(replace(in_pods, rows_over=None), found.our_plan.placements)
+            require_pod_environment(in_pods, placements)
+    require_pod_environment(replace(in_pods, rows_over=None), found.our_plan.placements)

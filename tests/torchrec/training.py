@@ -40,8 +40,8 @@ from shardcore.io.writing import write_atomic
 from shardcore.step.kinds import LAYOUTS, even_rows, layout_of_torchrec, pod_size, possible_groups, shards_on
 from shardcore.step.lower import lower
 from shardcore.step.ways import consolidate
-from shardcore.torchrec.modules import tables_of
-from shardcore.torchrec.plan_files import from_json, to_json
+from shardcore.torchrec.modules import tables_of_model
+from shardcore.torchrec.plan_files import plan_from_json, plan_to_json
 from shardcore.torchrec.sharding_plan import from_torchrec, to_torchrec
 from shardcore.torchrec.topologies import POD_SIZE
 
@@ -176,7 +176,7 @@ def lost(plan: Plan, given: Problem, module: nn.Module, rng: np.random.Generator
     n = len(given.topology)
     checks = {
         "what a device holds": held(ours, n) == held(plan, n),
-        "the file": from_json(to_json(theirs)) == theirs,
+        "the file": plan_from_json(plan_to_json(theirs)) == theirs,
         "consolidation": ours.placements == consolidate(ours.placements),
         "TorchRec's plan": to_torchrec(ours, given, module) == theirs,
         "our plan": from_torchrec(to_torchrec(ours, given, module), given, module) == ours,
@@ -425,7 +425,7 @@ def _missing(model, whole) -> str:
 def _other_ops(model, exported, given: Problem, rank: int) -> str:
     """Shards that a rank's fused ops hold otherwise than `lower` has it, by collection; sequences aside."""
     plan = from_torchrec(exported, given, model_like(exported))
-    names = tables_of(model_like(exported))
+    names = tables_of_model(model_like(exported))
     for path, shardings in exported.plan.items():
         if path == "sequence":  # what is cut there stays apart from what is whole
             continue

@@ -22,7 +22,7 @@ from shardcore.step.exchange_lines import has_concave_exchanges, total_line
 from shardcore.step.id_bytes import received_bytes
 from shardcore.step.kinds import CHANNELS, LAYOUTS, WHOLE_ROWS, Channel, Layout, even_share
 from shardcore.step.scopes import WORLD, groups_of
-from shardcore.tables.host_rows import longest_held
+from shardcore.tables.host_rows import with_highest_load_factors
 
 MOST_SHARDS = 150_000
 """With more possible shards, only widths of powers of two are considered."""
@@ -105,7 +105,7 @@ def runs_of(problem: Problem, model: CostModel, shared: Sequence[Layout]) -> lis
         numbers = [i for i, (t, *_) in enumerate(items) if (t.collection, t.sequence) == group]
         tables = [t for i in numbers for t in items[i]]
         # No plan has tables share caches in which their rows stay longer.
-        longest = longest_held(tables, problem.global_batch, len(problem.topology))
+        longest = with_highest_load_factors(tables, problem.global_batch, len(problem.topology))
         held = dict(zip(tables, longest, strict=True))
         for kind in (WHOLE_ROWS, *shared):
             layout = kind.as_sequence if group[1] else kind

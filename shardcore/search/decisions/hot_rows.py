@@ -15,7 +15,7 @@ from shardcore.cost.model import CostModel
 from shardcore.search.decisions.driver import Decision, Outcome, Proposal
 from shardcore.step.lower import lower
 from shardcore.step.memory import gib
-from shardcore.tables.hot_rows import HOT, heats, hot_counts, with_hot_rows
+from shardcore.tables.hot_rows import HOT, heat_of_divisible_tables, hot_row_counts, with_hot_rows
 
 _FACTOR = 2.0
 """Ratio of one threshold to the next."""
@@ -38,7 +38,7 @@ class HotRows(Decision):
 
         Raises ShardCoreError for a problem without sequence tables, and as `heat_of` does.
         """
-        known = heats(problem)
+        known = heat_of_divisible_tables(problem)
         require(
             bool(known),
             f"problem {problem.name!r} has no sequence tables that are looked up; only "
@@ -52,7 +52,7 @@ class HotRows(Decision):
         # From above: a high threshold takes least memory, so it fits if any does.
         for i in range(1, n + 1):
             threshold = max(1.0, lowest, hottest / _FACTOR**i)
-            rows = hot_counts(problem, threshold)
+            rows = hot_row_counts(problem, threshold)
             # Thresholds between the same two rows give the same problem.
             if rows == before:
                 continue

@@ -52,7 +52,7 @@ from shardcore.step.memory import (
     table_bytes,
     used_bytes,
 )
-from shardcore.tables.host_rows import held_rows, link_bytes_of
+from shardcore.tables.host_rows import cached_rows_by_memory, link_bytes_of_shard
 
 SHARES = (1.0, 0.97, 0.9, 0.75, 0.5)
 """Shares of the memory for rows that are given to tables before the search."""
@@ -265,7 +265,7 @@ def _tier_of(table: Table, problem: Problem) -> Tier:
     whole, kinds = Shard.whole(table), _kinds_of(table, problem)
     # Kinds over local batches are replicas: every device has the table.
     copies = len(problem.topology) if kinds and all(layout.local_batch for layout in kinds) else 1
-    link = link_bytes_of(whole, problem.global_batch, problem.optimizer)
+    link = link_bytes_of_shard(whole, problem.global_batch, problem.optimizer)
     return Tier(table, copies * _rows_bytes(table, problem), host_bytes(whole, problem), float(link.sum()))
 
 
@@ -312,7 +312,11 @@ def options_of(table: Table, problem: Problem, among: tuple[str, ...], memory: f
     able = [TIERS[name] for name in among if may_leave]
     # Nothing crosses the link for a table without lookups, so it needs no cache. One row is none or whole.
     needs_cache = table.rows > 1 and access.lookups(table, problem.global_batch) > 0
-    held = held_rows(table, problem.global_batch)[::_EVERY].astype(int) if needs_cache else np.ones(1, int)
+    held = (
+        cached_rows_by_memory(table, problem.global_batch)[::_EVERY].astype(int)
+        if needs_cache
+        else np.ones(1, int)
+    )
     factors = [(1.0, table.tier)]
     for tier in able:
         if tier.why_not(table.precision, problem.optimizer):

@@ -41,7 +41,7 @@ from shardcore.search.ties import least
 from shardcore.step.lower import lower
 from shardcore.step.memory import gib, held_bytes, local_batch_bytes, table_bytes
 from shardcore.step.ways import on_all_devices
-from shardcore.tables.hot_rows import as_cold, cold_names
+from shardcore.tables.hot_rows import cold_part_names, rename_to_cold_parts
 
 MOST_UNITS = 4096
 """A search compares all pairs of units."""
@@ -168,13 +168,13 @@ class OnTowers(Decision, noun="towers"):
 
         Raises ShardCoreError as `tower_hosts` does.
         """
-        towers, for_problem = self.towers.renamed(cold_names(problem)), model.for_problem(problem)
+        towers, for_problem = self.towers.renamed(cold_part_names(problem)), model.for_problem(problem)
         # The search for a plan needs the rest.
         third = seconds and seconds / 3
         kept = None
         if self.start:
             with suppress(ShardCoreError):  # the towers are against these hosts
-                stays = _on_its_hosts(problem, as_cold(self.start, problem))
+                stays = _on_its_hosts(problem, rename_to_cold_parts(self.start, problem))
                 kept = tower_hosts(stays, towers, for_problem, third)
         if kept:
             yield replace(kept, words="hosts of the plan before", more=int(self.moves))

@@ -37,7 +37,7 @@ from shardcore.search.learned.policy import NETS, Policy
 from shardcore.search.learned.rollout import Rollout, Rollouts
 from shardcore.search.lockstep import Placed
 from shardcore.search.state.feasible import feasible_shards
-from shardcore.tables.held_out import kept_for_testing
+from shardcore.tables.held_out import is_held_out
 
 _KEPT_PLANS, _BATCH = 5_000, 64
 """Latest plans that a cost network learns from, and plans of one update."""
@@ -149,8 +149,8 @@ def draw(
         return [_on(like, problem) for problem in problems] if like else problems
 
     # By table, not by problem: test problems show how it does on tables that it never saw.
-    half = [t for t in pool if not kept_for_testing(t, one_of=2)]
-    other = [t for t in pool if kept_for_testing(t, one_of=2)]
+    half = [t for t in pool if not is_held_out(t, one_of=2)]
+    other = [t for t in pool if is_held_out(t, one_of=2)]
     try:
         to_learn = drawn(half, 0, config.problems)
         validation = drawn(half, config.problems, config.validation)

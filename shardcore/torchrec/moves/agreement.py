@@ -39,7 +39,7 @@ class Undecided(ShardCoreError):
 _numbers = itertools.count()
 
 
-def rank_and_ranks() -> tuple[int, int]:
+def rank_and_world_size() -> tuple[int, int]:
     """This process's rank, and how many there are: (0, 1) without a process group."""
     ready = dist.is_available() and dist.is_initialized()
     return (dist.get_rank(), dist.get_world_size()) if ready else (0, 1)
@@ -58,7 +58,7 @@ class Agreement:
     def new(cls, timeout_s: float) -> Agreement:
         """The next change of this process. Raises Refused if other ranks have given it up."""
         store = dist.distributed_c10d._get_default_store()
-        change = cls(store, rank_and_ranks(), next(_numbers), timeout_s)
+        change = cls(store, rank_and_world_size(), next(_numbers), timeout_s)
         if change._store.check(["decision"]):
             raise Refused(
                 f"rank {change.rank} comes late: other ranks have given up this change; ask for it again"
@@ -87,7 +87,7 @@ class Agreement:
         except Exception as e:  # whatever TorchRec raises, the others need to know
             why = str(e) if isinstance(e, ShardCoreError) else f"{type(e).__name__}: {e}"
             error, vote = e, {"error": why, "waited": isinstance(e, Waited)}
-        votes = self._exchange(name, vote)
+        votes = self._exchange_votes(name, vote)
         # Ranks that only waited come last, so that the cause is reported, not its effect.
         if failed := sorted((v for v in votes if "error" in v), key=lambda v: v["waited"]):
             # Nobody commits without this rank's vote, so the decision is to abort.
@@ -110,7 +110,7 @@ class Agreement:
                 "the job, and start it from its checkpoint"
             ) from e
 
-    def _exchange(self, phase: str, vote: dict[str, Any]) -> list[dict[str, Any]]:
+    def _exchange_votes(self, phase: str, vote: dict[str, Any]) -> list[dict[str, Any]]:
         """Votes of all ranks. Raises Refused if one does not come in time."""
         # Another rank may first have to wait in vain for this one, in an exchange.
         patience = timedelta(seconds=2 * self.timeout_s + 1)

@@ -28,7 +28,7 @@ from shardcore.core.validation import MOST_COUNT, Count, Record, within
 from shardcore.plans.followed import JobEvent
 from shardcore.torchrec.moves.agreement import Agreement, Undecided
 from shardcore.torchrec.moves.reshard import MoveConfig, Moved, reshard
-from shardcore.torchrec.plan_files import from_json, to_json
+from shardcore.torchrec.plan_files import plan_from_json, plan_to_json
 from shardcore.torchrec.sharding_plan import to_torchrec
 
 _LOG = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class PlanFollower:
         self._steps_ms: deque[float] = deque(maxlen=self.config.measured_steps)
         self._last_s: float | None = None
         self._count = 0
-        self._trial: _Trial | None = None
+        self._trial: _MoveTrial | None = None
 
     def step(self) -> JobEvent | None:
         """Count a step, and make what is due: a look at the store, or a judgement of the last move.
@@ -109,7 +109,7 @@ class PlanFollower:
         event = None
         if self._trial is not None:
             if len(self._steps_ms) == self.config.measured_steps:
-                event = self._judge(self._trial)
+                event = self._judge_move(self._trial)
         elif self._count % self.config.every_steps == 0:
             event = self._follow_store()
         if event is not None:
@@ -119,7 +119,7 @@ class PlanFollower:
             self._step_ms is not None and now - self._reported_s >= self.config.report_s
         ):
             self._reported_s = now
-            self._report()
+            self._report_to_store()
         # The pause of a move is no part of a step.
         self._last_s = time.perf_counter()
         return event
@@ -129,16 +129,16 @@ class PlanFollower:
         change = Agreement.new(self.config.move.timeout_s)
         measured = list(self._steps_ms)
         with change.phase("look", lambda: {"found": current, "ms": measured}) as shared:
-            current = self._new_version() if change.rank == 0 else None
+            current = self._encode_new_version() if change.rank == 0 else None
         current, self._step_ms = shared[0]["found"], _slowest_median_ms([s["ms"] for s in shared]) or None
         if current is None:
             return None
         version = self._seen = current["version"]
         if current["error"]:
             return JobEvent(version, REFUSED, current["error"])
-        old = to_json(self.model.plan)  # type: ignore[arg-type]
+        old = plan_to_json(self.model.plan)  # type: ignore[arg-type]
         try:
-            moved = self._move(current["plan"])
+            moved = self._move_tables(current["plan"])
         except Undecided:
             raise
         except ShardCoreError as error:
@@ -146,11 +146,11 @@ class PlanFollower:
         before, self._version = self._version, version
         if not moved.tables:  # the job's own plan
             return None
-        self._trial = _Trial((before, version), old, moved, [s["ms"] for s in shared], current["ratio"])
+        self._trial = _MoveTrial((before, version), old, moved, [s["ms"] for s in shared], current["ratio"])
         self._steps_ms.clear()
         return JobEvent(version, MOVED, before_ms=self._trial.before_ms, **_amounts(moved))
 
-    def _new_version(self) -> dict[str, Any] | None:
+    def _encode_new_version(self) -> dict[str, Any] | None:
         """The store's current version as all ranks need it. None: it is the one that was seen last."""
         try:
             version = self.plans.version()
@@ -162,16 +162,16 @@ class PlanFollower:
             new, model = self.plans.read(version), self.model
             at: Any = model
             exported = to_torchrec(new.plan, new.problem, model, at.device.type, like=at.plan)
-            return {"version": version, "plan": to_json(exported), "ratio": new.most_ratio, "error": ""}
+            return {"version": version, "plan": plan_to_json(exported), "ratio": new.most_ratio, "error": ""}
         except ShardCoreError as error:
             return {"version": version, "error": str(error)}
 
-    def _move(self, plan: Mapping[str, Any]) -> Moved:
+    def _move_tables(self, plan: Mapping[str, Any]) -> Moved:
         return reshard(
-            self.model, from_json(plan), self.optimizer, pipeline=self.pipeline, config=self.config.move
+            self.model, plan_from_json(plan), self.optimizer, pipeline=self.pipeline, config=self.config.move
         )
 
-    def _judge(self, trial: _Trial) -> JobEvent:
+    def _judge_move(self, trial: _MoveTrial) -> JobEvent:
         """Keep a plan, or go back to the one before it."""
         self._trial = None
         version, change = trial.versions[1], Agreement.new(self.config.move.timeout_s)
@@ -190,7 +190,7 @@ class PlanFollower:
             f"noise {noise_ms:.2g} ms)" + (f"; predicted at most {expected_ms:.3g} ms" if expected_ms else "")
         )
         try:
-            moved = self._move(trial.old)
+            moved = self._move_tables(trial.old)
         except Undecided:
             raise
         except ShardCoreError as error:  # the new plan still trains
@@ -204,7 +204,7 @@ class PlanFollower:
                 reason += f"; the store was not told: {error}"
         return JobEvent(version, ROLLED_BACK, reason, **numbers, **_amounts(moved))
 
-    def _report(self) -> None:
+    def _report_to_store(self) -> None:
         """Tell the store which plan the job has, and its last changes. No trouble with that ends the job."""
         if dist.get_rank():
             return
@@ -222,7 +222,7 @@ class PlanFollower:
 
 
 @dataclass(frozen=True)
-class _Trial:
+class _MoveTrial:
     """A move that is not judged yet.
 
     versions: before it, None if the store does not have it, and after it.

@@ -62,7 +62,7 @@ def measure_move_rates(
     )
     host = [rank // ranks_per_host for rank in range(n)]
     few, many, divided = (
-        _phase_seconds(_MadeJob(host, device, tables, collections=collections), [], config)
+        _median_phase_seconds(_SyntheticJob(host, device, tables, collections=collections), [], config)
         for tables, collections in ((_FEW, 1), (_MANY, 1), (_FEW, _COLLECTIONS))
     )
     a_table = {phase: (many[phase] - few[phase]) / (_MANY - _FEW) for phase in few}
@@ -71,10 +71,10 @@ def measure_move_rates(
 
     # Rows of a large table, and where each goes.
     n_cells = config.mib * 2**20 // 4
-    made, narrow = (_MadeJob(host, device, n + 1, n_cells // width, width) for width in (_WIDE, _NARROW))
+    made, narrow = (_SyntheticJob(host, device, n + 1, n_cells // width, width) for width in (_WIDE, _NARROW))
     small = {phase: few[phase] + a_table[phase] * (n + 1 - _FEW) for phase in few}
     n_bytes = 2 * n_cells * 4
-    local, of_narrow = (_excess_seconds(_phase_seconds(m, [], config), small) for m in (made, narrow))
+    local, of_narrow = (_excess_seconds(_median_phase_seconds(m, [], config), small) for m in (made, narrow))
     # Weights and state have digests before and after.
     checked = np.array([[4 * n_cells, 4 * m.rows] for m in (made, narrow)])
     digest_ns, row_ns = np.linalg.solve(checked, 1e9 * np.array([local["check"], of_narrow["check"]]))
@@ -87,7 +87,7 @@ def measure_move_rates(
         (BETWEEN, [(r + ranks_per_host) % n for r in range(n)]),
     ):
         if to != list(range(n)):
-            fill_s = _excess_seconds(_phase_seconds(made, to, config), small)["fill"]
+            fill_s = _excess_seconds(_median_phase_seconds(made, to, config), small)["fill"]
             links[level] = _gbps(n_bytes, fill_s)
     return MoveRates(
         move_s=max(0.0, sum(few.values()) - _FEW * table_s - collection_s),
@@ -112,7 +112,7 @@ def _gbps(n_bytes: int, seconds: float) -> float:
 
 
 @dataclass(frozen=True)
-class _MadeJob:
+class _SyntheticJob:
     """A job made for the measurement.
 
     host: host of each rank.
@@ -149,19 +149,19 @@ class _MadeJob:
             tuple(Placement("column", Shard.whole(t), (rank,)) for t, rank in zip(tables, at, strict=True))
         )
 
-    def job(self) -> Any:
+    def sharded_model(self) -> Any:
         from fbgemm_gpu.split_embedding_configs import EmbOptimType
         from torchrec.distributed import DistributedModelParallel
         from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 
-        model = self.model()
+        model = self.unsharded_model()
         sharder = EmbeddingBagCollectionSharder({"optimizer": EmbOptimType.EXACT_ADAGRAD})
         exported = to_torchrec(self.plan(0, []), self.problem(), model, self.device.type)
         return DistributedModelParallel(
             model, device=self.device, plan=exported, sharders=cast(Any, [sharder])
         )
 
-    def model(self) -> nn.Module:
+    def unsharded_model(self) -> nn.Module:
         from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
         model, tables = nn.Module(), self.problem().tables
@@ -177,11 +177,11 @@ class _MadeJob:
         return model
 
 
-def _phase_seconds(made: _MadeJob, to: list[int], config: MoveRatesConfig) -> dict[str, float]:
+def _median_phase_seconds(made: _SyntheticJob, to: list[int], config: MoveRatesConfig) -> dict[str, float]:
     """Median seconds of each phase of moves there and back: of the tiny table, and of others to `to`."""
-    job = made.job()
+    job = made.sharded_model()
     there, back = (
-        to_torchrec(made.plan(*at), made.problem(), made.model(), made.device.type)
+        to_torchrec(made.plan(*at), made.problem(), made.unsharded_model(), made.device.type)
         for at in ((len(made.host) - 1, to), (0, []))
     )
     moves: list[Moved] = []

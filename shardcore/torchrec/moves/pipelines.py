@@ -10,7 +10,7 @@ from shardcore.core.errors import ShardCoreError
 
 
 @contextmanager
-def emptied_pipeline(pipeline: Any) -> Iterator[None]:
+def drain_pipeline(pipeline: Any) -> Iterator[None]:
     """Take a pipeline's batches out of it, and put them back at the end.
 
     Their ids were sent to the ranks of the old plan. Filling the pipeline sends them again.

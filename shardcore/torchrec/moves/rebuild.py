@@ -18,7 +18,7 @@ def unsharded_copy(collection: Collection, init_fn: Any = None) -> Any:
     from torchrec import EmbeddingBagCollection, EmbeddingCollection
 
     module, meta = collection.module, torch.device("meta")
-    tables = [replace(c, init_fn=init_fn) if init_fn else c for c in collection.configs]
+    tables = [replace(c, init_fn=init_fn) if init_fn else c for c in collection.table_configs]
     if collection.is_pooled:
         return EmbeddingBagCollection(tables=tables, is_weighted=module._is_weighted, device=meta)
     # Options of the constructor that the sharded module still has.
@@ -30,7 +30,7 @@ def unsharded_copy(collection: Collection, init_fn: Any = None) -> Any:
     return EmbeddingCollection(tables=tables, device=meta, **others)
 
 
-def no_init(weight: torch.Tensor) -> None:
+def leave_uninitialized(weight: torch.Tensor) -> None:
     pass
 
 
@@ -44,8 +44,8 @@ class WithoutInit(torch.overrides.TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def restore_configs(module: Any, old: Collection) -> None:
+def restore_table_configs(module: Any, old: Collection) -> None:
     """Give a new collection the configs of the old one, with their initialization."""
-    configs = old.configs
+    configs = old.table_configs
     setattr(module, "_embedding_bag_configs" if old.is_pooled else "_embedding_configs", configs)
     module._table_name_to_config = {c.name: c for c in configs}

@@ -8,27 +8,27 @@ from typing import Any
 from torch import nn
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.torchrec.modules import Collection, collections_of
+from shardcore.torchrec.modules import Collection, collections_of_model
 from shardcore.torchrec.moves.rows import DenseOptimizer
 
 
-def replica_groups(model: nn.Module, optimizer: DenseOptimizer) -> list[tuple[Any, dict[str, Any]]]:
+def replica_parameter_groups(model: nn.Module, optimizer: DenseOptimizer) -> list[tuple[Any, dict[str, Any]]]:
     """The optimizer and group of parameters that replicas of a job have or would have: one, if that is clear."""
     replicas = [
         module.weight
-        for collection in collections_of(model, refuses_others=False)
-        for name, module in collection.of_tables.items()
-        if collection.replicates(name)
+        for collection in collections_of_model(model, refuses_others=False)
+        for name, module in collection.table_modules.items()
+        if collection.is_replicated(name)
     ]
     # The optimizer of replicas that exist is the one for new replicas, too.
-    if found := [of for weight in replicas if (of := optimizer.group_of(weight)) is not None]:
+    if found := [of for weight in replicas if (of := optimizer.parameter_group(weight)) is not None]:
         return found[:1]
     # Otherwise an empty group is meant for them, or the only group there is.
     groups = [(o, group) for o in optimizer.plain for group in o.param_groups]
     return [of for of in groups if not of[1]["params"]] or groups
 
 
-def replica_group(
+def replica_parameter_group(
     collection: Collection, table: str, optimizer: DenseOptimizer, groups: list[tuple[Any, dict[str, Any]]]
 ) -> tuple[Any, dict[str, Any]]:
     """The optimizer and group of parameters of a table's replica, now or in the new plan.
@@ -36,8 +36,8 @@ def replica_group(
     Raises ShardCoreError if there is none, or if several could be meant.
     """
     # A replica keeps the group that it has.
-    if collection.replicates(table):
-        own = optimizer.group_of(collection.of_tables[table].weight)
+    if collection.is_replicated(table):
+        own = optimizer.parameter_group(collection.table_modules[table].weight)
         groups = [] if own is None else [own]
     if len(groups) != 1:
         raise ShardCoreError(
@@ -60,28 +60,28 @@ def replace_parameter(
     # State belongs to the old parameter and would stay in memory.
     optimizer.state.pop(before, None)
     # TorchRec's wrappers keep parameters by name, in separate mappings.
-    for keyed in _keyed_wrappers(given):
+    for keyed in _optimizer_wrappers(given):
         if getattr(keyed, "_optimizer", None) is optimizer:
             of_keyed = {k: p for k, p in keyed.params.items() if p is not before}
             keyed.params = of_keyed if after is None else {**of_keyed, name: after}
 
 
-def _keyed_wrappers(optimizer: Any) -> Iterator[Any]:
+def _optimizer_wrappers(optimizer: Any) -> Iterator[Any]:
     """TorchRec's wrappers of an optimizer, the inner ones first."""
     if hasattr(optimizer, "optimizers"):
         for _, inner in optimizer.optimizers:
-            yield from _keyed_wrappers(inner)
+            yield from _optimizer_wrappers(inner)
     elif hasattr(optimizer, "_optimizer"):
         # Inner first: outer wrappers copy what the inner ones have.
-        yield from _keyed_wrappers(optimizer._optimizer)
+        yield from _optimizer_wrappers(optimizer._optimizer)
         yield optimizer
 
 
-def refresh_wrappers(optimizer: Any) -> None:
+def refresh_optimizer_wrappers(optimizer: Any) -> None:
     """Let TorchRec's wrappers of optimizers see the parameters of what they wrap."""
     from torchrec.optim.keyed import OptimizerWrapper
 
-    for keyed in _keyed_wrappers(optimizer):
+    for keyed in _optimizer_wrappers(optimizer):
         if isinstance(keyed, OptimizerWrapper):
             inner = keyed._optimizer
             keyed.params, keyed.state, keyed.param_groups = inner.params, inner.state, inner.param_groups

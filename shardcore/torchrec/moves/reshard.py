@@ -28,16 +28,21 @@ from torch import nn
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.topology import Device, Topology
 from shardcore.core.validation import Record, Wait, require, within
-from shardcore.torchrec.modules import Collection, collections_of, first_names, is_replicated
+from shardcore.torchrec.modules import Collection, collections_of_model, is_replicated, quote_first_names
 from shardcore.torchrec.moves.agreement import Agreement, Waited, time_limit
-from shardcore.torchrec.moves.pipelines import emptied_pipeline
-from shardcore.torchrec.moves.rebuild import WithoutInit, no_init, restore_configs, unsharded_copy
+from shardcore.torchrec.moves.pipelines import drain_pipeline
+from shardcore.torchrec.moves.rebuild import (
+    WithoutInit,
+    leave_uninitialized,
+    restore_table_configs,
+    unsharded_copy,
+)
 from shardcore.torchrec.moves.replica_optimizers import (
-    refresh_wrappers,
+    refresh_optimizer_wrappers,
     renew_fused_optimizer,
     replace_parameter,
-    replica_group,
-    replica_groups,
+    replica_parameter_group,
+    replica_parameter_groups,
 )
 from shardcore.torchrec.moves.rows import (
     WEIGHTS,
@@ -45,13 +50,13 @@ from shardcore.torchrec.moves.rows import (
     Format,
     Key,
     Part,
-    dense_states,
-    fresh_state,
+    dense_state_granularity,
     fused_kernels,
-    fused_states,
+    fused_state_granularity,
     key_name,
-    parts_of,
-    set_step,
+    parts_on_rank,
+    set_fused_step,
+    zero_optimizer_state,
 )
 from shardcore.torchrec.moves.transfer import (
     DIGEST_BYTES,
@@ -59,11 +64,11 @@ from shardcore.torchrec.moves.transfer import (
     Piece,
     Region,
     TableRegions,
-    digests,
-    inexact_reason,
-    pieces,
+    inexact_state_reason,
+    tensor_digests,
+    transfer_pieces,
 )
-from shardcore.torchrec.plan_files import modules_of, to_json
+from shardcore.torchrec.plan_files import plan_to_json, shardings_by_module
 from shardcore.torchrec.problems import unpriced_problem
 from shardcore.torchrec.sharding_plan import from_torchrec, to_torchrec
 
@@ -147,7 +152,7 @@ def reshard(
     )
     model._moves_tables = True  # type: ignore[assignment]
     try:
-        with emptied_pipeline(pipeline):
+        with drain_pipeline(pipeline):
             moved = _move_tables(model, new_plan, DenseOptimizer(optimizer), config)
     finally:
         model._moves_tables = False  # type: ignore[assignment]
@@ -159,7 +164,7 @@ def reshard(
 def _move_tables(model: Any, new_plan: ShardingPlan, optimizer: DenseOptimizer, config: MoveConfig) -> Moved:
     clock, rank = _Clock(), dist.get_rank()
     agreed = Agreement.new(config.timeout_s)
-    with agreed.phase("plan", lambda: move.rank_facts()) as shared:
+    with agreed.phase("plan", lambda: move.facts_for_other_ranks()) as shared:
         move = _Move.plan_move(model, new_plan, optimizer, config)
     with agreed.phase("same plan"):
         if differing := [r for r, of in enumerate(shared) if of["digest"] != shared[0]["digest"]]:
@@ -174,10 +179,13 @@ def _move_tables(model: Any, new_plan: ShardingPlan, optimizer: DenseOptimizer, 
     try:
         with agreed.phase("build"), time_limit(model._env.process_group, config.timeout_s):
             group = dist.new_group(timeout=timedelta(seconds=config.timeout_s))
-            built += [c.build(model, optimizer, _Counts.of_ranks(shared)) for c in move.collections]
+            built += [
+                c.build_new_shards(model, optimizer, _OptimizerProgress.merge_ranks(shared))
+                for c in move.collections
+            ]
         clock.lap("build")
         with agreed.phase("fill"):
-            move.fill(built, group, config)
+            move.fill_new_shards(built, group, config)
         clock.lap("fill")
         with agreed.phase("digest", lambda: {"before": before, "after": after}) as found:
             # Of replicas that all ranks had, that of rank 0 counts.
@@ -187,8 +195,8 @@ def _move_tables(model: Any, new_plan: ShardingPlan, optimizer: DenseOptimizer, 
                 for part in c.parts
                 if rank == 0 or not c.regions[part.key][0].replicas
             )
-            before = digests(counted, move.verified_formats())
-            after = digests((p for b in built for p in b.parts.values()), move.verified_formats())
+            before = tensor_digests(counted, move.formats_to_verify())
+            after = tensor_digests((p for b in built for p in b.parts.values()), move.formats_to_verify())
         with agreed.phase("compare"):
             totals = move.require_equal_digests(found)
     finally:
@@ -198,13 +206,13 @@ def _move_tables(model: Any, new_plan: ShardingPlan, optimizer: DenseOptimizer, 
     agreed.commit()
     # From here on nothing may fail: other ranks use the new plan.
     for collection, new in zip(move.collections, built, strict=True):
-        collection.swap(model, new, optimizer)
+        collection.swap_into_model(model, new, optimizer)
     renew_fused_optimizer(model)
-    refresh_wrappers(optimizer.given)
+    refresh_optimizer_wrappers(optimizer.given)
     clock.lap("swap")
     return Moved(
-        tables=tuple(sorted(key_name(key) for c in move.collections for key in c.changed)),
-        bytes=move.bytes_by_way(),
+        tables=tuple(sorted(key_name(key) for c in move.collections for key in c.changed_keys)),
+        bytes=move.bytes_by_link_level(),
         seconds=clock.seconds,
         extra_bytes=tuple(of["extra_bytes"] for of in shared),
         digests={name: f"{total:016x}" for name, total in totals.items()},
@@ -247,32 +255,34 @@ class _OldCollection:
         return self.old.path
 
     @property
-    def changed(self) -> list[Key]:
+    def changed_keys(self) -> list[Key]:
         return [key for key, (old, new) in self.regions.items() if old != new]
 
-    def build(self, model: Any, optimizer: DenseOptimizer, counts: _Counts) -> _NewCollection:
+    def build_new_shards(
+        self, model: Any, optimizer: DenseOptimizer, counts: _OptimizerProgress
+    ) -> _NewCollection:
         """The collection under the new plan, with state of 0."""
-        start = Collection(self.path, unsharded_copy(self.old, no_init))
+        start = Collection(self.path, unsharded_copy(self.old, leave_uninitialized))
         for table, settings in self.old.fused_params.items():
-            weight = start.of_tables[table].weight
+            weight = start.table_modules[table].weight
             # Types of optimizers are already FBGEMM's, so TorchRec needs no class of one.
             weight._optimizer_kwargs = [{k: v for k, v in settings.items() if k not in _OF_PLACEMENT}]  # type: ignore[attr-defined]
         with WithoutInit():
             module = self.sharder.shard(start.module, self.new, model._env, model.device, self.path)
-        restore_configs(module, self.old)
+        restore_table_configs(module, self.old)
         module.train(self.old.module.training)
         built = Collection(self.path, module)
-        self._continue_fused(built, counts)
+        self._restore_fused_optimizers(built, counts)
         state = {}
         for key, (_, new) in self.regions.items():
             if new.replicas:
-                weight, (kind, group) = built.of_tables[key[1]].weight, self.dense[key[1]]
-                state[weight] = fresh_state(kind, group, weight, counts.steps.get(key_name(key), 0))
-        parts = {(p.key, p.rows, p.columns): p for p in parts_of(built, optimizer, new_state=state)}
-        self._require_as_planned(parts)
+                weight, (kind, group) = built.table_modules[key[1]].weight, self.dense[key[1]]
+                state[weight] = zero_optimizer_state(kind, group, weight, counts.steps.get(key_name(key), 0))
+        parts = {(p.key, p.rows, p.columns): p for p in parts_on_rank(built, optimizer, new_state=state)}
+        self._require_planned_shards(parts)
         return _NewCollection(built, parts, state)
 
-    def _continue_fused(self, built: Collection, counts: _Counts) -> None:
+    def _restore_fused_optimizers(self, built: Collection, counts: _OptimizerProgress) -> None:
         """Set learning rates and steps of fused ops to those of the tables so far."""
         for kernel in fused_kernels(built):
             tables = [t.name for t in kernel._config.embedding_tables]
@@ -280,19 +290,21 @@ class _OldCollection:
             groups = [counts.groups[name] for name in names if name in counts.groups]
             if any(g != groups[0] for g in groups):
                 raise ShardCoreError(
-                    f"tables {first_names(tables)} of {self.path!r} would share a fused op, and have other "
+                    f"tables {quote_first_names(tables)} of {self.path!r} would share a fused op, and have other "
                     f"learning rates: {[g.get('lr') for g in groups][:5]}"
                 )
             if groups:
                 kernel.fused_optimizer.param_groups[0].update(groups[0])
                 kernel.emb_module.set_learning_rate(groups[0]["lr"])
             if steps := [counts.steps[name] for name in names if name in counts.steps]:
-                set_step(kernel.emb_module, max(steps))
+                set_fused_step(kernel.emb_module, max(steps))
 
-    def _require_as_planned(self, parts: Mapping[Any, Part]) -> None:
+    def _require_planned_shards(self, parts: Mapping[Any, Part]) -> None:
         rank = dist.get_rank()
         planned = {
-            (key, r.rows, r.columns) for key, (_, new) in self.regions.items() for r in new.of_rank(rank)
+            (key, r.rows, r.columns)
+            for key, (_, new) in self.regions.items()
+            for r in new.regions_on_rank(rank)
         }
         if differing := sorted(planned ^ set(parts)):
             raise ShardCoreError(
@@ -300,14 +312,14 @@ class _OldCollection:
                 f"columns {[d[1:] for d in differing[:3]]}"
             )
         for (key, *_), part in parts.items():
-            expected = self.regions[key][1].format.tensors()
+            expected = self.regions[key][1].format.tensor_formats()
             actual = {name: (t.ndim == 1, t.dtype) for name, t in part.tensors.items()}
             if actual != expected:
                 raise ShardCoreError(
                     f"table {key[1]!r} of {self.path!r} has {actual} under the new plan; expected are {expected}"
                 )
 
-    def swap(self, model: Any, built: _NewCollection, optimizer: DenseOptimizer) -> None:
+    def swap_into_model(self, model: Any, built: _NewCollection, optimizer: DenseOptimizer) -> None:
         """Use the new shards. Nothing here waits or allocates much."""
         before, now = self.old, built.collection
         for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
@@ -316,8 +328,8 @@ class _OldCollection:
         for (_, table), (old, new) in self.regions.items():
             if old.replicas or new.replicas:
                 weights = (
-                    before.of_tables[table].weight if old.replicas else None,
-                    now.of_tables[table].weight if new.replicas else None,
+                    before.table_modules[table].weight if old.replicas else None,
+                    now.table_modules[table].weight if new.replicas else None,
                 )
                 group = self.dense[table]
                 name = ".".join(filter(None, (self.path, prefix, table, "weight")))
@@ -334,17 +346,17 @@ class _OldCollection:
 
 
 @dataclass(frozen=True)
-class _Counts:
+class _OptimizerProgress:
     """Settings of optimizers that go on, by table: numbers of its fused group, and the largest count of steps."""
 
     groups: Mapping[str, Mapping[str, float]]
     steps: Mapping[str, int]
 
     @staticmethod
-    def of_ranks(shared: Sequence[Mapping[str, Any]]) -> _Counts:
+    def merge_ranks(shared: Sequence[Mapping[str, Any]]) -> _OptimizerProgress:
         groups = {name: group for of in shared for name, group in of["groups"].items()}
         rising = sorted((step, name) for of in shared for name, step in of["steps"].items())
-        return _Counts(groups, {name: step for step, name in rising})
+        return _OptimizerProgress(groups, {name: step for step, name in rising})
 
 
 @dataclass(frozen=True)
@@ -380,26 +392,30 @@ class _Move:
         changed = _changed_collections(model, new_plan, optimizer)
         regions = {key: pair for c in changed for key, pair in c.regions.items()}
         reasons = {
-            key_name(key): why for key, (old, new) in regions.items() if (why := inexact_reason(old, new))
+            key_name(key): why
+            for key, (old, new) in regions.items()
+            if (why := inexact_state_reason(old, new))
         }
         if reasons and not config.approximate:
             name = next(iter(reasons))
             raise ShardCoreError(
-                f"optimizer state of tables {first_names(list(reasons))} cannot move as it is: of {name!r}, "
+                f"optimizer state of tables {quote_first_names(list(reasons))} cannot move as it is: of {name!r}, "
                 f"{reasons[name]}; set approximate to carry it over as well as can be"
             )
         buffer = int(config.piece_mib * 2**20)
-        moved = tuple(p for key, (old, new) in regions.items() for p in pieces(key, old, new, buffer))
+        moved = tuple(
+            p for key, (old, new) in regions.items() for p in transfer_pieces(key, old, new, buffer)
+        )
         sent = [p.aligned_bytes for p in moved if p.source.rank != p.target.rank]
         buffers = 2 * min(max([buffer, *sent]), sum(sent))
         # A replica has a gradient in its data-parallel wrapper. Digests are taken once buffers are gone.
         extra = max(buffers, DIGEST_BYTES) + sum(
-            new.bytes_of(rank)
-            + new.replicas * sum(r.cells for r in new.of_rank(rank)) * new.format.weights.itemsize
+            new.bytes_on_rank(rank)
+            + new.replicas * sum(r.cells for r in new.regions_on_rank(rank)) * new.format.weights.itemsize
             for _, new in regions.values()
         )
         _require_memory(extra, model.device, config)
-        content = [to_json(model.plan), to_json(new_plan), repr(config)]
+        content = [plan_to_json(model.plan), plan_to_json(new_plan), repr(config)]
         return _Move(
             collections=tuple(changed),
             pieces=moved,
@@ -410,7 +426,7 @@ class _Move:
             per_host=_ranks_per_host(model),
         )
 
-    def rank_facts(self) -> dict[str, Any]:
+    def facts_for_other_ranks(self) -> dict[str, Any]:
         """A rank's own knowledge that all ranks need: steps and learning rates of its fused ops."""
         groups: dict[str, Any] = {}
         steps = {key_name(p.key): p.step for c in self.collections for p in c.parts if p.step is not None}
@@ -421,7 +437,9 @@ class _Move:
                 groups |= {key_name((c.path, t.name)): numbers for t in kernel._config.embedding_tables}
         return {"digest": self.digest, "extra_bytes": self.extra_bytes, "groups": groups, "steps": steps}
 
-    def fill(self, built: Sequence[_NewCollection], group: dist.ProcessGroup, config: MoveConfig) -> None:
+    def fill_new_shards(
+        self, built: Sequence[_NewCollection], group: dist.ProcessGroup, config: MoveConfig
+    ) -> None:
         for part in (p for b in built for p in b.parts.values()):
             for name, tensor in part.tensors.items():
                 if name != WEIGHTS:
@@ -443,9 +461,9 @@ class _Move:
             new={at: p for b in built for at, p in b.parts.items()},
             all_to_all=all_to_all,
             device=self.device,
-        ).run(self.pieces, int(config.piece_mib * 2**20))
+        ).fill_new_parts(self.pieces, int(config.piece_mib * 2**20))
 
-    def verified_formats(self) -> dict[Key, Format]:
+    def formats_to_verify(self) -> dict[Key, Format]:
         """Tensors that are the same before and after, by table."""
         return {
             key: replace(new.format, states=()) if key_name(key) in self.inexact else new.format
@@ -470,7 +488,7 @@ class _Move:
                 )
         return totals
 
-    def bytes_by_way(self) -> dict[str, int]:
+    def bytes_by_link_level(self) -> dict[str, int]:
         by_way: dict[str, int] = dict.fromkeys((LOCAL, WITHIN, BETWEEN), 0)
         for piece in self.pieces:
             a, b = piece.source.rank, piece.target.rank
@@ -507,9 +525,11 @@ def _changed_collections(
         isinstance(new_plan, ShardingPlan),
         f"the new plan is a {type(new_plan).__name__}; it needs to be TorchRec's ShardingPlan, as of read_torchrec",
     )
-    now, new = modules_of(model.plan), modules_of(new_plan)
+    now, new = shardings_by_module(model.plan), shardings_by_module(new_plan)
     collections = {
-        c.path: c for c in collections_of(model, refuses_others=False) if c.is_sharded and c.wrapper is None
+        c.path: c
+        for c in collections_of_model(model, refuses_others=False)
+        if c.is_sharded and c.wrapper is None
     }
     if differing := sorted(set(now) ^ set(new)):
         raise ShardCoreError(
@@ -530,44 +550,44 @@ def _changed_collections(
     # Refuses a plan that TorchRec cannot run, before it is tried.
     to_torchrec(from_torchrec(new_plan, problem, model), problem, model, model.device.type, like=new_plan)
     return [
-        _collection(model, collection, new[path], optimizer)
+        _old_collection(model, collection, new[path], optimizer)
         for path, collection in collections.items()
         if dict(new[path]) != dict(now[path])
     ]
 
 
-def _collection(
+def _old_collection(
     model: Any, old: Collection, new: Mapping[str, ParameterSharding], optimizer: DenseOptimizer
 ) -> _OldCollection:
     from torchrec.modules.embedding_configs import data_type_to_dtype
 
     now, settings = old.module.module_sharding_plan, old.fused_params
     collection = _OldCollection(old, model._sharder_map[type(unsharded_copy(old))], new, {}, (), {})
-    regions, dense, groups = {}, {}, replica_groups(model, optimizer)
-    for config in old.configs:
+    regions, dense, groups = {}, {}, replica_parameter_groups(model, optimizer)
+    for config in old.table_configs:
         dtype = data_type_to_dtype(config.data_type)
 
         def regions_under(
             sharding: ParameterSharding, config: Any = config, dtype: torch.dtype = dtype
         ) -> TableRegions:
             if replicas := is_replicated(sharding):
-                dense[config.name] = replica_group(old, config.name, optimizer, groups)
-                states, state = dense_states(*dense[config.name]), dtype
+                dense[config.name] = replica_parameter_group(old, config.name, optimizer, groups)
+                states, state = dense_state_granularity(*dense[config.name]), dtype
             else:
                 fused = settings[config.name].get("optimizer")
-                states, state = fused_states(getattr(fused, "name", "EXACT_SGD")), torch.float32
-            shards = _regions(sharding, config.num_embeddings, config.embedding_dim)
+                states, state = fused_state_granularity(getattr(fused, "name", "EXACT_SGD")), torch.float32
+            shards = _regions_of_sharding(sharding, config.num_embeddings, config.embedding_dim)
             return TableRegions(shards, replicas, Format(dtype, states, state))
 
         regions[old.path, config.name] = regions_under(now[config.name]), regions_under(new[config.name])
     parts = []
-    for part in parts_of(old, optimizer):
+    for part in parts_on_rank(old, optimizer):
         # A dense optimizer has no state before its first step.
         missing = {
             name: torch.zeros(
                 part.rows[1] if flat else (part.rows[1], part.columns[1]), dtype=kind, device=model.device
             )
-            for name, (flat, kind) in regions[part.key][0].format.tensors().items()
+            for name, (flat, kind) in regions[part.key][0].format.tensor_formats().items()
             if name not in part.tensors
         }
         parts.append(replace(part, tensors=part.tensors | missing))
@@ -580,7 +600,7 @@ def _ranks_per_host(model: Any) -> int:
     return get_local_size(model._env.world_size)
 
 
-def _regions(sharding: ParameterSharding, rows: int, dim: int) -> tuple[Region, ...]:
+def _regions_of_sharding(sharding: ParameterSharding, rows: int, dim: int) -> tuple[Region, ...]:
     if is_replicated(sharding):
         return tuple(Region(rank, (0, rows), (0, dim)) for rank in range(dist.get_world_size()))
     shards: Any = sharding.sharding_spec

@@ -32,18 +32,18 @@ from shardcore.io.model_files import UNREADABLE
 from shardcore.io.schema import build, require_file
 from shardcore.io.writing import write_atomic, write_json
 from shardcore.tables.hot_rows import COLD, INSIDE
-from shardcore.torchrec.modules import collections_of
-from shardcore.torchrec.moves.agreement import rank_and_ranks
+from shardcore.torchrec.modules import collections_of_model
+from shardcore.torchrec.moves.agreement import rank_and_world_size
 from shardcore.torchrec.moves.rows import (
     WEIGHTS,
     DenseOptimizer,
     Key,
     Part,
-    dense_part,
-    dense_states,
-    fresh_state,
+    dense_state_granularity,
     key_name,
-    parts_of,
+    parts_on_rank,
+    replicated_part,
+    zero_optimizer_state,
 )
 
 _COMPLETE = "rows-complete"
@@ -59,16 +59,16 @@ def save_rows(model: nn.Module, folder: str | Path, optimizer: Any = None) -> No
     """
     from safetensors.torch import save
 
-    folder, rank, n = Path(folder), *rank_and_ranks()
+    folder, rank, n = Path(folder), *rank_and_world_size()
     # All checks before the first write, so that a refused save leaves no files.
-    with _all_or_none():
+    with _raise_on_all_ranks():
         # Replicas are equal on all ranks: rank 0 writes them.
-        parts = list(_model_parts(model, optimizer, replicas=rank == 0))
+        parts = list(_parts_of_model(model, optimizer, replicas=rank == 0))
         folder.mkdir(parents=True, exist_ok=True)
         if rank == 0 and (old := next(folder.glob("rows-*.safetensors"), None)):
             raise ShardCoreError(f"{folder} has rows already, such as {old.name}; save to an empty folder")
     files: dict[str, Any] = {}
-    with _all_or_none():
+    with _raise_on_all_ranks():
         for i, part in enumerate(parts):
             # One part at a time on the CPU, to bound memory.
             tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in part.tensors.items()}
@@ -80,8 +80,8 @@ def save_rows(model: nn.Module, folder: str | Path, optimizer: Any = None) -> No
             digest = hashlib.sha256(content).hexdigest()
             rows = part.rows if part.ids is None else None
             files[name] = asdict(_File(key_name(part.key), rows, part.columns, digest, part.step))
-    of_ranks = _gather(files)
-    with _all_or_none():
+    of_ranks = _gather_from_ranks(files)
+    with _raise_on_all_ranks():
         # Written last: without it the folder is not whole.
         if rank == 0:
             body = {"ranks": n, "files": {name: of for of_rank in of_ranks for name, of in of_rank.items()}}
@@ -98,10 +98,10 @@ def load_rows(model: nn.Module, folder: str | Path, optimizer: Any = None, appro
     Raises ShardCoreError for a folder that is not whole, for rows that are missing in it, and for state that
     has another form here.
     """
-    with _all_or_none():
+    with _raise_on_all_ranks():
         folder = Path(folder)
-        files = _read_complete(folder)
-        parts = list(_model_parts(model, optimizer, replicas=True, filling=True))
+        files = _read_manifest(folder)
+        parts = list(_parts_of_model(model, optimizer, replicas=True, filling=True))
         # Columns that each row of a tensor still lacks.
         # Counted down as files are read. What is left above 0 is missing.
         missing = [{name: np.full(len(part.row_ids), part.width) for name in part.tensors} for part in parts]
@@ -111,7 +111,7 @@ def load_rows(model: nn.Module, folder: str | Path, optimizer: Any = None, appro
         for path, file in files.items():
             wanted = [x for x in zip(parts, missing, strict=True) if key_name(x[0].key) == file.table]
             if wanted:
-                saved = _read(path, file)
+                saved = _read_rows_file(path, file)
                 for part, columns in wanted:
                     _copy_rows(part, columns, saved, approximate, path)
         for part, lacking in zip(parts, missing, strict=True):
@@ -128,7 +128,7 @@ def _copy_rows(
 ) -> None:
     """Copy the rows of a part that a file has. path: of the file, for errors."""
     table, columns = key_name(part.key), saved.columns
-    rows, into = _shared_rows(saved, part)
+    rows, into = _positions_of_shared_rows(saved, part)
     lo, hi = max(columns[0], part.columns[0]), min(columns[1], part.columns[1])
     # Rows and columns that both have: nothing else is copied.
     if not len(part.row_ids[into]) or lo >= hi:
@@ -166,7 +166,7 @@ def _copy_rows(
         missing[name][into] -= hi - lo
 
 
-def _shared_rows(saved: Part, part: Part) -> tuple[Any, Any]:
+def _positions_of_shared_rows(saved: Part, part: Part) -> tuple[Any, Any]:
     """Positions in both of the rows that both have: slices where ids are consecutive."""
     if saved.ids is None and part.ids is None:
         lo, hi = max(saved.rows[0], part.rows[0]), min(saved.rows[1], part.rows[1])
@@ -182,14 +182,16 @@ def _shared_rows(saved: Part, part: Part) -> tuple[Any, Any]:
 # --- rows of a rank -----------------------------------------------------------------------------------------
 
 
-def _model_parts(model: nn.Module, optimizer: Any, replicas: bool, filling: bool = False) -> Iterator[Part]:
+def _parts_of_model(
+    model: nn.Module, optimizer: Any, replicas: bool, filling: bool = False
+) -> Iterator[Part]:
     """Rows of all tables on this rank.
 
     replicas: True to count tables and hot rows that all ranks have.
     filling: True to give replicas the state that their optimizer has not made yet.
     """
     dense = DenseOptimizer(optimizer)
-    collections = [c for c in collections_of(model, refuses_others=False) if c.wrapper is None]
+    collections = [c for c in collections_of_model(model, refuses_others=False) if c.wrapper is None]
     if not collections:
         raise ShardCoreError(
             f"a {type(model).__name__} has no EmbeddingBagCollection and no EmbeddingCollection that nothing wraps; "
@@ -200,15 +202,17 @@ def _model_parts(model: nn.Module, optimizer: Any, replicas: bool, filling: bool
         outer = collection.path.removesuffix(INSIDE) if owner else collection.path
         # Hot rows are in the module, not in a sharded collection.
         for name, hot in owner.hot_ids.items() if owner and replicas else ():
-            part = _dense_part((outer, name), owner.hot[name], dense, filling)
+            part = _replicated_part_of_job((outer, name), owner.hot[name], dense, filling)
             yield replace(part, ids=hot.ids)
-        for part in parts_of(collection, dense):
+        for part in parts_on_rank(collection, dense):
             table = part.key[1]
             # All ranks have a collection that is not sharded.
-            if not collection.is_sharded or collection.replicates(table):
+            if not collection.is_sharded or collection.is_replicated(table):
                 if not replicas:
                     continue
-                part = _dense_part(part.key, collection.of_tables[table].weight, dense, filling)
+                part = _replicated_part_of_job(
+                    part.key, collection.table_modules[table].weight, dense, filling
+                )
             name = table.removesuffix(COLD) if owner else table
             # Cold rows are saved by ids of the whole table, so that other hot ids may load them.
             is_cold = name != table and name in owner.hot_ids
@@ -216,14 +220,14 @@ def _model_parts(model: nn.Module, optimizer: Any, replicas: bool, filling: bool
             yield replace(part, key=(outer, name), ids=ids)
 
 
-def _dense_part(key: Key, weight: nn.Parameter, optimizer: DenseOptimizer, filling: bool) -> Part:
+def _replicated_part_of_job(key: Key, weight: nn.Parameter, optimizer: DenseOptimizer, filling: bool) -> Part:
     """A table, or hot rows, under the job's dense optimizer."""
-    if (found := optimizer.group_of(weight)) is not None:
-        states = dense_states(*found)
+    if (found := optimizer.parameter_group(weight)) is not None:
+        states = dense_state_granularity(*found)
         # Torch makes state at the first step. Loading needs it before.
-        if filling and states and not optimizer.state_of(weight):
-            found[0].state[weight] = fresh_state(*found, weight, 0)
-    return dense_part(key, weight, optimizer)
+        if filling and states and not optimizer.parameter_state(weight):
+            found[0].state[weight] = zero_optimizer_state(*found, weight, 0)
+    return replicated_part(key, weight, optimizer)
 
 
 # --- files ------------------------------------------------------------------------------------------------
@@ -245,21 +249,21 @@ class _File:
 
 
 @dataclass(frozen=True)
-class _Complete:
+class _Manifest:
     """complete.json: the number of ranks that wrote, and each file by its name."""
 
     ranks: int
     files: Mapping[str, _File]
 
 
-def _read_complete(folder: Path) -> dict[Path, _File]:
+def _read_manifest(folder: Path) -> dict[Path, _File]:
     """Files of rows by their paths. Raises ShardCoreError for a folder that is not whole."""
     path, names = folder / "complete.json", {p.name for p in folder.glob("rows-*.safetensors")}
     if not path.exists():
         raise ShardCoreError(
             f"{folder} has {len(names)} files of rows and no complete.json; it needs a folder that save_rows finished"
         )
-    files = build(_Complete, unseal(open_document(path, _COMPLETE), path), str(path)).files
+    files = build(_Manifest, unseal(open_document(path, _COMPLETE), path), str(path)).files
     if differ := sorted(names ^ set(files)):
         raise ShardCoreError(
             f"{folder} and its complete.json differ in {len(differ)} files, such as "
@@ -268,7 +272,7 @@ def _read_complete(folder: Path) -> dict[Path, _File]:
     return {folder / name: file for name, file in sorted(files.items())}
 
 
-def _read(path: Path, file: _File) -> Part:
+def _read_rows_file(path: Path, file: _File) -> Part:
     """The rows of a file. Raises ShardCoreError for a file that does not match its digest."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -301,7 +305,7 @@ def _read(path: Path, file: _File) -> Part:
 
 
 @contextmanager
-def _all_or_none() -> Iterator[None]:
+def _raise_on_all_ranks() -> Iterator[None]:
     """Raise an error of one rank on all ranks, so that none waits for it."""
     failure: ShardCoreError | None = None
     try:
@@ -311,14 +315,14 @@ def _all_or_none() -> Iterator[None]:
     except OSError as error:
         failure = ShardCoreError(str(error))
     # Gathered on all ranks, whether or not they failed, or one would wait.
-    messages = _gather(failure and str(failure))
+    messages = _gather_from_ranks(failure and str(failure))
     if failure or any(messages):
         raise failure or ShardCoreError(next(filter(None, messages)))
 
 
-def _gather(value: Any) -> list[Any]:
+def _gather_from_ranks(value: Any) -> list[Any]:
     """A value of each rank."""
-    values = [value] * rank_and_ranks()[1]
+    values = [value] * rank_and_world_size()[1]
     if len(values) > 1:
         dist.all_gather_object(values, value)
     return values

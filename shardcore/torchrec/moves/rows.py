@@ -58,14 +58,16 @@ class Format:
     states: tuple[tuple[str, str], ...]
     state: torch.dtype
 
-    def tensors(self) -> dict[str, tuple[bool, torch.dtype]]:
+    def tensor_formats(self) -> dict[str, tuple[bool, torch.dtype]]:
         """By name: True if it has a number a row, and its type."""
         return {WEIGHTS: (False, self.weights)} | {
             name: (per == "row", self.state) for name, per in self.states
         }
 
-    def bytes(self, rows: int, columns: int) -> int:
-        return sum(rows * (1 if flat else columns) * of.itemsize for flat, of in self.tensors().values())
+    def n_bytes(self, rows: int, columns: int) -> int:
+        return sum(
+            rows * (1 if flat else columns) * of.itemsize for flat, of in self.tensor_formats().values()
+        )
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ class DenseOptimizer:
         # The dataclass is frozen, and this field follows from another.
         object.__setattr__(self, "plain", list(_torch_optimizers(self.given)))
 
-    def group_of(self, weight: torch.Tensor) -> tuple[torch.optim.Optimizer, dict[str, Any]] | None:
+    def parameter_group(self, weight: torch.Tensor) -> tuple[torch.optim.Optimizer, dict[str, Any]] | None:
         """The optimizer that steps over a parameter, and its group of parameters."""
         for optimizer in self.plain:
             for group in optimizer.param_groups:
@@ -121,7 +123,7 @@ class DenseOptimizer:
                     return optimizer, group
         return None
 
-    def state_of(self, weight: torch.Tensor) -> dict[str, Any]:
+    def parameter_state(self, weight: torch.Tensor) -> dict[str, Any]:
         return next((o.state[weight] for o in self.plain if weight in o.state), {})
 
 
@@ -143,7 +145,9 @@ def _torch_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
         )
 
 
-def dense_states(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+def dense_state_granularity(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any]
+) -> tuple[tuple[str, str], ...]:
     """State that a dense optimizer keeps. Raises ShardCoreError for one that is not known."""
     kind = type(optimizer).__name__
     if kind not in _DENSE or group.get("momentum") or group.get("amsgrad"):
@@ -154,7 +158,7 @@ def dense_states(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> 
     return _DENSE[kind]
 
 
-def fused_states(optimizer: str) -> tuple[tuple[str, str], ...]:
+def fused_state_granularity(optimizer: str) -> tuple[tuple[str, str], ...]:
     """State that a fused optimizer keeps. optimizer: FBGEMM's name. Raises ShardCoreError for an unknown one."""
     # By FBGEMM's names, as ops report them.
     known = {o.theirs: o.states for o in OPTIMIZERS.values()}
@@ -164,7 +168,7 @@ def fused_states(optimizer: str) -> tuple[tuple[str, str], ...]:
     return tuple(zip(_NAMES[len(states)], states, strict=True)) if states else ()
 
 
-def kernels_of(collection: Collection) -> Iterator[Any]:
+def movable_kernels(collection: Collection) -> Iterator[Any]:
     """The kernels of a sharded collection on this rank. Raises ShardCoreError for rows that are no tensors."""
     for kernel in collection.kernels():
         name = kernel._config.compute_kernel.value
@@ -177,15 +181,15 @@ def kernels_of(collection: Collection) -> Iterator[Any]:
 
 
 def fused_kernels(collection: Collection) -> Iterator[Any]:
-    """Those of `kernels_of` whose tables train under a fused optimizer."""
-    return (kernel for kernel in kernels_of(collection) if not is_dense(kernel))
+    """Those of `movable_kernels` whose tables train under a fused optimizer."""
+    return (kernel for kernel in movable_kernels(collection) if not is_dense_kernel(kernel))
 
 
-def is_dense(kernel: Any) -> bool:
+def is_dense_kernel(kernel: Any) -> bool:
     return kernel._config.compute_kernel.value == "dense"
 
 
-def parts_of(
+def parts_on_rank(
     collection: Collection, optimizer: DenseOptimizer, new_state: dict[nn.Parameter, dict] | None = None
 ) -> Iterator[Part]:
     """All rows of a collection on this rank.
@@ -193,18 +197,18 @@ def parts_of(
     new_state: state of replicas by their parameter, which the optimizer does not have yet.
     """
     if not collection.is_sharded:
-        for name, module in collection.of_tables.items():
-            yield dense_part((collection.path, name), module.weight, optimizer)
+        for name, module in collection.table_modules.items():
+            yield replicated_part((collection.path, name), module.weight, optimizer)
         return
-    for kernel in kernels_of(collection):
+    for kernel in movable_kernels(collection):
         kernel.flush()  # rows in a cache
         op = kernel.emb_module
         tables, weights = kernel._config.embedding_tables, op.split_embedding_weights()
-        if is_dense(kernel):
+        if is_dense_kernel(kernel):
             for table in tables:
-                weight = collection.of_tables[table.name].weight
+                weight = collection.table_modules[table.name].weight
                 state = None if new_state is None else new_state.get(weight, {})
-                yield dense_part((collection.path, table.name), weight, optimizer, state)
+                yield replicated_part((collection.path, table.name), weight, optimizer, state)
             continue
         # Without state FBGEMM returns nothing: an empty state for each table then.
         of_tables = op.get_optimizer_state() or [{} for _ in tables]
@@ -214,7 +218,7 @@ def parts_of(
             # Ranks without rows of a table have an empty shard.
             if not rows or not columns:
                 continue
-            states = {k: rows_view(v, rows) for k, v in of_table.items() if v.numel()}
+            states = {k: view_by_row(v, rows) for k, v in of_table.items() if v.numel()}
             yield Part(
                 (collection.path, table.name),
                 (row, row + rows),
@@ -222,17 +226,17 @@ def parts_of(
                 {WEIGHTS: tensor.detach(), **states},
                 # FBGEMM counts steps only for optimizers that need the count.
                 int(op.iter) if hasattr(op, "iter") else None,
-                partial(set_step, op),
+                partial(set_fused_step, op),
             )
 
 
-def dense_part(
+def replicated_part(
     key: Key, weight: torch.Tensor, optimizer: DenseOptimizer, state: Mapping[str, Any] | None = None
 ) -> Part:
     """A whole table under a dense optimizer. state: default that of the optimizer."""
-    state = optimizer.state_of(weight) if state is None else state
+    state = optimizer.parameter_state(weight) if state is None else state
     # A count is no state of rows.
-    states = {k: rows_view(v, len(weight)) for k, v in state.items() if torch.is_tensor(v) and k != _STEP}
+    states = {k: view_by_row(v, len(weight)) for k, v in state.items() if torch.is_tensor(v) and k != _STEP}
     ends = (0, weight.shape[0]), (0, weight.shape[1])
     if _STEP not in state:
         return Part(key, *ends, {WEIGHTS: weight.detach(), **states})
@@ -240,7 +244,7 @@ def dense_part(
     return Part(key, *ends, {WEIGHTS: weight.detach(), **states}, int(count), count.fill_)
 
 
-def set_step(op: Any, step: int) -> None:
+def set_fused_step(op: Any, step: int) -> None:
     """Set the count of steps of FBGEMM's op, if it counts them."""
     if hasattr(op, "iter"):
         # FBGEMM keeps the count on the device and on the CPU.
@@ -248,9 +252,11 @@ def set_step(op: Any, step: int) -> None:
         op.iter_cpu.fill_(step)
 
 
-def fresh_state(kind: Any, group: Mapping[str, Any], weight: torch.Tensor, step: int) -> dict[str, Any]:
+def zero_optimizer_state(
+    kind: Any, group: Mapping[str, Any], weight: torch.Tensor, step: int
+) -> dict[str, Any]:
     """State of a dense optimizer for a new parameter, of 0."""
-    states = dense_states(kind, group)
+    states = dense_state_granularity(kind, group)
     if not states:
         return {}
     # Torch keeps the count on the device only for kernels that run there as a whole.
@@ -264,7 +270,7 @@ def fresh_state(kind: Any, group: Mapping[str, Any], weight: torch.Tensor, step:
     return {_STEP: torch.tensor(float(step), device=device), **tensors}
 
 
-def rows_view(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+def view_by_row(tensor: torch.Tensor, rows: int) -> torch.Tensor:
     """State of cells [N, W], or of rows [N], as a view."""
     tensor = tensor.detach()
     return tensor.view(rows) if tensor.numel() == rows else tensor.view(rows, -1)

@@ -57,13 +57,14 @@ class TableRegions:
     replicas: bool
     format: Format
 
-    def of_rank(self, rank: int) -> list[Region]:
+    def regions_on_rank(self, rank: int) -> list[Region]:
         return [r for r in self.regions if r.rank == rank]
 
-    def bytes_of(self, rank: int) -> int:
+    def bytes_on_rank(self, rank: int) -> int:
         """Bytes of weights and state on a rank."""
         return sum(
-            self.format.bytes(r.rows[1] - r.rows[0], r.columns[1] - r.columns[0]) for r in self.of_rank(rank)
+            self.format.n_bytes(r.rows[1] - r.rows[0], r.columns[1] - r.columns[0])
+            for r in self.regions_on_rank(rank)
         )
 
 
@@ -99,7 +100,7 @@ class Piece:
         return -(-self.bytes // ALIGNMENT) * ALIGNMENT
 
 
-def inexact_reason(old: TableRegions, new: TableRegions) -> str:
+def inexact_state_reason(old: TableRegions, new: TableRegions) -> str:
     """The reason why a table's optimizer state cannot be carried over as it is. "": it can be.
 
     Raises nothing: what is inexact is carried over by `pieces` as well as it can be.
@@ -120,17 +121,20 @@ def inexact_reason(old: TableRegions, new: TableRegions) -> str:
     return ""
 
 
-def pieces(key: Key, old: TableRegions, new: TableRegions, most_bytes: int) -> Iterator[Piece]:
+def transfer_pieces(key: Key, old: TableRegions, new: TableRegions, most_bytes: int) -> Iterator[Piece]:
     """All rectangles of a table that its regions in the new plan take, on all ranks.
 
     most_bytes: limit of a rectangle. A row may have more.
     """
-    of_old, of_new = old.format.tensors(), new.format.tensors()
+    of_old, of_new = old.format.tensor_formats(), new.format.tensor_formats()
     for target in new.regions:
         # A rank has its own replica.
-        sources = old.of_rank(target.rank) if old.replicas else old.regions
+        sources = old.regions_on_rank(target.rank) if old.replicas else old.regions
         for source in sources:
-            rows, columns = _overlap(source.rows, target.rows), _overlap(source.columns, target.columns)
+            rows, columns = (
+                _range_overlap(source.rows, target.rows),
+                _range_overlap(source.columns, target.columns),
+            )
             if rows[0] >= rows[1] or columns[0] >= columns[1]:
                 continue
             for name in of_new.keys() & of_old.keys():
@@ -144,15 +148,15 @@ def pieces(key: Key, old: TableRegions, new: TableRegions, most_bytes: int) -> I
                     yield Piece(key, name, source, target, (lo, hi), columns, flat, share, of)
 
 
-def _sizes(by_peer: list[list[Piece]]) -> list[int]:
+def _bytes_by_peer(by_peer: list[list[Piece]]) -> list[int]:
     return [sum(p.aligned_bytes for p in of_peer) for of_peer in by_peer]
 
 
-def _overlap(a: Range, b: Range) -> Range:
+def _range_overlap(a: Range, b: Range) -> Range:
     return max(a[0], b[0]), min(a[1], b[1])
 
 
-def rounds(sent: Iterable[Piece], most_bytes: int) -> Iterator[list[Piece]]:
+def exchange_rounds(sent: Iterable[Piece], most_bytes: int) -> Iterator[list[Piece]]:
     """Pieces in rounds, in which no rank sends or receives more than most_bytes, or one piece."""
     # Pairs of ranks take turns, so that the pieces of a round are between many.
     count: dict[tuple[int, int], int] = defaultdict(int)
@@ -193,24 +197,24 @@ class Exchange:
     all_to_all: Callable[[torch.Tensor, torch.Tensor, list[int], list[int]], None]
     device: torch.device
 
-    def run(self, moved: Iterable[Piece], most_bytes: int) -> None:
+    def fill_new_parts(self, moved: Iterable[Piece], most_bytes: int) -> None:
         """Fill the new parts. Their state needs to be 0."""
         remote = []
         for piece in moved:
             if piece.source.rank != piece.target.rank:
                 remote.append(piece)
             elif piece.source.rank == self.rank:
-                self._write(piece, self._read(piece))
-        for of_round in rounds(remote, most_bytes):
-            out, into = self._by_peer(of_round, True), self._by_peer(of_round, False)
-            sent, received = self._buffer(out), self._buffer(into)
-            for piece, view in self._views(sent, out):
-                view.copy_(self._read(piece))
-            self.all_to_all(received, sent, _sizes(into), _sizes(out))
-            for piece, view in self._views(received, into):
-                self._write(piece, view)
+                self._write_piece(piece, self._read_piece(piece))
+        for of_round in exchange_rounds(remote, most_bytes):
+            out, into = self._pieces_by_peer(of_round, True), self._pieces_by_peer(of_round, False)
+            sent, received = self._empty_buffer(out), self._empty_buffer(into)
+            for piece, view in self._piece_views(sent, out):
+                view.copy_(self._read_piece(piece))
+            self.all_to_all(received, sent, _bytes_by_peer(into), _bytes_by_peer(out))
+            for piece, view in self._piece_views(received, into):
+                self._write_piece(piece, view)
 
-    def _by_peer(self, of_round: Sequence[Piece], sending: bool) -> list[list[Piece]]:
+    def _pieces_by_peer(self, of_round: Sequence[Piece], sending: bool) -> list[list[Piece]]:
         """Pieces that this rank sends or receives, by the other rank."""
         by_peer: list[list[Piece]] = [[] for _ in range(self.ranks)]
         for piece in of_round:
@@ -219,10 +223,10 @@ class Exchange:
                 by_peer[there.rank].append(piece)
         return by_peer
 
-    def _buffer(self, by_peer: list[list[Piece]]) -> torch.Tensor:
-        return torch.empty(sum(_sizes(by_peer)), dtype=torch.uint8, device=self.device)
+    def _empty_buffer(self, by_peer: list[list[Piece]]) -> torch.Tensor:
+        return torch.empty(sum(_bytes_by_peer(by_peer)), dtype=torch.uint8, device=self.device)
 
-    def _views(
+    def _piece_views(
         self, buffer: torch.Tensor, by_peer: list[list[Piece]]
     ) -> Iterator[tuple[Piece, torch.Tensor]]:
         at = 0
@@ -231,22 +235,22 @@ class Exchange:
             yield piece, view if piece.flat else view.view(piece.rows[1] - piece.rows[0], -1)
             at += piece.aligned_bytes
 
-    def _cells(self, part: Part, piece: Piece, region: Region) -> torch.Tensor:
+    def _piece_cells(self, part: Part, piece: Piece, region: Region) -> torch.Tensor:
         """A view of a piece in a part, which has a region: [N, W], or [N] of a tensor with a number a row."""
         tensor = part.tensors[piece.name]
         lo, left = piece.rows[0] - region.rows[0], piece.columns[0] - region.columns[0]
         rows = tensor[lo : lo + piece.rows[1] - piece.rows[0]]
         return rows if tensor.ndim == 1 else rows[:, left : left + piece.columns[1] - piece.columns[0]]
 
-    def _read(self, piece: Piece) -> torch.Tensor:
+    def _read_piece(self, piece: Piece) -> torch.Tensor:
         """A piece of the old part, as it is sent."""
         source = piece.source
-        cells = self._cells(self.old[piece.key, source.rows, source.columns], piece, source)
+        cells = self._piece_cells(self.old[piece.key, source.rows, source.columns], piece, source)
         return cells.mean(1) if piece.flat and cells.ndim == 2 else cells
 
-    def _write(self, piece: Piece, value: torch.Tensor) -> None:
+    def _write_piece(self, piece: Piece, value: torch.Tensor) -> None:
         target = piece.target
-        cells = self._cells(self.new[piece.key, target.rows, target.columns], piece, target)
+        cells = self._piece_cells(self.new[piece.key, target.rows, target.columns], piece, target)
         if cells.ndim == 1:
             # The mean over the target's columns, of which each piece has some.
             cells.add_(value.to(cells) * piece.share)
@@ -257,7 +261,7 @@ class Exchange:
 # --- digests ------------------------------------------------------------------------------------------------
 
 
-def digest(tensor: torch.Tensor, row: int, column: int, kind: torch.dtype) -> int:
+def tensor_digest(tensor: torch.Tensor, row: int, column: int, kind: torch.dtype) -> int:
     """A sum over a tensor's numbers of their bits times a key of their row and one of their column, mod 2^64.
 
     Parts of a table add up to the same, however it is cut. Keys are odd, so that any change of one number
@@ -268,16 +272,16 @@ def digest(tensor: torch.Tensor, row: int, column: int, kind: torch.dtype) -> in
     bits = {4: torch.int32, 2: torch.int16, 8: torch.int64}[kind.itemsize]
     n, total = max(1, _CELLS // max(1, tensor[0].numel() if len(tensor) else 1)), 0
     width = tensor.shape[1] if tensor.ndim == 2 else 1
-    columns = _keys(column, width, tensor.device, 1)
+    columns = _random_odd_keys(column, width, tensor.device, 1)
     for lo in range(0, len(tensor), n):
         of_rows = tensor[lo : lo + n]
         values = of_rows.to(kind).contiguous().view(bits).view(len(of_rows), width).long()
-        rows = _keys(row + lo, len(of_rows), tensor.device, 0)
+        rows = _random_odd_keys(row + lo, len(of_rows), tensor.device, 0)
         total += int(((values * columns).sum(1) * rows).sum())
     return total % (1 << 64)
 
 
-def _keys(first: int, n: int, device: torch.device, stream: int) -> torch.Tensor:
+def _random_odd_keys(first: int, n: int, device: torch.device, stream: int) -> torch.Tensor:
     """[n] odd random numbers, a function of their index (SplitMix64, Steele et al. 2014)."""
     x = np.arange(first, first + n, dtype=np.uint64) * np.uint64(2) + np.uint64(stream)
     x = (x + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
@@ -286,15 +290,15 @@ def _keys(first: int, n: int, device: torch.device, stream: int) -> torch.Tensor
     return torch.from_numpy(((x ^ (x >> np.uint64(31))) | np.uint64(1)).view(np.int64)).to(device)
 
 
-def digests(parts: Iterable[Part], formats: Mapping[Key, Format]) -> dict[str, int]:
+def tensor_digests(parts: Iterable[Part], formats: Mapping[Key, Format]) -> dict[str, int]:
     """Digests of tensors by the names of table and tensor, summed over the parts of a table.
 
     formats: formats of tables. Their tensors are digested, in their types, and no others.
     """
     totals: dict[str, int] = {}
     for part in parts:
-        for tensor, (_, kind) in formats[part.key].tensors().items():
+        for tensor, (_, kind) in formats[part.key].tensor_formats().items():
             name = f"{key_name(part.key)}.{tensor}"
-            added = digest(part.tensors[tensor], part.rows[0], part.columns[0], kind)
+            added = tensor_digest(part.tensors[tensor], part.rows[0], part.columns[0], kind)
             totals[name] = (totals.get(name, 0) + added) % (1 << 64)
     return totals

@@ -22,7 +22,7 @@ from shardcore.io import files, writing
 from shardcore.measure.sampling import placements
 from shardcore.measure.sampling.groups import GroupConfig
 from shardcore.search import SHARDERS, Budget
-from shardcore.tables.held_out import kept_for_testing
+from shardcore.tables.held_out import is_held_out
 
 EVALS = 300
 """Evaluations of a search: the datasets of before were drawn with as many."""
@@ -83,9 +83,7 @@ def main() -> None:
     parser.add_argument("--optimizer", default="exact_sgd")
     args = parser.parse_args()
     setting = Setting("any", args.batch, args.precision, args.optimizer)
-    live = [
-        t for t in files.read_pool(args.pool) if t.pooling > 0 and (kept_for_testing(t) or not args.held_out)
-    ]
+    live = [t for t in files.read_pool(args.pool) if t.pooling > 0 and (is_held_out(t) or not args.held_out)]
     plans = dict(placements.recorded_plans())
     before = len(plans)
     for seed in args.seeds:

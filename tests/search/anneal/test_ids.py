@@ -18,7 +18,7 @@ from shardcore.search.portfolio import annealing
 from shardcore.step.engine.arrays import ARRIVED, ENTERED
 from shardcore.step.kinds import layout_of
 from shardcore.step.lower import lower
-from shardcore.testing.problems import BATCH, MIB, draw_tables, model_for
+from shardcore.testing.problems import BATCH, MIB, draw_random_tables, small_problem_model
 
 HIDDEN = Job(dense_forward_ms=1e3, dense_backward_ms=1e3)
 """A dense part that hides all ids."""
@@ -35,7 +35,7 @@ HIDDEN = Job(dense_forward_ms=1e3, dense_backward_ms=1e3)
 def test_what_exchanges_carry_is_that_of_the_plan_whatever_moved_before(
     hosts, sequences, several, monkeypatch
 ):
-    drawn = draw_tables(np.random.default_rng(1), 12)
+    drawn = draw_random_tables(np.random.default_rng(1), 12)
     tables = (
         replace(
             t,
@@ -46,7 +46,7 @@ def test_what_exchanges_carry_is_that_of_the_plan_whatever_moved_before(
         for i, t in enumerate(drawn)
     )
     problem = Problem("p", tuple(tables), on_hosts(hosts), BATCH)
-    model, seen = model_for(problem), []
+    model, seen = small_problem_model(problem), []
     exact = sharder.Search._exact_ms
 
     def checked(search, start, states):
@@ -85,14 +85,14 @@ def test_what_exchanges_carry_is_that_of_the_plan_whatever_moved_before(
 @pytest.mark.parametrize("gbps", [0.001, pytest.param(5.0, marks=pytest.mark.long)])
 def test_fetches_ahead_are_those_of_the_plan_whatever_moved_before(gbps, monkeypatch):
     """Exchanges of this model are linear, so that the compiled cost is exact. Caches are of equal tables."""
-    drawn = draw_tables(np.random.default_rng(1), 8)
+    drawn = draw_random_tables(np.random.default_rng(1), 8)
     hot = [Table(f"hot{i}", 1000, 16, 20.0, load_factor=0.1) for i in range(6)]
     tables = (*hot, *(replace(t, load_factor=0.0) for t in drawn[:2]), *drawn[2:])
     where = on_hosts("aaa", 1 << 40, memory=(Memory("host", 1 << 30, gbps),))
     problem = Problem(
         "p", tables, where, BATCH, job=Job("prefetch", dense_forward_ms=0.1, dense_backward_ms=0.1)
     )
-    model, exact, waits = model_for(problem).for_problem(problem), sharder.Search._exact_ms, []
+    model, exact, waits = small_problem_model(problem).for_problem(problem), sharder.Search._exact_ms, []
 
     def checked(search, start, states):
         costs = exact(search, start, states)

@@ -27,8 +27,8 @@ from shardcore.step.access import output_bytes
 from shardcore.step.kinds import WHOLE_ROWS
 from shardcore.step.lower import lower
 from shardcore.step.memory import used_bytes
-from shardcore.testing.plans import check_plan, every_plan
-from shardcore.testing.problems import BATCH, draw_problem, model_for, table_bytes
+from shardcore.testing.plans import all_plans, check_plan
+from shardcore.testing.problems import BATCH, draw_random_problem, small_problem_model, table_bytes
 
 MIB = 2**20
 
@@ -39,7 +39,7 @@ def cost(plan) -> float:
 
 def in_both_spaces(problem: Problem) -> list[Plan]:
     """Plans of the whole space, and by columns only."""
-    model, budget = model_for(problem), Budget(evals=20_000)
+    model, budget = small_problem_model(problem), Budget(evals=20_000)
     return [anneal(problem, model, budget=budget, space=space) for space in ("all", "columns")]
 
 
@@ -63,7 +63,9 @@ def test_a_table_that_has_to_be_divided_does_not_keep_others_from_it():
         assert {p.shard.table.name for p in plan.placements if p.kind == "row"} == names
     assert cost(plans[0]) < cost(plans[1])
     ordered = replace(problem, tables=(replace(deep, ordered=True), hot, *small))
-    check_plan(anneal(ordered, model_for(ordered), budget=Budget(evals=2_000), space="all"), ordered)
+    check_plan(
+        anneal(ordered, small_problem_model(ordered), budget=Budget(evals=2_000), space="all"), ordered
+    )
 
 
 def test_it_finds_the_cheapest_of_all_plans_on_two_hosts():
@@ -71,8 +73,8 @@ def test_it_finds_the_cheapest_of_all_plans_on_two_hosts():
     tables = tuple(Table(f"t{i}", 1000 + i, 8, 30.0, Zipf(0.2)) for i in range(2))
     where = on_hosts("xyxy", MIB, links=links_of(0.0, within_host=20.0, between_hosts=0.2))
     problem = Problem("hosts", tables, where, BATCH)
-    model = replace(model_for(problem), lookup_ns=20)
-    least = min(price(lower(plan, problem), model).total_ms for plan in every_plan(problem))
+    model = replace(small_problem_model(problem), lookup_ns=20)
+    least = min(price(lower(plan, problem), model).total_ms for plan in all_plans(problem))
     plan = anneal(problem, model, budget=Budget(evals=20_000))
     check_plan(plan, problem)
     assert cost(plan) == pytest.approx(least, rel=1e-9)
@@ -87,7 +89,7 @@ def test_tables_that_hosts_share_are_swapped_between_them():
     tables = tuple(Table(f"t{i}", 1000, 8, 10.0 * n, Zipf(0.2)) for i, n in enumerate(parts))
     where = on_hosts("xyxy", MIB, links=links_of(within_host=20.0, between_hosts=0.2, latency_ms=0.0))
     problem = Problem("halves", tables, where, BATCH)
-    plan = anneal(problem, replace(model_for(problem), lookup_ns=20), budget=Budget(evals=20_000))
+    plan = anneal(problem, replace(small_problem_model(problem), lookup_ns=20), budget=Budget(evals=20_000))
     lookups = {}
     for p in plan.placements:
         assert p.kind == "host_row"
@@ -141,7 +143,7 @@ def test_copies_fit_where_outputs_are_too_large_to_be_side_by_side():
     devices = (*(Device(int(0.35 * each)),) * 5, Device(int(1.4 * each), host="b"))
     problem = with_room(replace(problem, topology=Topology(devices)))
     for name in ("anneal", "anneal_columns"):
-        plan = SHARDERS[name](problem, model_for(problem), budget=Budget(evals=300))
+        plan = SHARDERS[name](problem, small_problem_model(problem), budget=Budget(evals=300))
         check_plan(plan, problem)
         assert "data_parallel" in {p.kind for p in plan.placements}
 
@@ -150,7 +152,7 @@ def test_a_table_cut_by_columns_of_too_few_rows_to_divide_is_kept():
     flat = Table("flat", 9, 32, 10.0)  # over 8 devices ceil(9 / 8) rows each would leave the last none
     problem = Problem("flat", (flat, Table("other", 500, 8, 1.0)), Topology((Device(MIB),) * 8), BATCH)
     old = Plan((column(flat, 0, 0, 16), column(flat, 1, 16, 32), column(problem.tables[1], 2)))
-    kept = anneal(problem, model_for(problem), budget=Budget(evals=300), reshard=Reshard(old, 0))
+    kept = anneal(problem, small_problem_model(problem), budget=Budget(evals=300), reshard=Reshard(old, 0))
     assert set(kept.placements) == set(old.placements)
 
 
@@ -159,20 +161,20 @@ def test_memory_for_exactly_half_the_rows_is_enough():
     ample = Problem("half", (table,), Topology((Device(MIB), Device(MIB))), BATCH)
     room = used_bytes(Plan((row(table, ample.topology),)), ample)
     problem = replace(ample, topology=Topology(tuple(map(Device, room))))
-    check_plan(anneal(problem, model_for(problem), budget=Budget(evals=500)), problem)
+    check_plan(anneal(problem, small_problem_model(problem), budget=Budget(evals=500)), problem)
     less = replace(ample, topology=Topology((Device(room[0]), Device(room[1] - 1))))
     with pytest.raises(Infeasible):
-        anneal(less, model_for(less), budget=Budget(evals=500))
+        anneal(less, small_problem_model(less), budget=Budget(evals=500))
 
 
 def test_rates_of_exchanges_are_exact_where_the_law_is_linear():
-    problem = draw_problem(1, 12, [8 * MIB] * 4)
-    plan = SHARDERS["dim_greedy"](problem, model_for(problem))
-    own, busiest, _, total, once = output_rates(problem, model_for(problem), WHOLE_ROWS)
+    problem = draw_random_problem(1, 12, [8 * MIB] * 4)
+    plan = SHARDERS["dim_greedy"](problem, small_problem_model(problem))
+    own, busiest, _, total, once = output_rates(problem, small_problem_model(problem), WHOLE_ROWS)
     outputs = np.zeros(4)
     for p in plan.placements:
         outputs[p.devices[0]] += output_bytes(p.shard, BATCH)
-    priced = price(lower(plan, problem), model_for(problem))
+    priced = price(lower(plan, problem), small_problem_model(problem))
     predicted_ms = own * outputs + busiest * outputs.max() + total * outputs.sum() + once
     exchange_ms = max(np.add(priced.forward_comm_ms, priced.backward_comm_ms))
     assert predicted_ms.max() == pytest.approx(exchange_ms, rel=1e-6)
@@ -180,8 +182,8 @@ def test_rates_of_exchanges_are_exact_where_the_law_is_linear():
 
 def test_the_budget_is_kept_whichever_limit_is_nearer():
     """Without the limit in seconds, 40 million trials would take some 20 s."""
-    problem = draw_problem(2, 20, [8 * MIB] * 4)
-    model = model_for(problem)
+    problem = draw_random_problem(2, 20, [8 * MIB] * 4)
+    model = small_problem_model(problem)
     assert anneal(problem, model, budget=Budget(40_000_000, 0.1)).provenance["evals"] < 4_000_000
     assert anneal(problem, model, budget=Budget(seconds=0.1)).provenance["evals"] < 4_000_000
     evals = [anneal(problem, model, budget=Budget(n, 1000.0)).provenance["evals"] for n in (1, 5000)]
@@ -190,20 +192,20 @@ def test_the_budget_is_kept_whichever_limit_is_nearer():
 
 @pytest.fixture(scope="module")
 def old() -> tuple[Problem, Plan]:
-    problem = draw_problem(3, 16, [8 * MIB] * 4)
-    return problem, SHARDERS["size_greedy"](problem, model_for(problem))
+    problem = draw_random_problem(3, 16, [8 * MIB] * 4)
+    return problem, SHARDERS["size_greedy"](problem, small_problem_model(problem))
 
 
 def test_its_seed_is_used():
-    problem = draw_problem(4, 20, [8 * MIB] * 4)
-    model, budget = model_for(problem), Budget(evals=2000)
+    problem = draw_random_problem(4, 20, [8 * MIB] * 4)
+    model, budget = small_problem_model(problem), Budget(evals=2000)
     plans = {anneal(problem, model, seed=seed, budget=budget).placements for seed in range(4)}
     assert len(plans) > 1
 
 
 def test_a_plan_to_start_from_is_refused_where_it_does_not_belong(old):
     problem, plan = old
-    model = model_for(problem)
+    model = small_problem_model(problem)
     with pytest.raises(ShardCoreError, match="has devices 0 to 1"):
         two = replace(problem, topology=Topology(problem.topology.devices[:2]))
         anneal(two, model, reshard=Reshard(plan))
@@ -222,7 +224,7 @@ def test_without_limits_a_plan_is_as_good_as_a_fresh_one_and_tables_everywhere_s
     hot = Table("hot", 100_003, 32, 60.0, Zipf(0.2))
     small = tuple(Table(f"t{i}", 500, 8, 1.0) for i in range(4))
     problem = Problem("hot", (hot, *small), Topology((Device(64 * MIB),) * 3), BATCH)
-    model, budget = model_for(problem), Budget(evals=20_000)
+    model, budget = small_problem_model(problem), Budget(evals=20_000)
     fresh = anneal(problem, model, budget=budget)
     greedy = SHARDERS["size_greedy"](problem, model)
     again = anneal(problem, model, budget=budget, reshard=Reshard(greedy))
@@ -281,9 +283,9 @@ def test_collections_have_devices_of_their_own_where_that_saves_launches(hosts):
 
 
 def test_an_unknown_space_is_named():
-    problem = draw_problem(0, 3, [MIB] * 2)
+    problem = draw_random_problem(0, 3, [MIB] * 2)
     with pytest.raises(ShardCoreError, match="no space 'rows'; there are all, columns, halves"):
-        anneal(problem, model_for(problem), space="rows")
+        anneal(problem, small_problem_model(problem), space="rows")
 
 
 class Clock:
@@ -317,8 +319,8 @@ def test_a_budget_in_seconds_bounds_the_starts_too(algorithm, each_s, greedy_pla
 
     monkeypatch.setattr(compiled, "greedy", slowly)
     monkeypatch.setattr(compiled, "anneal", annealed_slowly)
-    problem = draw_problem(1, 20, [8 * MIB] * 4)
-    plan = SHARDERS[algorithm](problem, model_for(problem), budget=Budget(seconds=10.0))
+    problem = draw_random_problem(1, 20, [8 * MIB] * 4)
+    plan = SHARDERS[algorithm](problem, small_problem_model(problem), budget=Budget(seconds=10.0))
     check_plan(plan, problem)
     starts = begun[: begun.index("anneal")] if annealed else begun
     assert len(starts) == greedy_plans if each_s >= 1 else len(starts) >= greedy_plans, starts
@@ -335,8 +337,8 @@ def test_the_parts_of_tables_are_priced_once(monkeypatch):
             encoded.extend(shards)
             return super().encode(shards, batch)
 
-    problem = draw_problem(2, 12, [8 * MIB] * 4)
-    anneal(problem, Counted(model_for(problem).setting), budget=Budget(evals=500))
+    problem = draw_random_problem(2, 12, [8 * MIB] * 4)
+    anneal(problem, Counted(small_problem_model(problem).setting), budget=Budget(evals=500))
     cut = [s for s in encoded if s.full_rows and s.width < s.table.dim]
     assert cut and len(cut) == len(set(cut))
 
@@ -349,7 +351,7 @@ def test_in_a_large_problem_what_weighs_little_is_not_cut(monkeypatch):
     ample = Problem("large", (heavy, *light), Topology((Device(int(0.5 * heavy.bytes)),) * 4), BATCH)
     more = sum(memory.table_bytes(t, ample) for t in light) // 4
     problem = with_room(replace(ample, topology=Topology((Device(int(0.5 * heavy.bytes) + more),) * 4)))
-    model, budget = model_for(problem), Budget(evals=20_000)
+    model, budget = small_problem_model(problem), Budget(evals=20_000)
     small = anneal(problem, model, budget=budget, space="columns")
     monkeypatch.setattr(spaces, "LARGE", 1)
     large = anneal(problem, model, budget=budget, space="columns")
@@ -357,11 +359,13 @@ def test_in_a_large_problem_what_weighs_little_is_not_cut(monkeypatch):
     assert {p.shard.table.name for p in large.placements if p.shard.width < p.shard.table.dim} == {"heavy"}
     assert cost(large) < 1.02 * cost(small)
     for seed in range(4):
-        tight = draw_problem(seed, 25, [1] * 3)
+        tight = draw_random_problem(seed, 25, [1] * 3)
         needed = sum(map(table_bytes, tight.tables))
         tight = with_room(replace(tight, topology=Topology((Device(int(1.03 * needed / 3)),) * 3)))
         for space in ("columns", "all"):
-            check_plan(anneal(tight, model_for(tight), budget=Budget(evals=2000), space=space), tight)
+            check_plan(
+                anneal(tight, small_problem_model(tight), budget=Budget(evals=2000), space=space), tight
+            )
 
 
 def test_tables_without_lookups_cost_no_more_than_those_with_some():
@@ -384,7 +388,7 @@ def test_starts_on_thousands_of_devices_keep_to_a_budget_in_evaluations(monkeypa
     def starts(hosts: int) -> int:
         problem = Problem("many", tables, Topology.of_hosts(hosts, 8, memory_gib=1), 8 * hosts)
         made.clear()
-        plan = anneal(problem, model_for(problem), budget=Budget(evals=1))
+        plan = anneal(problem, small_problem_model(problem), budget=Budget(evals=1))
         check_plan(plan, problem)
         # Few tables leave most devices idle, unless these share them.
         assert {p.kind for p in plan.placements} != {"column"} or hosts < 100
@@ -398,5 +402,7 @@ def test_starts_on_thousands_of_devices_keep_to_a_budget_in_evaluations(monkeypa
 def test_devices_of_a_host_need_no_numbers_in_a_row():
     topology = on_hosts("xyzyxz", MIB)
     problem = Problem("mixed", (Table("t", 100, 8, 1.0),), topology, BATCH)
-    space = space_by_columns(problem, model_for(problem), [Shard.whole(problem.tables[0])], cut=True)
+    space = space_by_columns(
+        problem, small_problem_model(problem), [Shard.whole(problem.tables[0])], cut=True
+    )
     assert space.fixed.host.tolist() == [topology.hosts.index(d.host) for d in topology.devices]

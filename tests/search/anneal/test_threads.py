@@ -11,7 +11,7 @@ from shardcore.core.types import Problem, Setting, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.anneal import compiled
-from shardcore.testing.problems import draw_problem, model_for
+from shardcore.testing.problems import draw_random_problem, small_problem_model
 
 GIB = 1 << 30
 
@@ -52,7 +52,7 @@ def cooled(monkeypatch):
 def test_evaluations_give_one_plan_on_any_number_of_threads(algorithm):
     for problem, model in (
         (several(), gpu(several())),
-        (tight := draw_problem(3, 14, [4 << 20] * 4), model_for(tight)),
+        (tight := draw_random_problem(3, 14, [4 << 20] * 4), small_problem_model(tight)),
     ):
         plans = [
             SHARDERS[algorithm](problem, model, seed=5, budget=Budget(evals=6_000, threads=n))

@@ -8,12 +8,12 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem
 from shardcore.search.bound.contention import least_rates, least_sums
 from shardcore.search.bound.options import Run, runs_of
-from shardcore.testing.problems import BATCH, MIB, draw_tables
+from shardcore.testing.problems import BATCH, MIB, draw_random_tables
 
 
 def run_of(model) -> Run:
     """Columns of 8 tables on two devices."""
-    tables = draw_tables(np.random.default_rng(1), 8, dims=(4, 8, 12))
+    tables = draw_random_tables(np.random.default_rng(1), 8, dims=(4, 8, 12))
     problem = Problem("ops", tables, Topology((Device(MIB),) * 2), BATCH)
     [run] = runs_of(problem, model, ())
     return run

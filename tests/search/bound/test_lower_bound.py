@@ -27,21 +27,21 @@ from shardcore.search.bound import lower_bound, options
 from shardcore.step.exchange_lines import even_is_least, has_equal_transfers
 from shardcore.step.kinds import LAYOUTS
 from shardcore.step.lower import Workload, lower
-from shardcore.testing.plans import every_plan
-from shardcore.testing.problems import BATCH, MIB, draw_tables, model_for
+from shardcore.testing.plans import all_plans
+from shardcore.testing.problems import BATCH, MIB, draw_random_tables, small_problem_model
 
 
 def tiny(seed: int, n_devices: int = 2, **topology) -> Problem:
     rng = np.random.default_rng(seed)
     speeds = rng.choice([0.5, 1.0, 2.0], n_devices) if seed % 3 == 2 else np.ones(n_devices)
-    tables = draw_tables(rng, 3 if n_devices == 2 else 2, dims=(4, 8, 12))
+    tables = draw_random_tables(rng, 3 if n_devices == 2 else 2, dims=(4, 8, 12))
     return Problem("tiny", tables, Topology(tuple(Device(MIB, s) for s in speeds), **topology), BATCH)
 
 
 @cache
 def every_workload(problem: Problem, columns_alone: bool) -> list[Workload]:
     """The workload of every plan, which is the same for all models."""
-    return [lower(plan, problem) for plan in every_plan(problem, columns_alone)]
+    return [lower(plan, problem) for plan in all_plans(problem, columns_alone)]
 
 
 def optimum_ms(problem: Problem, model, columns_alone: bool = False) -> float:
@@ -78,7 +78,7 @@ def contended(seed: int) -> NeuralModel:
 @pytest.mark.parametrize(
     "made",
     [
-        pytest.param(lambda p, seed: model_for(p), id="linear"),
+        pytest.param(lambda p, seed: small_problem_model(p), id="linear"),
         pytest.param(lambda p, seed: contended(seed), id="contended", marks=pytest.mark.long),
     ],
 )
@@ -98,10 +98,10 @@ def test_no_plan_is_cheaper_than_the_proved_bound_and_it_is_near(made):
 
 def test_the_bound_is_near_good_plans_of_many_tables():
     problem = Problem(
-        "many", draw_tables(np.random.default_rng(1), 60), Topology((Device(64 * MIB),) * 4), BATCH
+        "many", draw_random_tables(np.random.default_rng(1), 60), Topology((Device(64 * MIB),) * 4), BATCH
     )
-    ms = SHARDERS["neuroshard"](problem, model_for(problem)).provenance["predicted_ms"]
-    result = lower_bound.bound(problem, model_for(problem), shared=())
+    ms = SHARDERS["neuroshard"](problem, small_problem_model(problem)).provenance["predicted_ms"]
+    result = lower_bound.bound(problem, small_problem_model(problem), shared=())
     assert 0.95 < result.proved_ms / ms <= 1 and result.limit == "the work of all tables, divided evenly"
     assert result.space == "each table whole or cut by columns (multiples of 4)"
 
@@ -136,8 +136,10 @@ def test_no_plan_of_drawn_problems_of_other_shapes_is_cheaper(shape, seeds):
                 where,
                 devices=tuple(replace(d, speed=float(rng.choice([0.5, 1.0, 2.0]))) for d in where.devices),
             )
-        problem = Problem("p", draw_tables(rng, 2 if "hosts" in shape else 3, dims=(4, 8)), where, BATCH)
-        for model in (model_for(problem), contended(seed)):
+        problem = Problem(
+            "p", draw_random_tables(rng, 2 if "hosts" in shape else 3, dims=(4, 8)), where, BATCH
+        )
+        for model in (small_problem_model(problem), contended(seed)):
             result = lower_bound.bound(problem, model)
             assert ("rows divided over one host" in result.space) == ("hosts" in shape)
             ratios.append(result.proved_ms / optimum_ms(problem, model))
@@ -166,7 +168,7 @@ LINKED = links_of(within_host=8.0, between_hosts=0.5)
 )
 def test_no_plan_is_cheaper_under_any_hardware_profile(hosts, scale, links, every):
     """Exchanges of profiles ramp up: the law is concave, and plans of few bytes pay little of it."""
-    tables = draw_tables(np.random.default_rng(scale), 2, dims=(4, 8))
+    tables = draw_random_tables(np.random.default_rng(scale), 2, dims=(4, 8))
     problem = Problem("p", tables, on_hosts(hosts, 1 << 40, links=links), BATCH * scale)
     models = [load_profile(name).model().for_problem(problem) for name in profile_names()[::every]]
     least_ms = np.min([models[0].steps_ms(w, models) for w in every_workload(problem, False)], axis=0)
@@ -208,7 +210,7 @@ def test_hot_tables_that_do_not_fit_side_by_side_raise_the_bound():
     hot = tuple(Table(f"hot{i}", 300 + i, 16, 200.0) for i in range(5))
     where = Topology((Device(64 * MIB),) * 4, links=links_of(0.001, within_host=8.0))
     problem = Problem("hot", hot, where, BATCH, constraints=Constraints(unsplit=tuple(t.name for t in hot)))
-    model = model_for(problem)
+    model = small_problem_model(problem)
     ms = SHARDERS["anneal_columns"](problem, model, budget=Budget(evals=20_000)).provenance["predicted_ms"]
     assert 0.97 < lower_bound.bound(problem, model, shared=()).proved_ms / ms <= 1
 
@@ -217,7 +219,7 @@ def test_a_mix_of_kinds_contends_too():
     """Many tables: what is proved of all kinds is near what is proved of columns."""
     problem = Problem(
         "many",
-        draw_tables(np.random.default_rng(1), 30),
+        draw_random_tables(np.random.default_rng(1), 30),
         Topology((Device(64 * MIB),) * 4, links=links_of(0.0001, within_host=30.0)),
         BATCH,
     )
@@ -229,7 +231,7 @@ def test_a_mix_of_kinds_contends_too():
 def test_a_table_that_must_stay_whole_or_tables_kept_together_are_in_the_way():
     free = tiny(0)
     names = tuple(t.name for t in free.tables)
-    model = model_for(free)
+    model = small_problem_model(free)
     largest = max(free.tables, key=lambda t: model.head(model.encode([Shard.whole(t)]))[0])
     whole = replace(
         free,
@@ -252,8 +254,8 @@ def test_what_cannot_be_proved_is_left_out():
     pods = on_hosts(["p/a", "p/b", "p/c", "q/d"], MIB, links=links_of(shared=True, between_hosts=3.0))
     for of_unequal in (unequal, replace(problem, topology=pods)):
         # Exchanges of unequal hosts are left out of the proof.
-        proved_ms = lower_bound.bound(of_unequal, model_for(of_unequal)).proved_ms
-        assert 0 < proved_ms < optimum_ms(of_unequal, model_for(of_unequal))
+        proved_ms = lower_bound.bound(of_unequal, small_problem_model(of_unequal)).proved_ms
+        assert 0 < proved_ms < optimum_ms(of_unequal, small_problem_model(of_unequal))
     model = contended(0)
     band = {
         "band.log_ms": np.zeros(1),
@@ -288,12 +290,12 @@ def test_the_last_rows_may_be_few_and_their_device_slow():
 
 def test_a_large_problem_is_bounded_in_a_smaller_space_and_says_so(monkeypatch):
     problem = Problem(
-        "many", draw_tables(np.random.default_rng(1), 8), Topology((Device(64 * MIB),) * 2), BATCH
+        "many", draw_random_tables(np.random.default_rng(1), 8), Topology((Device(64 * MIB),) * 2), BATCH
     )
     spaces = []
     for most in (10_000, 20):
         monkeypatch.setattr(options, "MOST_SHARDS", most)
-        spaces.append(lower_bound.bound(problem, model_for(problem)).space)
+        spaces.append(lower_bound.bound(problem, small_problem_model(problem)).space)
     assert "multiples of 4" in spaces[0] and "powers of two" in spaces[1]
 
 
@@ -302,10 +304,12 @@ def test_a_model_for_another_setting_is_refused():
         lower_bound.bound(tiny(0), AnalyticModel(Setting("made-up", 2 * BATCH)))
 
 
-@pytest.mark.parametrize("made", [lambda seed: model_for(tiny(0)), contended], ids=["linear", "contended"])
+@pytest.mark.parametrize(
+    "made", [lambda seed: small_problem_model(tiny(0)), contended], ids=["linear", "contended"]
+)
 def test_the_properties_that_models_declare_hold(made):
     rng, model_is_linear = np.random.default_rng(0), made is not contended
-    shards = [Shard.whole(t) for t in draw_tables(rng, 30)]
+    shards = [Shard.whole(t) for t in draw_random_tables(rng, 30)]
     hosts = [Device(MIB, host=f"host-{i // 2}") for i in range(4)]
     topologies = [
         Topology(tuple(hosts), links=links_of(0.1, within_host=2.0, between_hosts=0.5)),
@@ -336,9 +340,9 @@ def test_the_properties_that_models_declare_hold(made):
 
 @pytest.mark.parametrize("dense_ms", [0.05, pytest.param(1000.0, marks=pytest.mark.long)])
 def test_ids_that_the_dense_part_hides_raise_no_bound(dense_ms):
-    drawn = Problem("p", draw_tables(np.random.default_rng(5), 6), on_hosts("aaa"), BATCH)
+    drawn = Problem("p", draw_random_tables(np.random.default_rng(5), 6), on_hosts("aaa"), BATCH)
     given = replace(drawn, job=Job(dense_forward_ms=dense_ms, dense_backward_ms=0.0))
-    model = model_for(given)
+    model = small_problem_model(given)
     result = lower_bound.bound(given, model)
     step_ms = SHARDERS["anneal"](given, model, budget=Budget(evals=5_000)).provenance["predicted_ms"]
     assert dense_ms < result.proved_ms <= step_ms
@@ -394,7 +398,7 @@ def test_no_plan_is_cheaper_if_caches_fetch_ahead(seed, gbps):
         problem = replace(
             drawn, tables=tables, job=Job(pipeline, dense_forward_ms=0.1, dense_backward_ms=0.1)
         )
-        for model in (model_for(problem), contended(seed)):
+        for model in (small_problem_model(problem), contended(seed)):
             own = model.for_problem(problem)
             proved_ms = lower_bound.bound(problem, own, ()).proved_ms
             assert proved_ms and 0 < proved_ms <= optimum_ms(problem, own, columns_alone=True)
@@ -411,7 +415,7 @@ def test_no_plan_is_cheaper_where_tables_share_a_cache(factors):
     )
     topology = Topology((Device(MIB),), memory=(Memory("host", MIB, 0.01),))
     problem = Problem("p", tables, topology, BATCH)
-    model = model_for(problem).for_problem(problem)
+    model = small_problem_model(problem).for_problem(problem)
     proved_ms = lower_bound.bound(problem, model, ()).proved_ms
     assert proved_ms and 0 < proved_ms <= optimum_ms(problem, model, columns_alone=True)
     # Caches of one memory miss no less together.
@@ -437,7 +441,7 @@ def test_what_one_host_shares_does_not_contend_on_others():
 def test_links_with_a_head_start_are_bounded():
     """Bytes that a link takes at once are subtracted. So the line below the law of exchanges is negative at 0."""
     where = on_hosts("aabb", MIB)
-    problem = Problem("late", draw_tables(np.random.default_rng(0), 2, dims=(4, 8)), where, BATCH)
+    problem = Problem("late", draw_random_tables(np.random.default_rng(0), 2, dims=(4, 8)), where, BATCH)
     model = contended(0)
     exchange = model.weights["exchange_all_to_all_forward"].copy()
     exchange[[FAR.start, FAR.stop - 1]] = 2e-5, 0.3

@@ -24,8 +24,8 @@ from shardcore.search.bound.lower_bound import bound
 from shardcore.search.bound.options import Run, runs_of
 from shardcore.search.bound.program import dual_feasible
 from shardcore.step.lower import Workload, lower
-from shardcore.testing.plans import every_plan
-from shardcore.testing.problems import BATCH, MIB, draw_tables, model_for
+from shardcore.testing.plans import all_plans
+from shardcore.testing.problems import BATCH, MIB, draw_random_tables, small_problem_model
 
 SHAPES = ("sequences", "collections", "collections with sequences")
 
@@ -33,7 +33,7 @@ SHAPES = ("sequences", "collections", "collections with sequences")
 def drawn(shape: str, seed: int, memory_bytes: int = 1 << 40, n_tables: int = 2, **fields) -> Problem:
     """Two tables on four devices of two hosts, or more of them on two devices, every third time of other speeds."""
     rng = np.random.default_rng([seed, 31])
-    tables = draw_tables(rng, n_tables, dims=(4, 8))
+    tables = draw_random_tables(rng, n_tables, dims=(4, 8))
     tables = tuple(
         replace(
             t,
@@ -52,13 +52,17 @@ def drawn(shape: str, seed: int, memory_bytes: int = 1 << 40, n_tables: int = 2,
 
 
 def models_of(problem: Problem, seed: int) -> list:
-    return [model_for(problem), contended(seed), load_profile("nvidia-h100-sxm").model().for_problem(problem)]
+    return [
+        small_problem_model(problem),
+        contended(seed),
+        load_profile("nvidia-h100-sxm").model().for_problem(problem),
+    ]
 
 
 def workloads_of(problem: Problem) -> list[Workload]:
     """Those of every plan that fits and that TorchRec runs."""
     workloads = []
-    for plan in every_plan(problem):
+    for plan in all_plans(problem):
         with suppress(ShardCoreError):
             workloads.append(lower(plan, problem))
     return workloads
@@ -120,13 +124,13 @@ def test_more_tables_than_devices_that_hold_one_each_have_no_cheap_plan():
     for memory in (1.5, 4.0):
         devices = tuple(Device(int(memory * large[0].bytes)) for _ in range(2))
         asked = replace(problem, tables=large, topology=Topology(devices), constraints=kinds)
-        found.append(bound(asked, model_for(asked)).proved_ms)
+        found.append(bound(asked, small_problem_model(asked)).proved_ms)
     assert found[0] > 1.4 * found[1]
 
 
 def test_kinds_that_constraints_leave_out_do_not_count():
     problem = drawn("sequences", 0)
-    model = model_for(problem)
+    model = small_problem_model(problem)
     name = max(problem.tables, key=lambda t: t.pooling).name
     given = replace(problem, constraints=Constraints(kinds=((name, ("data_parallel",)),)))
     assert bound(given, model).proved_ms >= bound(problem, model).proved_ms * (1 - 2e-3)
@@ -136,7 +140,7 @@ def test_kinds_that_constraints_leave_out_do_not_count():
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))])
 def test_prices_of_a_solver_that_is_wrong_prove_less_but_nothing_false(seed, monkeypatch):
     problem = drawn("collections", seed, n_tables=3)
-    model, solve, rng = model_for(problem), optimize.linprog, np.random.default_rng(seed)
+    model, solve, rng = small_problem_model(problem), optimize.linprog, np.random.default_rng(seed)
     right, best_ms = bound(problem, model).proved_ms, optima_ms(problem, [model])[0]
 
     def wrong(*args, **options):
@@ -200,7 +204,9 @@ def test_no_op_takes_less_than_its_load_does(made):
     """Drawn ops have one shard of some tables each. Among them are the least contending of a load."""
     for seed in range(3):
         rng, model = np.random.default_rng(seed), made(seed)
-        given = Problem("ops", draw_tables(rng, 8, dims=(4, 8, 12)), Topology((Device(MIB),) * 2), BATCH)
+        given = Problem(
+            "ops", draw_random_tables(rng, 8, dims=(4, 8, 12)), Topology((Device(MIB),) * 2), BATCH
+        )
         [run] = runs_of(given, model, ())
         curve = curve_of(run, model)
         for _ in range(300):
@@ -215,8 +221,8 @@ def test_no_op_takes_less_than_its_load_does(made):
 
 def test_a_table_that_must_stay_on_slow_devices_takes_longer():
     where = Topology(tuple(Device(64 * MIB, speed) for speed in (1.0, 0.1)))
-    free = Problem("pins", draw_tables(np.random.default_rng(4), 3, dims=(8,)), where, BATCH)
-    model = model_for(free)
+    free = Problem("pins", draw_random_tables(np.random.default_rng(4), 3, dims=(8,)), where, BATCH)
+    model = small_problem_model(free)
     pins = tuple((t.name, (1,)) for t in free.tables)
     pinned = replace(free, constraints=Constraints(pinned=pins))
     ms = [bound(p, model, shared=()).proved_ms for p in (free, pinned)]

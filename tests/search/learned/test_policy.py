@@ -11,7 +11,7 @@ from shardcore.core.errors import SettingMismatch, ShardCoreError
 from shardcore.io import model_files
 from shardcore.search import LEARNED, SHARDERS, known, sharder
 from shardcore.search.learned.policy import NETS, read_policy, write_policy
-from shardcore.testing.problems import CASES, model_for
+from shardcore.testing.problems import CASES, small_problem_model
 
 PROBLEM = CASES["unequal speed"]
 
@@ -23,7 +23,7 @@ def test_a_policy_is_read_as_it_was_written_and_places_alike(name, tmp_path):
     read = read_policy(tmp_path)
     assert (read.name, read.setting, read.meta) == (policy.name, policy.setting, policy.meta)
     assert all((read.weights[k] == v).all() for k, v in policy.weights.items())
-    assert len({sharder(name, p)(PROBLEM, model_for(PROBLEM)) for p in (policy, read)}) == 1
+    assert len({sharder(name, p)(PROBLEM, small_problem_model(PROBLEM)) for p in (policy, read)}) == 1
 
 
 def test_files_hold_no_code_and_what_is_damaged_is_refused(tmp_path):
@@ -104,7 +104,7 @@ def test_a_policy_of_other_hardware_is_refused():
         match="policy 'dreamshard' was trained for hardware 'a-gpu'; "
         "the cost model is for 'made-up'.*train-policy",
     ):
-        sharder("dreamshard", policy)(PROBLEM, model_for(PROBLEM))
+        sharder("dreamshard", policy)(PROBLEM, small_problem_model(PROBLEM))
 
 
 @pytest.mark.parametrize("name", LEARNED)

@@ -23,7 +23,7 @@ from shardcore.step.lower import lower
 from shardcore.step.ways import equal_parts, placements_of
 from shardcore.tables import streams
 from shardcore.testing.plans import check_plan
-from shardcore.testing.problems import CASES, model_for
+from shardcore.testing.problems import CASES, small_problem_model
 
 each_net = pytest.mark.parametrize("name", NETS)
 
@@ -73,10 +73,10 @@ def test_torch_scores_what_numpy_placed_by(name):
 def test_a_plan_names_its_policy_and_counts_as_one(name):
     problem = CASES["unequal memory"]
     search = sharder(name, untrained(name))
-    plan = search(problem, model_for(problem), seed=3)
+    plan = search(problem, small_problem_model(problem), seed=3)
     assert (plan.provenance["evals"], plan.provenance["algorithm"]) == (1, name)
     assert plan.provenance["policy"] == name
-    assert plan == search(problem, model_for(problem), seed=3, budget=Budget(evals=64))
+    assert plan == search(problem, small_problem_model(problem), seed=3, budget=Budget(evals=64))
 
 
 @pytest.mark.parametrize("name", ["dreamshard", "dreamshard_direct"])
@@ -84,7 +84,7 @@ def test_cuts_by_columns_spread_a_hot_table(name):
     hot = Table("hot", 100, 64, 50.0)
     tables = (*(Table(f"cold{i}", 9000 + i, 8, 1.0) for i in range(3)), hot)
     problem = Problem("hot", tables, Topology((Device(2**22),) * 4), 48)
-    model = replace(model_for(problem), gather_gbps=1, lookup_ns=0)  # columns are what costs
+    model = replace(small_problem_model(problem), gather_gbps=1, lookup_ns=0)  # columns are what costs
     policy = untrained(name)
     # Who has more is scored lower.
     balancing = {"choice.weight": -abs(policy.weights["choice.weight"])}
@@ -102,7 +102,7 @@ def test_weights_at_their_limits_still_make_a_plan_that_fits():
         policy = untrained(name)
         huge = {k: np.sign(v) * np.float32(1e6) if v.ndim == 2 else v for k, v in policy.weights.items()}
         search = sharder(name, replace(policy, weights=huge))
-        check_plan(search(problem, model_for(problem), budget=Budget(evals=4)), problem)
+        check_plan(search(problem, small_problem_model(problem), budget=Budget(evals=4)), problem)
 
 
 def test_features_are_those_of_the_papers_and_of_a_shards_own_columns():
@@ -116,7 +116,9 @@ def test_features_are_those_of_the_papers_and_of_a_shards_own_columns():
 
 def test_a_power_laws_reuse_bins_are_those_of_its_streams():
     table = Table("t", 5000, 16, 8.0, Zipf(1.05))
-    drawn = np.mean([access.reuse_of(streams.stream(table, 256, seed)[0], 256).bins for seed in range(20)], 0)
+    drawn = np.mean(
+        [access.reuse_of(streams.draw_lookups(table, 256, seed)[0], 256).bins for seed in range(20)], 0
+    )
     assert access.reuse_bins(table, 256) == pytest.approx(drawn, abs=0.02)
 
 
@@ -159,7 +161,7 @@ def test_a_cost_network_learns_from_all_shards_of_a_plan(name):
 @each_net
 def test_an_update_gives_illegal_devices_no_share(name):
     problem = CASES["pinned"]
-    prepared = Prepared(problem, model_for(problem))
+    prepared = Prepared(problem, small_problem_model(problem))
     learner = Learner(name, [prepared], PolicyConfig(plans_each=4))
     rollout = learner.roll(prepared, 4)
     shares = learner.logits(prepared, rollout).softmax(-1).detach().numpy()

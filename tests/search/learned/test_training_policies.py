@@ -15,7 +15,7 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem, Table
 from shardcore.search.learned.policy import NETS
 from shardcore.search.learned.training import PolicyConfig, PolicyProblems, Prepared, draw, make_policy, train
-from shardcore.tables.held_out import kept_for_testing
+from shardcore.tables.held_out import is_held_out
 
 RNG = np.random.default_rng(0)
 POOL = tuple(
@@ -68,7 +68,7 @@ def test_test_problems_have_no_table_of_the_others():
     to_learn, validation, test = draw(POOL, MODEL.setting, FEW, 0)
     names = [{t.name for p in side for t in p.tables} for side in (to_learn, validation, test)]
     assert not names[2] & (names[0] | names[1]) and (len(to_learn), len(validation), len(test)) == (6, 3, 4)
-    assert all(kept_for_testing(t, one_of=2) for p in test for t in p.tables)
+    assert all(is_held_out(t, one_of=2) for p in test for t in p.tables)
     assert {p.tables for p in to_learn}.isdisjoint({p.tables for p in validation})
 
 

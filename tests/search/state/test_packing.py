@@ -19,7 +19,7 @@ from shardcore.search.state.packing import excess_bytes, roomiest
 from shardcore.step import memory
 from shardcore.step.lower import lower
 from shardcore.step.ways import equal_parts
-from shardcore.testing.problems import model_for
+from shardcore.testing.problems import small_problem_model
 
 
 def ways(table: Table, topology: Topology):
@@ -83,7 +83,7 @@ def test_no_sharder_refuses_what_some_plan_fits(seed):
     for times in (1.0, 1.1):
         tight = with_memory(given, int(times * least))
         for name in ("size_greedy", "neuroshard", "anneal"):
-            lower(SHARDERS[name](tight, model_for(tight), budget=Budget(evals=50)), tight)
+            lower(SHARDERS[name](tight, small_problem_model(tight), budget=Budget(evals=50)), tight)
 
 
 @pytest.mark.parametrize("seed", range(12, 15))
@@ -110,7 +110,7 @@ def test_where_cached_tables_differ_in_width_what_a_plan_takes_is_enough(seed):
     plan = Plan(tuple(column(t, 2 if t is wide else i % 2) for i, t in enumerate(ample.tables)))
     tight = with_memory(ample, max(memory.used_bytes(plan, ample)))
     for name in ("size_greedy", "neuroshard", "anneal"):
-        lower(SHARDERS[name](tight, model_for(tight), budget=Budget(evals=50)), tight)
+        lower(SHARDERS[name](tight, small_problem_model(tight), budget=Budget(evals=50)), tight)
 
 
 @pytest.mark.parametrize("seed", [1, 7, *(pytest.param(seed, marks=pytest.mark.long) for seed in (3, 5))])
@@ -144,13 +144,13 @@ def sequences_beside_bags(memory_bytes: int, **constraints) -> Problem:
 def test_sequences_are_divided_where_that_makes_a_problem_fit():
     least = roomiest(sequences_beside_bags(1))[1] + 1
     given = sequences_beside_bags(least)
-    plan = SHARDERS["size_greedy"](given, model_for(given))
+    plan = SHARDERS["size_greedy"](given, small_problem_model(given))
     lower(plan, given)
     histories = [p for p in plan.placements if p.shard.table.sequence]
     assert any(len(p.devices) > 1 or p.shard != Shard.whole(p.shard.table) for p in histories)
     # The search near a plan that fits returns a cheaper one, where there is some room.
     roomy = sequences_beside_bags(least * 12 // 10)
-    annealed = SHARDERS["anneal"](roomy, model_for(roomy), budget=Budget(evals=1000))
+    annealed = SHARDERS["anneal"](roomy, small_problem_model(roomy), budget=Budget(evals=1000))
     lower(annealed, roomy)
     assert annealed.provenance["predicted_ms"] <= plan.provenance["predicted_ms"]
 
@@ -166,7 +166,7 @@ def test_constraints_are_kept_by_plans_that_just_fit():
     least = roomiest(sequences_beside_bags(1, **constraints))[1] + 1
     given = sequences_beside_bags(least, **constraints)
     for name in ("size_greedy", "anneal_columns"):
-        lower(SHARDERS[name](given, model_for(given), budget=Budget(evals=100)), given)
+        lower(SHARDERS[name](given, small_problem_model(given), budget=Budget(evals=100)), given)
 
 
 # --- constraints --------------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ def just_for(plan: Plan, given: Problem, less: int = 0) -> Problem:
 
 
 def greedily(given: Problem, name: str = "size_greedy") -> Plan:
-    plan = SHARDERS[name](given, model_for(given), budget=Budget(evals=100))
+    plan = SHARDERS[name](given, small_problem_model(given), budget=Budget(evals=100))
     lower(plan, given)
     return plan
 
