@@ -132,7 +132,7 @@ def step_summary(kept: Sequence[ReplaySet]) -> list[tuple[str, str]]:
 
 
 def traced_summary(samples: Sequence[TracedSample]) -> list[tuple[str, str]]:
-    """Coverage of traced steps: rows of name and value."""
+    """Coverage of traced steps of jobs: rows of name and value."""
     jobs = Counter(sample.job for sample in samples)
     return [
         ("traced steps", ", ".join(f"{n} of {job}" for job, n in jobs.most_common())),
@@ -186,7 +186,7 @@ def dataset_figure(
 
 
 def _timings_agree(a: ComputeSample, b: ComputeSample) -> bool:
-    """Tell if two timings differ by no more than their confidence intervals allow."""
+    """Tell if two timings of a sample differ by no more than their confidence intervals allow."""
     # √2: the difference of two independent errors of equal size.
     return abs(b.total_ms / a.total_ms - 1) <= np.sqrt(2) * max(a.relative_ci or 0.0, b.relative_ci or 0.0)
 

@@ -30,7 +30,9 @@ _MORE_GIB = (1, 2, 4, 8, 16, 32, 64)
 
 
 def ledger_text(ledger: Ledger | None) -> str:
-    """All that was proposed, and why the best one won; then the same within it. "": nothing was decided."""
+    """Tables of all proposals in a ledger of decisions, nested ones after, each with the reason for its choice; "" for
+    None.
+    """
     if ledger is None:
         return ""
     table = proposals_table(ledger.decision, ledger.entries, ledger.best)
@@ -39,7 +41,10 @@ def ledger_text(ledger: Ledger | None) -> str:
 
 
 def proposals_table(decision: str, entries: Sequence[Entry], chosen: Entry | None = None) -> str:
-    """A row for each proposal of a decision, up to a number. chosen: the one that won. None: none did."""
+    """Table with a row for each proposal of a decision, at most MOST_ENTRIES.
+
+    chosen: the proposal that won. None: none did.
+    """
     names = dict.fromkeys(name for entry in entries for name in entry.facts)
     shown = [x for i, x in enumerate(entries) if i < MOST_ENTRIES or x is chosen]
     rows = [
@@ -59,7 +64,7 @@ def proposals_table(decision: str, entries: Sequence[Entry], chosen: Entry | Non
 
 
 def has_several_proposals(ledger: Ledger | None) -> bool:
-    """Tell if there was more than one proposal, here or within the best."""
+    """Tell if a decision in the ledger, at any level, had more than one proposal."""
     return ledger is not None and (len(ledger.entries) > 1 or has_several_proposals(ledger.best.within))
 
 
@@ -75,7 +80,7 @@ def _cell_text(value: Any) -> str:
 
 
 def hot_rows_table(before: Problem, problem: Problem) -> str:
-    """The hot rows of each table. "": there are none.
+    """Table of how many rows of each table are hot; "" if none are.
 
     before: the problem without hot rows.
     """
@@ -89,7 +94,7 @@ def hot_rows_table(before: Problem, problem: Problem) -> str:
 
 
 def hot_row_drift_table(drifts: Sequence[HotDrift]) -> str:
-    """A table of how hot the hot rows still are, and of what other hot ids would save and move."""
+    """Table of how hot planned hot rows still are, and what newer hot ids would save and move."""
     rows = [
         {
             "table": x.new.table,
@@ -116,7 +121,7 @@ def hot_row_drift_table(drifts: Sequence[HotDrift]) -> str:
 
 
 def memory_tiers_text(problem: Problem) -> str:
-    """Tables that are not wholly in device memory, those with most bytes over the link first.
+    """Tables with rows below device memory, those with most bytes over the host link first.
 
     A second table has the ms that more memory would save.
     """
@@ -152,7 +157,7 @@ def memory_tiers_text(problem: Problem) -> str:
 
 
 def _cluster_record(outcome: Outcome) -> dict[str, Any]:
-    """A cluster that has a plan."""
+    """Table row of a cluster that has a plan, by header; "-" for unknown figures."""
     cluster, samples_per_s = outcome.proposal, outcome.proposal.samples_per_s(outcome.ms)
     return {
         "offer": cluster.offer.name,
@@ -166,7 +171,7 @@ def _cluster_record(outcome: Outcome) -> dict[str, Any]:
 
 
 def cluster_lines(decision: Provision, result: Found) -> Iterator[str]:
-    """The chosen cluster, the best of each offer, and what has no plan."""
+    """Lines on provisioned clusters: the chosen one, the best of each offer, and those without a plan."""
     outcomes = result.outcomes
     best = best_of_each(outcomes, decision.target)
     chosen = best[0].proposal
@@ -185,7 +190,7 @@ def cluster_lines(decision: Provision, result: Found) -> Iterator[str]:
 
 
 def clusters_figure(outcomes: Sequence[Outcome], chosen: Outcome | None) -> Figure:
-    """Samples a second against price an hour: clusters by offer, the best for each price, the chosen one.
+    """Figure of samples per second against price per hour, with the best cluster at each price and the chosen one.
 
     chosen: None if none meets the target.
     """

@@ -51,7 +51,7 @@ class Picture:
     figure: Figure
 
     def save(self, path: str | Path) -> None:
-        """Write it as a file. The path ends in .png or .svg. Raises ShardCoreError for others."""
+        """Write the figure to a file whose path ends in .png or .svg. Raises ShardCoreError for other endings."""
         suffix = Path(path).suffix
         if suffix not in (".png", ".svg"):
             raise ShardCoreError(f"path is {path}; it needs to end in .png or .svg")
@@ -64,7 +64,7 @@ class Picture:
 
 
 def plot(plan: Plan, problem: Problem, model: CostModel, before: Plan | None = None) -> Picture:
-    """Bars of each device: the parts of a step in ms, and the memory that is used.
+    """Bars of each device under a plan: the parts of a step in ms, and the memory used.
 
     plan: the plan to draw.
     problem: the problem that it is a plan of.
@@ -89,7 +89,7 @@ def plot(plan: Plan, problem: Problem, model: CostModel, before: Plan | None = N
 
 
 def device_figure(loads: Sequence[DeviceLoad]) -> Figure:
-    """Two panels over devices for each load: stacked parts of a step, and used memory."""
+    """Figure with two panels for each load: stacked step parts by device, and memory used."""
     made, of_loads = figure_with_panels((11, 3.4 * len(loads)), len(loads), 2)
     made.set_layout_engine("none")
     made.subplots_adjust(0.06, 0.14 / len(loads), 0.99, 1 - 0.08 / len(loads), 0.16, 0.35)
@@ -134,7 +134,7 @@ def _draw_memory(axes: Axes, load: DeviceLoad) -> None:
 
 
 def _draw_bars(axes: Axes, heights: np.ndarray, below: np.ndarray, color: str, label: str) -> np.ndarray:
-    """Draw bars on top of `below`, and return the new tops."""
+    """Draw one layer of stacked bars on top of `below`, and return the new tops."""
     n = len(heights)
     # One outline per layer: a rectangle per device would bloat the SVG of 1,000 devices.
     edges = np.column_stack([np.arange(n) - 0.4, np.arange(n) + 0.4]).ravel()

@@ -22,7 +22,11 @@ _POWER = re.compile(r"\$\\mathdefault\{\d*(\\times)?10\^\{[-\u2212]?\d+\}\}\$")
 def figure_with_panels(
     size: tuple[float, float], rows: int = 1, columns: int = 1, **options: Any
 ) -> tuple[Figure, list[Axes]]:
-    """A figure, and its panels row by row. size: width and height in inches. options: of `Figure.subplots`."""
+    """Figure with a grid of panels, listed row by row.
+
+    size: width and height in inches.
+    options: keyword arguments of `Figure.subplots`.
+    """
     from matplotlib.figure import Figure  # without pyplot: no global state, no display
 
     figure = Figure(figsize=size, layout="constrained")
@@ -33,14 +37,14 @@ def figure_with_panels(
 
 
 def png_bytes(figure: Figure) -> bytes:
-    """The figure as PNG."""
+    """A figure as the bytes of a PNG image."""
     content = io.BytesIO()
     _disable_math_text(figure).savefig(content, dpi=120, format="png")
     return content.getvalue()
 
 
 def write_png(path: Path, draw: Callable[[], Figure]) -> str:
-    """Write a picture, and give a line for people: its path, or why it was not drawn without matplotlib."""
+    """Draw a figure and write it as PNG. Returns the path, or a sentence if matplotlib is missing."""
     try:
         with extras_named():
             write_atomic(path, png_bytes(draw()))
@@ -50,7 +54,7 @@ def write_png(path: Path, draw: Callable[[], Figure]) -> str:
 
 
 def svg_text(figure: Figure) -> str:
-    """The figure as SVG for HTML. The same figure gives the same text."""
+    """A figure as SVG for HTML, the same text for equal figures."""
     import matplotlib
 
     text = io.StringIO()
@@ -63,7 +67,7 @@ def svg_text(figure: Figure) -> str:
 
 
 def _disable_math_text(figure: Figure) -> Figure:
-    """The figure, whose texts are no formulas: a name such as A$_$ is none that can be drawn."""
+    """Stop matplotlib from reading dollar signs in a figure's texts as formulas. Returns the figure."""
     from matplotlib.text import Text
 
     for text in figure.findobj(Text):

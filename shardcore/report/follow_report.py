@@ -20,7 +20,7 @@ def job_text(report: JobReport, now_s: float) -> str:
 
 
 def event_text(event: JobEvent) -> str:
-    """A change as a line: what it was, what it took, and what was measured."""
+    """Line on a change of a job's plan: outcome, pause, bytes moved, and step ms before and after."""
     words = [f"step {event.step:,}: {event.outcome}, version {event.version}"]
     if event.pause_s is not None:
         ways = [
@@ -39,7 +39,7 @@ def event_text(event: JobEvent) -> str:
 
 
 def next_action_text(report: JobReport, current: str) -> str:
-    """Action of a job at its next look."""
+    """Line on what a job does at its next look at the store of plans."""
     if report.current == current:
         return "next: nothing, until another version is current"
     last = report.events[-1] if report.events else None

@@ -13,7 +13,7 @@ _MOST = 0.8
 
 
 def heat_table(problem: Problem, held: float) -> str:
-    """Tables by the rows that a batch touches, most first: hot rows, and what a cache misses.
+    """Tables by the rows that a batch touches, most first, with hot rows and the misses of a cache.
 
     held: share of each table's rows that the cache has.
     """

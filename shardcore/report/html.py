@@ -24,7 +24,12 @@ figure { margin: 1rem 0; } svg { width: 100%; height: auto; }
 
 
 def html_page(title: str, body: Iterable[str], policy: str = STATIC, style: str = "") -> str:
-    """A page. body: its elements, as HTML. policy, style: of its own script and elements."""
+    """Self-contained HTML page.
+
+    body: elements, as HTML.
+    policy: content security policy.
+    style: CSS in addition to the common one.
+    """
     return "\n".join(
         [
             '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'

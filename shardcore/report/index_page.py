@@ -16,7 +16,7 @@ _HEADERS = ("problem", "ms of a step", "model", "decided", "outcome")
 
 
 def store_index_page(decisions: Mapping[str, Decision | None]) -> str:
-    """The page as one HTML file. Its links are relative to the store.
+    """HTML index of a store of plans, with a row for each problem. Links are relative to the store.
 
     decisions: the last decision on each problem. None: it cannot be read.
     """

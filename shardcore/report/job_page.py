@@ -53,7 +53,7 @@ class JobRecord:
 
 
 def traced_step_rows(records: Sequence[JobRecord]) -> list[tuple[str, ...]]:
-    """Rows under HEADERS, the last step first."""
+    """Table rows of a job's traced steps under HEADERS, the last step first."""
     return [
         (
             f"{x.number:,}",
@@ -70,7 +70,9 @@ def traced_step_rows(records: Sequence[JobRecord]) -> list[tuple[str, ...]]:
 
 
 def traced_job_page(job: str, records: Sequence[JobRecord], first: Sequence[str] = ()) -> str:
-    """The page as one self-contained HTML file.
+    """Self-contained HTML page of a job's traced steps, measured and predicted.
+
+    first: sentences at the top.
 
     first: sentences that come first.
     """
@@ -90,7 +92,7 @@ def traced_job_page(job: str, records: Sequence[JobRecord], first: Sequence[str]
 
 
 def traced_job_figure(records: Sequence[JobRecord]) -> Figure:
-    """Measured and predicted ms over time, and the factors of parts below."""
+    """Figure of a job's measured and predicted step ms over time, with the cost model's correction factors below."""
     from datetime import UTC, datetime
 
     made, [steps, factors] = figure_with_panels((11, 5.4), rows=2, sharex=True)

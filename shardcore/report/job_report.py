@@ -25,7 +25,7 @@ _WAITS = 0.1
 
 
 def traced_step_text(job: TracedJob) -> str:
-    """The parts of the last traced step, for each rank."""
+    """Table of the parts of a job's last traced step in ms, for each rank."""
     step = job.steps[-1]
     shown = _ranks_to_show(step)
     rows = [
@@ -42,7 +42,10 @@ def traced_step_text(job: TracedJob) -> str:
 
 
 def prediction_text(step: TracedStep, before: StepCost, after: StepCost, ranks: Sequence[int]) -> str:
-    """Measured and predicted parts of each rank. ranks: the device of each rank."""
+    """Table of measured and predicted step parts of each rank, before and after correction.
+
+    ranks: the device of each rank.
+    """
     headers = ["rank", "part", "measured ms", "predicted", "difference", "corrected", "difference"]
     rows = []
     for rank in _ranks_to_show(step):
@@ -58,13 +61,13 @@ def prediction_text(step: TracedStep, before: StepCost, after: StepCost, ranks: 
 
 
 def _missing_ranks_text(step: TracedStep, before: str) -> str:
-    """Words on ranks without a trace, after the text before. Empty where all ranks have one."""
+    """Sentence on ranks without a trace, after a separator; "" if all ranks have one."""
     words = f"{before}{step.missing_ranks.capitalize()} missing: exchanges hold the waiting for them, uncorrected."
     return words if step.missing_ranks else ""
 
 
 def bottleneck_sentence(step: TracedStep) -> str:
-    """A sentence on what limits a step."""
+    """Sentence on what limits a traced step: a rank that others wait for, or the longest part."""
     last = min(step.ranks, key=lambda rank: rank.cost_ms("waiting_ms"))
     others = [rank for rank in step.ranks if rank is not last]
     waits, missing = [rank.cost_ms("waiting_ms") for rank in others], _missing_ranks_text(step, " ")
@@ -91,7 +94,7 @@ def bottleneck_sentence(step: TracedStep) -> str:
 
 
 def unrecognised_kernels_text(step: TracedStep) -> str:
-    """Names that are not recognised, with their ms in the mean over ranks. Empty where there are none."""
+    """Names of kernels in a trace that no step part claims, with their mean ms over ranks; "" if there are none."""
     totals: dict[str, float] = {}
     for rank in step.ranks:
         for name, ms in rank.names_ms.items():
@@ -110,7 +113,7 @@ def _ranks_to_show(step: TracedStep) -> list[RankStep]:
 
 
 def step_headline(total_ms: float, predicted_ms: float, interval_ms: tuple[float, float]) -> str:
-    """The step as measured and as predicted."""
+    """Sentence with the measured and the predicted ms of a step, and the interval after correction."""
     low, high = interval_ms
     return (
         f"step {total_ms:.1f} ms measured, {predicted_ms:.1f} predicted "

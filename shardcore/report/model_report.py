@@ -42,7 +42,7 @@ class StudyResults:
     curve: LearningCurve | None = None
 
     def flat_metrics(self) -> dict[str, float]:
-        """All figures in one flat mapping, for MLflow, which groups what has a slash."""
+        """All figures of the study in one flat mapping, named for MLflow, which groups names with a slash."""
         figures: dict[str, float | None] = {
             f"{split}/{k}": v for split, values in self.metrics.items() for k, v in values.items()
         }
@@ -57,7 +57,7 @@ class StudyResults:
 
 
 def prediction_scatter_figure(measured_ms: np.ndarray, predicted_ms: np.ndarray, title: str) -> Figure:
-    """Scatter of [S] values on log axes, with the line of equality and ±10%."""
+    """Scatter of predicted over measured ms [S] on log axes, with the line of equality and ±10%."""
     figure, (axes,) = _titled_figure(title)
     axes.scatter(measured_ms, predicted_ms, s=8, alpha=0.6, linewidths=0)
     _draw_equality(
@@ -74,7 +74,7 @@ def prediction_scatter_figure(measured_ms: np.ndarray, predicted_ms: np.ndarray,
 def error_by_size_figure(
     measured_ms: np.ndarray, predicted_ms: np.ndarray, shards: np.ndarray, title: str
 ) -> Figure:
-    """Relative errors [S] over measured ms, and over the number of shards in the op."""
+    """Figure of relative errors [S] over measured ms, and over the number of shards in the op."""
     figure, by = _titled_figure(title, columns=2)
     error = 100 * (predicted_ms / measured_ms - 1)
     # A few outliers would squeeze the rest into a line.
@@ -97,7 +97,7 @@ def error_by_size_figure(
 
 
 def replay_scatter_figure(rows: Sequence[replay_metrics.ReplayRecord], title: str) -> Figure:
-    """Predicted over replayed ms of plans of many problems, on log axes.
+    """Figure of predicted over replayed step ms of plans of many problems, on log axes.
 
     A colour marks the algorithm. A line joins the plans of a problem. Bars are 95% intervals of replays. The
     line of equality and ±10% are drawn too.
@@ -138,7 +138,7 @@ def replay_scatter_figure(rows: Sequence[replay_metrics.ReplayRecord], title: st
 
 
 def replayed_cost_figure(rivals: Mapping[str, replay_metrics.SharderComparison], title: str) -> Figure:
-    """Mean replayed cost of each algorithm over ours, dearest on top, with 95% intervals over problems."""
+    """Figure of each algorithm's mean replayed cost relative to ShardCore's, with 95% intervals over problems."""
     figure, (axes,) = _titled_figure(title)
     order = sorted(rivals, key=lambda name: rivals[name].cost.mean)
     n_problems = max(rival.problems for rival in rivals.values())
@@ -178,7 +178,7 @@ def _titled_figure(title: str, columns: int = 1) -> tuple[Figure, list[Axes]]:
 
 
 def _draw_equality(axes: Axes, ms: np.ndarray, words: str) -> None:
-    """Draw the line of equality and ±10% on log axes over the range of `ms`, and words in a corner."""
+    """Draw the line of equality and ±10% on log axes over the range of `ms`, and a text in a corner."""
     line = np.array([ms.min() * 0.9, ms.max() * 1.1])
     axes.fill_between(line, line * 0.9, line * 1.1, color="0.85", label="±10%", zorder=0)
     axes.plot(line, line, color="0.4", linewidth=1)
@@ -199,7 +199,7 @@ def _use_plain_ticks(axes: Axes, ways: str = "xy") -> None:
 
 
 def _equal_count_bins(x: np.ndarray) -> list[np.ndarray]:
-    """Indices of [S] values in 1 to 12 bins of about 40 values or more. Equal values share a bin."""
+    """Indices of [S] values in 1 to 12 bins with about 40 values or more each. Equal values share a bin."""
     edges = np.unique(np.quantile(x, np.linspace(0, 1, int(np.clip(len(x) // 40, 1, 12)) + 1)))
     place = np.searchsorted(edges[1:-1], x, side="right")
     return [np.flatnonzero(place == i) for i in np.unique(place)]
@@ -209,7 +209,7 @@ def _equal_count_bins(x: np.ndarray) -> list[np.ndarray]:
 
 
 def doubling_gain_sentence(curve: LearningCurve, repeatability: float | None) -> str:
-    """A sentence: what twice the samples would gain."""
+    """Sentence on how much of the held-out error twice the training samples would remove."""
     most = max(n for n, _ in curve.rows)
     floor = f"; a timing itself is off by {repeatability:.1f}%" if repeatability is not None else ""
     return (
@@ -238,7 +238,7 @@ _SPLIT_ROWS = (
 
 
 def model_card(model: NeuralModel, studied: StudyResults, name: str) -> str:
-    """The model's card as a page of Markdown.
+    """Model card of a trained cost model, as a page of Markdown.
 
     name: the model's name in the registry.
     """
@@ -305,7 +305,7 @@ def _step_factors_text(model: NeuralModel) -> str:
 
 
 def _training_ranges_text(model: NeuralModel) -> str:
-    """The training ranges, in the words that warn of plans beyond them, and what no range covers."""
+    """Ranges of the training data in words, and what is priced beyond them or by proxy."""
     owners = {"shard": "a shard", "op": "a device", "exchange": "a device"}
     lines = []
     for name, ends in model.meta["ranges"].items():
@@ -321,7 +321,7 @@ def _training_ranges_text(model: NeuralModel) -> str:
 
 
 def _proxy_names(model: NeuralModel) -> list[str]:
-    """Names of what is priced without its own measurements."""
+    """Names of quantities that a cost model prices without measurements of their own."""
     measured = [c for c in CHANNELS if collective_model.is_measured(model.weights, c)]
     known = [collective_model.measured_links(model.weights, c) for c in measured]
     return [

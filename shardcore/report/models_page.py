@@ -64,7 +64,7 @@ class ModelRecord:
 
 
 def model_version_rows(records: Sequence[ModelRecord]) -> list[tuple[str, ...]]:
-    """Rows under HEADERS, the last version first."""
+    """Table rows of a cost model's versions under HEADERS, the newest first."""
     return [
         (
             x.version,
@@ -84,13 +84,15 @@ def model_version_rows(records: Sequence[ModelRecord]) -> list[tuple[str, ...]]:
 
 
 def errors_sentence(record: ModelRecord) -> str:
-    """Errors of a version on single ops and exchanges, and on whole steps: a sentence."""
+    """Sentence on a model version's errors on single ops and exchanges, and on whole steps."""
     steps = f"; replayed steps of plans: {record.replays}" if record.replays else ""
     return f"Version {record.version}: {record.accuracy or 'its errors are not known'}{steps}"
 
 
 def model_versions_page(name: str, records: Sequence[ModelRecord], first: Sequence[str] = ()) -> str:
-    """The page as one self-contained HTML file.
+    """Self-contained HTML page of a cost model's versions.
+
+    first: sentences about the champion, at the top.
 
     first: sentences about the champion, which come first.
     """
@@ -113,7 +115,7 @@ def model_versions_page(name: str, records: Sequence[ModelRecord], first: Sequen
 
 
 def model_errors_figure(records: Sequence[ModelRecord]) -> Figure:
-    """Errors of versions over the time of their registration."""
+    """Figure of the errors of model versions over their time of registration."""
     from datetime import UTC, datetime
 
     from matplotlib.dates import date2num

@@ -53,18 +53,18 @@ STYLE = f"""
 
 
 def script_text() -> str:
-    """The script."""
+    """JavaScript of the interactive part of a plan's page."""
     return files("shardcore.report").joinpath("plan_explorer.js").read_text()
 
 
 def script_policy() -> str:
-    """The content security policy of a page with the script: the browser loads nothing, and runs only it."""
+    """Content security policy of a page with the explorer's script: browsers load nothing and run only that script."""
     digest = base64.b64encode(hashlib.sha256(script_text().encode()).digest()).decode()
     return f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
 
 
 def bottleneck_sentence(now: Version) -> str:
-    """One sentence: the bottleneck device, and why it is that."""
+    """Sentence on the bottleneck device of a plan, and why it is the bottleneck."""
     cost, d = now.cost, _bottleneck_device(now)
     others = [ms for i, ms in enumerate(cost.waiting_ms) if i != d]
     compute, exchange = cost.compute_ms[d], max(cost.forward_comm_ms) + cost.backward_comm_ms[d]
@@ -78,13 +78,16 @@ def bottleneck_sentence(now: Version) -> str:
 
 
 def _bottleneck_device(version: Version) -> int:
-    """The device that is ready last."""
+    """Number of the device that is ready last in a step."""
     ready = [c + b for c, b in zip(version.cost.compute_ms, version.cost.backward_comm_ms, strict=True)]
     return ready.index(max(ready))
 
 
 def explorer_html(now: Version, problem: Problem, before: Version | None = None) -> str:
-    """The part as HTML. before: a plan to compare with, of the same devices. Empty for very large plans."""
+    """Interactive part of a plan's page, as HTML; "" for plans too large for browsers.
+
+    before: a plan of the same devices to compare with.
+    """
     if len(problem.tables) > MOST_TABLES or len(problem.topology) > MOST_DEVICES:
         return ""
     # What is in the page cannot end the element that it is in.
@@ -144,7 +147,7 @@ def _what_if_html(known: WhatIf) -> str:
 
 
 def _device_parts_ms(version: Version) -> Iterable[tuple[float, ...]]:
-    """ms of each device, in the order of PARTS."""
+    """ms of each device's step parts, in the order of PARTS."""
     return zip(*(getattr(version.cost, name) for _, name, _ in PARTS), strict=True)
 
 
@@ -201,7 +204,7 @@ def _what_if_data(known: WhatIf, problem: Problem) -> dict[str, Any]:
 
 
 def _placement_records(placements: Sequence[Placement], n: int) -> list[dict[str, Any]]:
-    """on: the devices. None: all."""
+    """JSON records of a table's placements, with `on` their devices; None: all devices."""
     return [
         {
             "kind": p.kind,

@@ -32,7 +32,7 @@ def published_version_page(
     moves: Diff | None,
     before: Version | None = None,
 ) -> str:
-    """The report page of a version.
+    """HTML report page of a published version of a plan.
 
     now: the version.
     decisions: first the decision that this version was made for, then earlier ones.
@@ -78,7 +78,7 @@ def published_version_page(
 
 
 def plan_comparison_page(problem: Problem, now: Version, before: Version) -> str:
-    """A page of two plans of a problem. Versions name them."""
+    """HTML page that compares two plans of a problem."""
     summary = moves_text(diff(before.plan, now.plan, problem))
     title = f"{problem.name}: {now.name} against {before.name}"
     ms, was = now.cost.total_ms, before.cost.total_ms
@@ -98,7 +98,7 @@ def plan_comparison_page(problem: Problem, now: Version, before: Version) -> str
 
 
 def unpublished_plan_page(problem: Problem, now: Version) -> str:
-    """A page of one plan that no store has."""
+    """HTML page of one plan that is in no store."""
     return html_page(
         f"{problem.name}: {now.name}",
         [

@@ -25,12 +25,12 @@ MOST_SHARDS = 8
 
 
 def explanation_text(x: Explanation) -> str:
-    """The explanation as paragraphs and tables, for a terminal."""
+    """Explanation of a plan as paragraphs and tables, for a terminal."""
     return "\n\n".join(_explanation_paragraphs(x))
 
 
 def explanation_sentences(x: Explanation) -> tuple[str, str, str, str]:
-    """Four sentences: the bottleneck device, the exchange, memory, and the distance to a lower bound."""
+    """Four sentences on a plan: bottleneck device, exchange, memory, and distance to a lower bound."""
     return _bottleneck_text(x), _exchange_text(x), _memory_text(x), _bound_text(x)
 
 
@@ -70,7 +70,7 @@ def _bottleneck_text(x: Explanation) -> str:
 
 
 def _input_text(cost: PredictedCost) -> str:
-    """Time that ids and the dense part add to a step."""
+    """Sentence on the ms that input ids and the dense part add to a step; "" if there are none."""
     ids_ms = max(cost.input_ms)
     parts = [f"{ids_ms:.3f} ms until ids arrived"] if ids_ms else []
     parts += [f"{cost.dense_ms:.3f} ms of dense part"] if cost.dense_ms else []
@@ -78,7 +78,7 @@ def _input_text(cost: PredictedCost) -> str:
 
 
 def _fetch_text(cost: PredictedCost) -> str:
-    """Time that rows which caches fetch ahead add to a step, by a law that no GPU was timed for."""
+    """Sentence on the ms for which a step waits for rows that caches prefetch; "" without prefetching."""
     if not any(cost.link_ms):
         return ""
     return (
@@ -125,7 +125,7 @@ MEMORY_HEADERS = ("memory of the fullest device", "", "of what it needs")
 
 
 def memory_rows(x: Explanation) -> list[tuple[str, str, str]]:
-    """A row under MEMORY_HEADERS for each part that the fullest device needs at its peak."""
+    """Table rows under MEMORY_HEADERS: each part of the fullest device's memory at its peak."""
     needs = x.memory.bytes
     rows = [
         (part, gib(n_bytes), f"{n_bytes / needs:.1%}") for part, n_bytes in x.memory.parts.items() if n_bytes
@@ -134,7 +134,7 @@ def memory_rows(x: Explanation) -> list[tuple[str, str, str]]:
 
 
 def peak_moment_text(x: Explanation) -> str:
-    """The moment of that peak."""
+    """The moment of the step at which the fullest device reaches its memory peak."""
     return f"device {x.fullest} at its peak: {x.memory.phase}"
 
 
@@ -156,7 +156,7 @@ def _bound_text(x: Explanation) -> str:
 
 
 def alternative_rows(x: Explanation) -> list[tuple[str, str, str]]:
-    """Costs of other plans, or the reason why there is none."""
+    """Table rows of alternative plans with their costs, or the reason why there is none."""
     return [
         (a.what, f"{a.total_ms:.3f}", percent_change(a.total_ms, x.total_ms))
         if a.total_ms is not None
@@ -169,7 +169,7 @@ def alternative_rows(x: Explanation) -> list[tuple[str, str, str]]:
 
 
 def device_costs_text(now: Version, problem: Problem) -> str:
-    """A row for each device, those that end last if there are many, and the bottleneck in a sentence."""
+    """Table of each device's step parts and memory, and a sentence on the bottleneck."""
     cost = now.cost
     columns = {words: getattr(cost, name) for words, name, _ in PARTS} | {
         "total ms": cost.device_ms,
@@ -187,7 +187,7 @@ def device_costs_text(now: Version, problem: Problem) -> str:
 
 
 def replan_text(moves: Diff, config: ReplanConfig) -> str:
-    """The moves in words. They say if moves that could not be avoided exceed the limits."""
+    """Moves of a re-plan in words, with a remark if moves that had to be made exceed the limits."""
     beyond = max(config.exceeded_by(moves)) > 0
     return (
         moves_text(moves)
@@ -199,7 +199,7 @@ MOVES_HEADERS = ("table", "moves", "had to", "was", "is")
 
 
 def move_rows(moves: Diff) -> list[tuple[str, ...]]:
-    """A row under MOVES_HEADERS for each table that moves."""
+    """Table rows under MOVES_HEADERS: each table that moves, its bytes, and its old and new place."""
     return [
         (m.table, gib(m.bytes), "yes" if m.forced else "", placement_text(m.old), placement_text(m.new))
         for m in moves.moves
@@ -207,13 +207,13 @@ def move_rows(moves: Diff) -> list[tuple[str, ...]]:
 
 
 def moves_by_table_text(moves: Diff) -> str:
-    """Moves table by table."""
+    """Summary and table of the moves between two plans."""
     listed = [text_table(MOVES_HEADERS, move_rows(moves), words=(2, 3, 4))] if moves.moves else []
     return "\n\n".join([moves_text(moves), *listed])
 
 
 def placement_text(placements: Iterable[Placement]) -> str:
-    """Placement of a table: its devices, its columns if cut, and how devices share it."""
+    """Placement of a table in words: devices, columns if cut, and how devices share the rows."""
     words = []
     for p in sorted(placements, key=lambda p: p.shard.col_lo):
         lo, hi, dim = p.shard.col_lo, p.shard.col_hi, p.shard.table.dim
@@ -225,7 +225,7 @@ def placement_text(placements: Iterable[Placement]) -> str:
 
 
 def plan_drift_text(x: Drift) -> str:
-    """Drift in a few lines, for a terminal."""
+    """Drift of a plan's cost under newer statistics, in a few lines for a terminal."""
     moved = count(len(x.moves.moves), "table")
     limit = "" if x.most_tables is None else f", of {x.most_tables} that may"
     lines = [
@@ -251,7 +251,7 @@ DECISION_HEADERS = ("decided", "outcome", "version", "ms", "considered, ms", "mo
 
 
 def decision_row(x: Decision) -> tuple[str, ...]:
-    """A row under DECISION_HEADERS. Its ms are those under the model of that time."""
+    """Table row of a publishing decision under DECISION_HEADERS, in ms under the model of its time."""
     model, data = x.provenance.get("model_version"), str(x.provenance.get("data", ""))[:8]
     return (
         when(x.decided_at),

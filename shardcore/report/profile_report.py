@@ -13,7 +13,7 @@ _MOST_REASONS = 10
 
 
 def profiles_text(profiles: Iterable[Profile]) -> str:
-    """A table with a row for each profile."""
+    """Table of hardware profiles, a row each."""
     headers = ("profile", "memory", "GB/s of it", "error of ops", "of collectives", "device names")
     rows = [
         (
@@ -32,7 +32,7 @@ def profiles_text(profiles: Iterable[Profile]) -> str:
 
 
 def profile_text(profile: Profile, before: Profile | None = None) -> str:
-    """Rates of a profile, with their uncertainties and sources.
+    """Table of a hardware profile's rates, with their uncertainties and sources.
 
     before: the profile that it was made from. Only rates that differ are shown.
     """
@@ -61,7 +61,7 @@ def profile_text(profile: Profile, before: Profile | None = None) -> str:
 
 
 def unused_timings_text(reasons: Mapping[str, int]) -> str:
-    """Numbers of timings that a fit did not use, by reason, the most common first."""
+    """Numbers of timings that a fit left out, by reason, the most common first."""
     rows = sorted(((n, why) for why, n in reasons.items() if n), reverse=True)
     rest = rows[_MOST_REASONS:]
     lines = [f"{n:6}  {why}" for n, why in rows[:_MOST_REASONS]]

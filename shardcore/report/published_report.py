@@ -24,7 +24,7 @@ HEADERS = (
 
 
 def published_plan_row(published: Published) -> tuple[Any, ...]:
-    """A row under HEADERS. A plan kept beside a cheaper one has the margin of the gain, which it is within."""
+    """Table row of a published plan under HEADERS. A plan kept against a cheaper one has the gain's margin."""
     decision, total = published.decision, published.cost.total_ms
     # A candidate that is cheaper, but not surely, is not current.
     margin_ms = (decision.margin_ms or 0.0) if (decision.candidate_ms or total) < total else 0.0

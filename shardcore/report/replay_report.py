@@ -12,7 +12,7 @@ from shardcore.report.text import device_table, percent_change, text_table
 def replay_text(
     names: Sequence[str], measured: Sequence[StepSample], predicted: Sequence[StepCost] | None = None
 ) -> str:
-    """Tables for a terminal.
+    """Tables of replayed plans for a terminal: measured and predicted step ms, and ms of each device.
 
     names: names of the plans.
     predicted: cost that a model predicted for each. None: there is no model.

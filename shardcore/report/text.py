@@ -17,7 +17,7 @@ MOST_DEVICES = 16
 
 
 def text_table(headers: Sequence[str], rows: Sequence[Sequence[Any]], words: Container[int] = ()) -> str:
-    """A table with aligned columns: numbers right, words and the first column left.
+    """Plain-text table with aligned columns: numbers right, words and the first column left.
 
     words: columns that are left-aligned, though numbers may be in them.
     """
@@ -40,7 +40,7 @@ def text_table(headers: Sequence[str], rows: Sequence[Sequence[Any]], words: Con
 
 
 def device_table(columns: Mapping[str, Sequence[float | str]], rank: Sequence[float]) -> str:
-    """A row for each device. Of many, those of the highest rank.
+    """Plain-text table with a row for each device, at most MOST_DEVICES, those of the highest rank.
 
     columns: [D] ms or texts by header.
     rank: [D] of the devices.
@@ -55,7 +55,7 @@ def device_table(columns: Mapping[str, Sequence[float | str]], rank: Sequence[fl
 
 
 def records_table(records: Sequence[Mapping[str, Any]]) -> str:
-    """A table of one or more records. Their keys, all the same, are its headers."""
+    """Plain-text table of one or more records with equal keys, which are the headers."""
     return text_table(list(records[0]), [list(record.values()) for record in records])
 
 
@@ -68,7 +68,7 @@ def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str
 
 
 def rounded_json(value: Any) -> str:
-    """JSON of several lines, with seven significant digits: more than any cost is known to."""
+    """Indented JSON of a value, with floats rounded to seven significant digits."""
     exact = json.dumps(value)
     return json.dumps(json.loads(exact, parse_float=lambda text: float(f"{float(text):.7g}")), indent=1)
 

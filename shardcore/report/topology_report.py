@@ -19,7 +19,7 @@ def write_measured_topology(
     out: Path,
     ranks: Path | None = None,
 ) -> str:
-    """Write the problem with the measured topology. Returns lines on it, for people.
+    """Write a problem with the measured topology to a file. Returns lines for people.
 
     ranks: file for the order of ranks, their hosts and groups, and the times of pairs. None: nowhere.
     """
@@ -38,7 +38,7 @@ def write_measured_topology(
 
 
 def measured_topology_lines(pairs: PairMeasurement) -> list[str]:
-    """Groups, links and order of ranks, for people."""
+    """Lines for people on measured groups of ranks, links, and the order of ranks."""
     arranged, text = order(pairs.levels, len(pairs.pair_ms)), []
     for groups in pairs.levels:
         shown = "; ".join(" ".join(map(str, group)) for group in groups[:8]) + "; ..." * (len(groups) > 8)

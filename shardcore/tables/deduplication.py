@@ -14,7 +14,7 @@ from shardcore.core.errors import ShardCoreError
 
 
 def deduplication_factor(features: Sequence[tuple[np.ndarray, np.ndarray]], batch: int) -> float:
-    """Mean number of samples for each distinct value, which is Table.dedup.
+    """Mean number of samples that share one distinct value (Table.dedup).
 
     features: for each feature, its ids, sample after sample, and the number of ids of each sample.
     batch: samples of a device's batch, within which values are deduplicated.

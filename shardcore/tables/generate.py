@@ -25,7 +25,7 @@ _LEAST = 2
 _NEAR = 0.01
 """Largest relative deviation of a statistic that `_repair_statistics` accepts."""
 _SMALL = 150
-"""Unique rows below which rounding to whole rows changes a table's statistics. `_repair_statistics` changes such tables only."""
+"""Unique rows below which rounding to whole rows changes its statistics: `_repair_statistics` changes only these."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ class PoolConfig(Record, noun="pool"):
 
 
 def generate_pool(config: PoolConfig = PoolConfig()) -> tuple[Table, ...]:
-    """A pool with the published statistics of dlrm_datasets (see `published`).
+    """Generate a pool of tables with the published statistics of dlrm_datasets (see `published_statistics`).
 
-    Tables are drawn from a plausible family. `_calibrate_parameters` changes them as little as possible to meet the published
-    rows, pooling, reuse bins, access shares and unique rows. `_round_to_whole_rows` and `_repair_statistics` then make rows whole, so that a
-    table's streams have exactly its histogram.
+    Tables are drawn from a plausible family. `_calibrate_parameters` changes them as little as possible to meet the
+    published rows, pooling, reuse bins, access shares and unique rows. `_round_to_whole_rows` and `_repair_statistics`
+    then make rows whole, so that a table's streams have exactly its histogram.
 
     How the properties of one table go together is not public, and is made up. A small pool meets the statistics as
     far as it can. The same config gives the same pool, except for a few tables where torch's linear algebra rounds
@@ -75,7 +75,7 @@ def generate_pool(config: PoolConfig = PoolConfig()) -> tuple[Table, ...]:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Run torch on one thread. The number of threads changes the order of sums, and so the pool."""
+    """Context in which torch runs on one thread: more threads change the order of sums, and so the pool."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -85,7 +85,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _draw_parameters(rng: np.random.Generator, n: int) -> torch.Tensor:
-    """[n, K + 2] parameters of live tables, as `_rows_from_parameters` reads them.
+    """[N, K + 2] random parameters of live tables, in the form that `_rows_from_parameters` reads.
 
     A table's rows are distributed over bins as those of the release, tilted towards frequent rows by 2^(tilt × bin)
     and smoothly perturbed. Tables with frequent rows have fewer rows, and lower pooling: they are small vocabularies,
@@ -113,7 +113,7 @@ def _draw_parameters(rng: np.random.Generator, n: int) -> torch.Tensor:
 
 
 def _rows_from_parameters(draw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Unique rows in each bin [N, K], and rows that the batch does not touch [N].
+    """Unique rows of each table by reuse bin [N, K], and rows that a batch does not touch [N].
 
     draw: [N, K + 2] logits of the bins, log of unique rows beyond _LEAST, log of untouched rows.
     """
@@ -123,7 +123,7 @@ def _rows_from_parameters(draw: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 
 
 def _statistic_terms(rows_in_bin: torch.Tensor, unseen: torch.Tensor) -> torch.Tensor:
-    """[..., 5 + 3 K] contribution of a table to the sums from which `_statistics_from_sums` follows."""
+    """[..., 5 + 3 K] a table's terms in the sums from which `_statistics_from_sums` computes pool statistics."""
     unique, lookups_in_bin = rows_in_bin.sum(-1), rows_in_bin * torch.tensor(access.BIN_MEAN)
     bins, rows, lookups = rows_in_bin / unique[..., None], unique + unseen, lookups_in_bin.sum(-1)
     # With squares, standard deviations also follow from sums over tables.
@@ -132,7 +132,7 @@ def _statistic_terms(rows_in_bin: torch.Tensor, unseen: torch.Tensor) -> torch.T
 
 
 def _statistics_from_sums(sums: torch.Tensor, tables: int, batch: int) -> torch.Tensor:
-    """[..., S] statistics of a pool from the sums of its tables' terms, in the order of _target_statistics.
+    """[..., S] pool statistics from sums of the tables' terms, in the order of `_target_statistics`.
 
     Empty tables add nothing to the sums.
     """
@@ -156,7 +156,7 @@ def _statistics_from_sums(sums: torch.Tensor, tables: int, batch: int) -> torch.
 
 
 def _target_statistics(tables: int) -> torch.Tensor:
-    """[S] published statistics, scaled to a pool of `tables`.
+    """[S] published pool statistics, scaled to a pool of `tables`.
 
     Unique row shares are left out: they follow from the access shares.
     """
@@ -170,7 +170,7 @@ def _target_statistics(tables: int) -> torch.Tensor:
 
 
 def _calibrate_parameters(draw: torch.Tensor, tables: int) -> torch.Tensor:
-    """The parameters nearest to `draw` with which a pool has the published statistics.
+    """Table parameters nearest to `draw` with which a pool has the published statistics.
 
     This is Gauss-Newton with minimum-norm steps, as statistics are far fewer than parameters. The normal matrix is
     damped, and no parameter moves by more than 1 in a step.
@@ -209,7 +209,7 @@ def _calibrate_parameters(draw: torch.Tensor, tables: int) -> torch.Tensor:
 
 
 def _round_to_whole_rows(draw: torch.Tensor, rng: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whole rows in each bin [N, K], at least one a table, and whole untouched rows [N].
+    """Round rows to whole numbers: by bin [N, K], at least one a table, and untouched rows [N].
 
     The remainder of each rounding is carried on. In small tables it goes from bin to bin, which keeps the table's
     total. In others it goes from table to table, which keeps each bin's total.
@@ -229,7 +229,7 @@ def _round_to_whole_rows(draw: torch.Tensor, rng: np.random.Generator) -> tuple[
 
 
 def _repair_statistics(rows_in_bin: torch.Tensor, unseen: torch.Tensor, tables: int) -> None:
-    """Undo the effect of rounding on the statistics, in place.
+    """Undo the effect of rounding on the pool's statistics by moving single rows between bins, in place.
 
     Each round makes the best of all moves, until all statistics are within _NEAR or no move helps. A move puts one row
     of a small table into a near bin, adds a row, or removes one.
@@ -276,7 +276,7 @@ def _repair_statistics(rows_in_bin: torch.Tensor, unseen: torch.Tensor, tables: 
 def _rows_pooling_and_access(
     rows_in_bin: torch.Tensor, unseen: torch.Tensor, batch: int
 ) -> tuple[int, float, Reuse]:
-    """Rows, pooling and access of a table with whole rows in each bin."""
+    """Rows, pooling and access statistics of a table from its whole rows by bin."""
     n = rows_in_bin.numpy()
     # Whole lookups in a batch, so that a stream can have exactly this histogram.
     pooling = round(float(n @ access.BIN_MEAN)) / batch

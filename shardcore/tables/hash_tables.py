@@ -44,17 +44,22 @@ ROUTES: Mapping[str, Callable[[np.ndarray, int, int], np.ndarray]] = {
 
 
 def _n_buckets(collision: ManagedCollision, n_devices: int) -> int:
-    """Buckets of a table. One that does not say has one for each of the devices."""
+    """Number of a hash table's buckets; one for each device if the table states none."""
     return collision.buckets if collision.buckets > 1 else n_devices
 
 
 def buckets_of_ids(ids: np.ndarray, collision: ManagedCollision, n_devices: int) -> np.ndarray:
-    """[L] bucket of each raw id. n_devices: that divide the rows."""
+    """[L] bucket to which a hash table routes each raw id.
+
+    n_devices: devices that divide the table's rows.
+    """
     return ROUTES[collision.routing](np.asarray(ids), _n_buckets(collision, n_devices), collision.input_size)
 
 
 def routed_row_shares(ids: np.ndarray, collision: ManagedCollision, n_devices: int) -> RowShares | None:
-    """The shares of a batch's raw ids [L] in ranges of rows: those of buckets. None: nothing is to divide.
+    """Shares of lookups and of unique ids that a hash table routes to each range of its rows, from a batch's ids [L].
+
+    None if there is nothing to divide: no ids, or one device.
 
     n_devices: that divide the rows.
     """
@@ -70,7 +75,7 @@ def routed_row_shares(ids: np.ndarray, collision: ManagedCollision, n_devices: i
 
 
 def row_division_imbalance(table: Table, n_devices: int) -> float:
-    """Lookups of the busiest device over the mean, if so many divide the table's rows. 1: they are even."""
+    """Lookups of the busiest device over the mean, if n_devices divide a table's rows; 1 if even."""
     if table.row_shares is None or n_devices < 2:
         return 1.0
     shares = np.array(table.row_shares.lookups)

@@ -68,11 +68,11 @@ class Heat:
 
     @property
     def unique_rows(self) -> float:
-        """Expected unique rows that a batch touches."""
+        """Expected number of unique rows of the table that a batch touches."""
         return float(self.rows @ self.touched)
 
     def hottest_lookups(self, rows: float | np.ndarray) -> np.ndarray:
-        """[N] expected lookups a batch of the `rows` hottest rows together.
+        """[N] expected lookups of a batch in the `rows` hottest rows together.
 
         Raises ShardCoreError for more rows than the table has.
         """
@@ -80,18 +80,18 @@ class Heat:
         return np.interp(self._checked_row_counts(rows, "hottest rows"), *self._cumulative_rows_and_lookups)
 
     def fewest_rows_with_share(self, share: float) -> float:
-        """The fewest rows that have this share of all lookups."""
+        """Fewest rows of the table that receive a share of all its lookups."""
         # The inverse of hottest_lookups.
         rows, lookups = self._cumulative_rows_and_lookups
         return float(np.interp(share * lookups[-1], lookups, rows))
 
     @property
     def _cumulative_rows_and_lookups(self) -> tuple[np.ndarray, np.ndarray]:
-        """[K + 1] rows, and their lookups, of the first 0, 1, ..., K classes."""
+        """[K + 1] cumulative rows, and their cumulative lookups, over classes of rows, hottest first."""
         return np.append(0.0, np.cumsum(self.rows)), np.append(0.0, np.cumsum(self.rows * self.lookups))
 
     def missed_rows(self, rows: float | np.ndarray) -> np.ndarray:
-        """[N] unique rows a batch that a warm cache of `rows` rows misses.
+        """[N] unique rows of a batch that miss a warm cache of `rows` rows.
 
         Raises ShardCoreError for a cache that is larger than the table.
         """
@@ -103,10 +103,11 @@ class Heat:
 
     @property
     def cached_rows_by_memory(self) -> np.ndarray:
-        """[M] rows of this table in a cache, for memories that rise alike for all tables: one is of one memory."""
+        """[M] rows of the table in a cache, by how long the cache remembers a row; the same memories for all tables."""
         return self._miss_curve[0]
 
     def _checked_row_counts(self, rows: float | np.ndarray, what: str) -> np.ndarray:
+        """Row counts as floats. Raises ShardCoreError for counts outside 0 to the table's rows."""
         numbers = np.asarray(rows, dtype=float)
         wrong = numbers[~((numbers >= 0) & (numbers <= self.table_rows))]
         if wrong.size:
@@ -118,7 +119,7 @@ class Heat:
 
     @cached_property
     def _miss_curve(self) -> tuple[np.ndarray, np.ndarray]:
-        """[points] sizes of a cache in rows, rising, and unique rows a batch that each misses."""
+        """[points] cache sizes in rows, rising, and the unique rows of a batch that each size misses."""
         # Half of the points are caches smaller than a batch's rows, half are larger ones.
         q, half = self.touched, _POINTS // 2
         # Slots of a set over the rows that come to it: the fewer, the smaller the cache. Above 2, all enter.
@@ -150,7 +151,7 @@ class Heat:
 
 
 def heat_of_tables(tables: Sequence[Table], batch: int, unseen: bool = False) -> list[Heat]:
-    """[T] the heat of tables at a batch, from their access statistics.
+    """[T] heat of tables at a batch size, from their access statistics.
 
     unseen: True if rows that a histogram's batch never saw are looked up, as in data. False: they are not, as in
         streams.
@@ -181,7 +182,7 @@ def heat_of_tables(tables: Sequence[Table], batch: int, unseen: bool = False) ->
 
 
 def _room_probability(order: np.ndarray) -> np.ndarray:
-    """[...] probability that a set still has room for a row, if so many per slot come before it in the mean."""
+    """[...] probability that a cache set still has a free way, after `order` rows per way on average."""
     from scipy.stats import gamma
 
     return gamma.sf(order * _WAYS, _WAYS)
@@ -189,14 +190,14 @@ def _room_probability(order: np.ndarray) -> np.ndarray:
 
 @lru_cache(maxsize=1)
 def _rows_filling_a_set() -> np.ndarray:
-    """[_PARTS] rows that fill a set, over its ways: their mean is about 1."""
+    """[_PARTS] quantiles of the rows that arrive until a cache set is full, over its ways; about 1 on average."""
     from scipy.stats import gamma
 
     return gamma.ppf((np.arange(_PARTS) + 0.5) / _PARTS, _WAYS) / _WAYS
 
 
 def count_row_lookups(table: Table, ids: np.ndarray) -> np.ndarray:
-    """[table.rows] number of times that each row is among ids [L].
+    """[table.rows] number of times that each row occurs among ids [L].
 
     Raises ShardCoreError for an id outside the table.
     """
@@ -211,7 +212,11 @@ def count_row_lookups(table: Table, ids: np.ndarray) -> np.ndarray:
 
 
 def _heat_from_reuse(table: Table, batch: int, rows: np.ndarray, sums: np.ndarray, unseen: bool) -> Heat:
-    """The heat of a table with a reuse histogram. rows, sums: rows and lookups in each bin. unseen: see heat_of_tables."""
+    """Heat of a table from its reuse histogram.
+
+    rows, sums: rows and lookups in each bin.
+    unseen: as in `heat_of_tables`.
+    """
     # Classes are bins, the highest first.
     live = np.flatnonzero(rows > 0)[::-1]
     sizes, keep = rows[live], batch / table.reuse.batch
@@ -239,7 +244,7 @@ def _heat_from_reuse(table: Table, batch: int, rows: np.ndarray, sums: np.ndarra
 
 
 def _power_law_tail(first: float, last: float, lookups: float) -> tuple[np.ndarray, np.ndarray]:
-    """Classes of the ranks from `first` to `last` under a power law: [K] rows, and [K] lookups of one row of each.
+    """Rows [K], and lookups of one row [K], by class, of ranks `first` to `last` under a power law.
 
     The hottest row has _RARE lookups. All rows together have `lookups`, which determines the power.
     """

@@ -8,7 +8,7 @@ from shardcore.core.types import Table
 
 
 def is_held_out(table: Table, one_of: int = 20) -> bool:
-    """Tell if a table is kept for testing: one in `one_of`, chosen by its name.
+    """Tell if a table is held out for testing: one in `one_of`, chosen by a hash of its name.
 
     Users bring tables that nobody measured. So studies (cost/study.py) train without these tables, and judge models
     only on groups of them.

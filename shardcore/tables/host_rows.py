@@ -32,7 +32,7 @@ from shardcore.tables.heat import Heat, heat_of_tables
 
 
 def link_bytes_of_shard(shard: Shard, batch: int, optimizer: str) -> np.ndarray:
-    """[2] bytes of a batch of a shard, forward and backward, at the load factor of its table.
+    """[2] bytes that a shard's batch moves over the link to host memory, forward and backward, by its load factor.
 
     They are in proportion to the shard's columns and to its lookups: a row range has the miss ratio of the table.
 
@@ -47,7 +47,7 @@ def link_bytes_of_shard(shard: Shard, batch: int, optimizer: str) -> np.ndarray:
 # Cached by table: searches encode many shards of one table.
 @lru_cache(maxsize=1 << 16)
 def _link_bytes(table: Table, batch: int, optimizer: str) -> tuple[float, float]:
-    """Bytes of a batch that cross the link forward and backward.
+    """Bytes that a table's batch moves over the link to host memory, forward and backward.
 
     A row is written back when another takes its place, so in the forward pass.
 
@@ -71,12 +71,12 @@ def _link_bytes(table: Table, batch: int, optimizer: str) -> tuple[float, float]
 
 
 def cached_rows_by_memory(table: Table, batch: int) -> np.ndarray:
-    """[M] rows of a table in a cache, by how long it remembers. A cache of several tables has one memory for all."""
+    """[M] rows of a table in a cache, by how long the cache remembers a row; the same memories for all tables."""
     return _heat_with_unseen_rows(_as_in_device_memory(table), batch).cached_rows_by_memory
 
 
 def with_shared_cache_load_factors(shards: Sequence[Shard], batch: int) -> tuple[Shard, ...]:
-    """The shards of an op with the load factors that its cache comes to, of which theirs only give the size."""
+    """Shards of an op with the load factors that result when all of its tables share one cache."""
     caches: dict[str, list[int]] = defaultdict(list)
     for i, shard in enumerate(shards):
         # Rows without lookups never enter.
@@ -99,7 +99,7 @@ def with_shared_cache_load_factors(shards: Sequence[Shard], batch: int) -> tuple
 
 
 def with_highest_load_factors(tables: Sequence[Table], batch: int, parts: int) -> tuple[Table, ...]:
-    """The tables with load factors that `with_shared_cache_load_factors` never exceeds, whichever of them share a cache.
+    """Tables with upper bounds of their load factors, whichever tables share a cache.
 
     A cache of several tables remembers no longer than the longest of their own would.
     parts: devices that may divide rows. Each rounds the size of its cache.
@@ -118,7 +118,7 @@ def with_highest_load_factors(tables: Sequence[Table], batch: int, parts: int) -
 
 
 def _as_in_device_memory(table: Table) -> Table:
-    """The table with all rows there: one key for all of its load factors."""
+    """The table as if all rows were in device memory: one cache key for all load factors."""
     return (
         replace(table, load_factor=1.0, tier=BELOW[0], managed_collision=None)
         if table.in_host_memory

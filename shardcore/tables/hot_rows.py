@@ -34,7 +34,7 @@ REPLICA = next(kind for kind in LAYOUTS.values() if kind.dense_gradient)
 
 
 def hot_row_counts(problem: Problem, least_lookups: float) -> dict[str, int]:
-    """Number of hot rows by table: rows with at least `least_lookups` expected lookups in a global batch.
+    """Number of hot rows by table: rows with `least_lookups` or more expected lookups in a global batch.
 
     Tables without hot rows or without cold ones are left out.
 
@@ -54,7 +54,7 @@ def hot_row_counts(problem: Problem, least_lookups: float) -> dict[str, int]:
 
 
 def heat_of_divisible_tables(problem: Problem) -> list[tuple[Table, Heat]]:
-    """The tables that may be divided, with their heat."""
+    """Sequence tables that may be divided into hot and cold rows, each with its heat."""
     # A table whose kinds a user has fixed stays as it is.
     fixed, batch = problem.kinds_of, problem.global_batch
     tables = [
@@ -66,7 +66,7 @@ def heat_of_divisible_tables(problem: Problem) -> list[tuple[Table, Heat]]:
 
 
 def with_hot_rows(problem: Problem, rows: Mapping[str, int]) -> Problem:
-    """The problem in which the hot rows of some tables are separate tables, on every device.
+    """Problem in which the hot rows of some tables are separate tables, replicated on every device.
 
     rows: number of hot rows, by table. The parts are named NAME_hot and NAME_cold.
 
@@ -92,7 +92,7 @@ def with_hot_rows(problem: Problem, rows: Mapping[str, int]) -> Problem:
 
 
 def split_hot_and_cold(table: Table, rows: int, batch: int) -> tuple[Table, Table]:
-    """The hottest rows of a table, and the others, as two tables.
+    """Divide a table into two: its hottest rows, and all others.
 
     rows: number of hot rows. batch: samples for which lookups are computed.
 
@@ -127,7 +127,7 @@ def split_hot_and_cold(table: Table, rows: int, batch: int) -> tuple[Table, Tabl
 
 
 def split_access_statistics(table: Table, rows: int, batch: int) -> tuple[float, Reuse | Zipf, Reuse | Zipf]:
-    """Share of lookups of the `rows` hottest rows, their access statistics, and those of the others."""
+    """Share of lookups in the `rows` hottest rows, and the access statistics of hot and of cold rows."""
     if isinstance(table.access, Zipf):
         heat = heat_of_tables([table], batch)[0]
         # Relative to the same classes, so that the shares of both parts sum to 1.
@@ -148,7 +148,7 @@ def split_access_statistics(table: Table, rows: int, batch: int) -> tuple[float,
 
 
 def _reuse_of_cold_rows(heat: Heat, rows: int) -> Reuse:
-    """The expected reuse histogram of all but the `rows` hottest rows."""
+    """Expected reuse histogram of all but the `rows` hottest rows."""
     before = np.concatenate([[0.0], np.cumsum(heat.rows)])
     # Rows of each class that are not hot: clipping the cumulative counts removes the hottest.
     left = np.diff(np.clip(before - rows, 0, None))
@@ -156,13 +156,13 @@ def _reuse_of_cold_rows(heat: Heat, rows: int) -> Reuse:
 
 
 def _move_to_cold_module(table: Table, collections: set[str]) -> Table:
-    """The table, moved to the `cold` module if its collection is one of these (see HotColdEmbeddingCollection)."""
+    """Table with its collection's `cold` module as its collection, if the collection has hot rows."""
     inside = table.sequence and table.collection in collections
     return replace(table, collection=table.collection + INSIDE) if inside else table
 
 
 def is_hot_table(table: Table, problem: Problem) -> bool:
-    """Tell if a table holds hot rows of `with_hot_rows`."""
+    """Tell if a table of a problem holds the hot rows of another table."""
     return (
         table.name.endswith(HOT)
         and problem.kinds_of.get(table.name) == (REPLICA.name,)
@@ -172,7 +172,7 @@ def is_hot_table(table: Table, problem: Problem) -> bool:
 
 
 def cold_part_names(problem: Problem) -> dict[str, str]:
-    """Names of the cold parts in a problem of `with_hot_rows`, by the names of the whole tables."""
+    """Names of the cold parts of tables with hot rows, by the names of the whole tables."""
     return {
         table.name.removesuffix(HOT): table.name.removesuffix(HOT) + COLD
         for table in problem.tables
@@ -181,7 +181,7 @@ def cold_part_names(problem: Problem) -> dict[str, str]:
 
 
 def rename_to_cold_parts(plan: Plan, problem: Problem) -> Plan:
-    """The plan with divided tables renamed to their cold parts in `problem`.
+    """Plan with each divided table renamed to the cold part that `problem` has of it.
 
     So a plan without hot rows can be the start of a search with them.
     """
@@ -211,7 +211,7 @@ def _require_divisible(table: Table, rows: int) -> None:
 
 
 def _constraints_on_cold_parts(constraints: Constraints, rows: Mapping[str, int]) -> Constraints:
-    """The constraints with those of divided tables moved to the cold parts."""
+    """Constraints of divided tables, moved to their cold parts."""
     cold = {name: name + COLD for name in rows}
     return replace(
         constraints,

@@ -14,12 +14,12 @@ DEFAULT_ACCESS = Zipf(1.05)
 
 
 def public_pool_sources() -> dict[str, str]:
-    """Source of each public list, by name."""
+    """Source of each public list of tables, by the list's name."""
     return {k: v["source"] for k, v in _read_public_lists().items() if not k.startswith("_")}
 
 
 def public_pool(name: str, zipf_alpha: float | None = None) -> tuple[Table, ...]:
-    """The tables of a public list, named as there, or c00, c01, ..., with its rows, dims and pooling.
+    """Tables of a public list, with its rows, dims and pooling, named as there, or c00, c01, ...
 
     Accesses follow Zipf(alpha): zipf_alpha, or that of the list, or DEFAULT_ACCESS.
 
@@ -36,7 +36,7 @@ def public_pool(name: str, zipf_alpha: float | None = None) -> tuple[Table, ...]
 
 
 def public_optimizer(name: str) -> str:
-    """Optimizer with which the reference of a public list trains. "exact_sgd" if the list names none."""
+    """Optimizer with which the reference implementation of a public list trains; "exact_sgd" if none is named."""
     return _public_list(name).get("optimizer", "exact_sgd")
 
 

@@ -26,13 +26,13 @@ _STATISTICS = ("rows mean", "rows sd", "pooling mean", "pooling sd", "lookups", 
 
 
 def read_published_release() -> dict:
-    """The public figures of the release, from dlrm_datasets_stats.json."""
+    """Public figures of the dlrm_datasets release, from dlrm_datasets_stats.json."""
     path = Path(__file__).parent / "dlrm_datasets_stats.json"
     return json.loads(path.read_text(encoding="utf-8"))[PUBLISHED]
 
 
 def published_statistics() -> dict[str, float]:
-    """The public figures of dlrm_datasets (2021, 856 tables, batch 65,536), named as in pool_statistics."""
+    """Published statistics of dlrm_datasets (2021, 856 tables, batch 65,536), named as in `pool_statistics`."""
     data = read_published_release()
     values = [
         data["rows"]["mean"],
@@ -52,7 +52,7 @@ def published_statistics() -> dict[str, float]:
 def pool_statistics(
     tables: tuple[Table, ...], counts_of: Callable[[Table], np.ndarray] = access.reference_counts
 ) -> dict[str, float]:
-    """Statistics of a pool of tables with Reuse access: as specified, or as `counts_of` measures.
+    """Statistics of a pool of tables with Reuse access, from their histograms or from measured counts.
 
     counts_of: function from a table to [U] lookups of each unique row, in any order. Empty without lookups.
 

@@ -18,7 +18,7 @@ from shardcore.step import access
 
 
 def draw_lookups(table: Table, batch: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """One batch of a table: row ids [L] int64 and offsets [V + 1] int64, for V distinct values.
+    """Draw one batch of lookups in a table: row ids [L] int64 and offsets [V + 1] int64, for V distinct values.
 
     V is F · B for F features, or less if they are deduplicated (access.distinct_values). Samples that repeat a value
     are then left out, so all rows of the batch are in the stream, but fewer times.
@@ -90,7 +90,7 @@ def _draw_lengths(table: Table, n: int, bags: int, rng: np.random.Generator) -> 
 
 
 def _scatter_ranks(ranks: np.ndarray, rows: int) -> np.ndarray:
-    """Spread ranks over the rows as hashing would: a bijection of [0, rows) that separates neighbours."""
+    """Spread popularity ranks over row ids by a bijection of [0, rows) that separates neighbours, as hashing does."""
     # Multiples of the golden ratio are spread evenly. A step coprime to `rows` makes a bijection.
     step = max(1, int(rows * 0.6180339887498949))
     while math.gcd(step, rows) != 1:
@@ -100,7 +100,7 @@ def _scatter_ranks(ranks: np.ndarray, rows: int) -> np.ndarray:
 
 
 def _rows_by_shares(ranks: np.ndarray, table: Table, row_shares: RowShares) -> np.ndarray:
-    """The row of each rank, so that each range of rows has about its shares of lookups and of unique rows.
+    """Row of each popularity rank, such that ranges of rows get their measured shares of lookups and unique rows.
 
     Hot ranks go to the ranges with most lookups for each unique row. They are scattered over ranges that have about
     equally many. No two ranks share a row.
@@ -131,5 +131,5 @@ def _rows_by_shares(ranks: np.ndarray, table: Table, row_shares: RowShares) -> n
 
 
 def _n_rows_looked_up(table: Table) -> int:
-    """Number of different rows that the table's streams may look up."""
+    """Number of distinct rows that a table's drawn lookups may contain."""
     return table.rows if isinstance(table.access, Zipf) else len(access.reference_counts(table))

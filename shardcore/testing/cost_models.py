@@ -99,7 +99,7 @@ class CostModelConformance:
         assert (bounding.launch_ms + sums @ rates <= bounding.head(sums) * slack).all()
 
     def test_exchanges_are_as_the_model_for_bounds_says(self) -> None:
-        """Bounds price even exchanges by a line, which the terms give, and which is nowhere above them."""
+        """Even exchanges cost no less than the line by which lower bounds price them, and no more than uneven ones."""
         model, _ = self._model_and_encodings()
         topology, bounding = self.problem().topology, model.lower
         if bounding is None or not even_is_least(bounding, topology):

@@ -24,7 +24,7 @@ from shardcore.torchrec.sharding_plan import torchrec_sharding
 
 
 def placement_counts(table: Table, shards: Iterable[Shard]) -> set[int]:
-    """Numbers of times that cells of a table are placed, counted without `lower`.
+    """Set of how many shards cover each cell of a table, computed without `lower`.
 
     One count for each rectangle between the edges of all shards: exact, however large the table is.
     """
@@ -41,7 +41,7 @@ def placement_counts(table: Table, shards: Iterable[Shard]) -> set[int]:
 
 
 def shards_by_device(placement: Placement) -> list[tuple[int, Shard]]:
-    """Shards of a placement, each with its device. Computed without `step.kinds`, to check it."""
+    """Shards of a placement, each with its device, computed without `step.kinds` to check that module."""
     shard, n = placement.shard, len(placement.devices)
     if placement.kind in ("column", "data_parallel"):
         return [(d, shard) for d in placement.devices]
@@ -53,7 +53,7 @@ def shards_by_device(placement: Placement) -> list[tuple[int, Shard]]:
 
 
 def check_plan(plan: Plan, problem: Problem) -> None:
-    """Assert that TorchRec can train a plan, and that it fits."""
+    """Assert that a plan covers each table once, keeps the constraints, is trainable by TorchRec, and fits memory."""
     workload = lower(plan, problem)
     for table in problem.tables:
         mine = [p for p in plan.placements if p.shard.table == table]
@@ -93,8 +93,7 @@ def check_plan(plan: Plan, problem: Problem) -> None:
 
 
 def all_plans(problem: Problem, columns_alone: bool = False) -> Iterator[Plan]:
-    """Every plan, up to which columns a group of devices holds, that has each table in one kind of
-    sharding."""
+    """All plans of a small problem with one kind of sharding a table, up to which columns a device group holds."""
 
     def ways(t: Table) -> Iterator[list[Placement]]:
         for layout in (WHOLE_ROWS,) if columns_alone else LAYOUTS.values():
@@ -112,6 +111,7 @@ def all_plans(problem: Problem, columns_alone: bool = False) -> Iterator[Plan]:
 
 
 def draw_tiny_problem(seed: int) -> Problem:
+    """Draw a problem of three small tables on two devices, small enough to enumerate its plans."""
     rng = np.random.default_rng(seed)
     speeds = [1.0, 1.0] if seed % 2 else [1.0, 2.0]
     return Problem(
@@ -124,7 +124,7 @@ def draw_tiny_problem(seed: int) -> Problem:
 
 @cache
 def cheapest_plans_of_tiny_problems() -> list[tuple[Problem, float, float]]:
-    """Problems, and the least ms of all plans and of those that cut by columns alone."""
+    """Tiny problems, each with the least ms of all plans and of column-wise plans alone."""
     found = []
     for problem in map(draw_tiny_problem, range(6)):
         model = small_problem_model(problem)

@@ -18,7 +18,7 @@ BATCH = 48
 
 
 def small_problem_model(problem: Problem) -> AnalyticModel:
-    """A model under which balance of compute and of communication both matter at this size."""
+    """Cost model under which both compute and communication matter for this module's small problems."""
     setting = Setting("made-up", problem.global_batch, problem.tables[0].precision, problem.optimizer)
     # A slow network and a short launch.
     return AnalyticModel(
@@ -27,17 +27,18 @@ def small_problem_model(problem: Problem) -> AnalyticModel:
 
 
 def table_bytes(table: Table, optimizer: str = "exact_sgd", width: int | None = None) -> int:
-    """Bytes of a table, or of `width` of its columns, as searches count them."""
+    """Bytes of a table, or of `width` of its columns, with optimizer state, as searches count them."""
     of_one = Problem("one", (table,), Topology((Device(1),)), BATCH, optimizer)
     return memory.table_bytes(table, of_one, width)
 
 
 def column_placement(table: Table, device: int) -> Placement:
+    """Placement of a whole table on one device."""
     return Placement("column", Shard.whole(table), (device,))
 
 
 def with_room_for_batch(problem: Problem) -> Problem:
-    """The problem with memory for the local batch added to every device."""
+    """Problem with memory for the local batch added to every device."""
     whole = [column_placement(table, 0) for table in problem.tables]
     more = int(memory.account_of(whole, problem).base.max()) + 1
     devices = tuple(replace(d, memory_bytes=d.memory_bytes + more) for d in problem.topology.devices)
@@ -47,6 +48,7 @@ def with_room_for_batch(problem: Problem) -> Problem:
 def draw_random_tables(
     rng: np.random.Generator, n: int, dims: tuple[int, ...] = (4, 8, 12, 16, 32)
 ) -> tuple[Table, ...]:
+    """Draw small random tables with Zipf accesses."""
     return tuple(
         Table(
             f"t{i}",
@@ -62,20 +64,21 @@ def draw_random_tables(
 def draw_random_problem(
     seed: int, n_tables: int, memory: list[int], speeds: list[float] | None = None, **fields
 ) -> Problem:
+    """Draw a problem of random tables on devices of given memory and speed."""
     rng = np.random.default_rng(seed)
     devices = tuple(Device(m, s) for m, s in zip(memory, speeds or [1.0] * len(memory), strict=True))
     return Problem(f"drawn-{seed}", draw_random_tables(rng, n_tables), Topology(devices), BATCH, **fields)
 
 
 def problem_with_slack(seed: int, n_devices: int, slack: float, **fields) -> Problem:
-    """Devices that hold the tables' bytes × slack together."""
+    """Random problem whose devices together hold the tables' bytes times `slack`."""
     loose = draw_random_problem(seed, 12, [1] * n_devices, **fields)
     needed = sum(table_bytes(t, loose.optimizer) for t in loose.tables)
     return replace(loose, topology=Topology((Device(int(needed * slack / n_devices)),) * n_devices))
 
 
 def split_over_two_hosts(problem: Problem, constraints: Constraints) -> Problem:
-    """The first half of the devices on host a, the others on b."""
+    """Problem with the first half of the devices on host a, the others on host b."""
     half = len(problem.topology) // 2
     devices = tuple(replace(d, host="a" if i < half else "b") for i, d in enumerate(problem.topology.devices))
     return replace(problem, topology=Topology(devices), constraints=constraints)
@@ -289,7 +292,7 @@ NOTHING_FITS = {
 
 
 def problem_with_hidden_plan(seed: int) -> Problem:
-    """A problem whose devices hold exactly what some table-wise plan puts on them."""
+    """Problem whose devices hold exactly the bytes that some table-wise plan puts on them."""
     rng = np.random.default_rng(seed)
     tables = draw_random_tables(rng, int(rng.integers(1, 10)))
     n_devices, optimizer = int(rng.integers(1, 5)), str(rng.choice(["exact_sgd", "rowwise_adagrad"]))
@@ -303,7 +306,7 @@ def problem_with_hidden_plan(seed: int) -> Problem:
 
 
 def problem_with_hidden_pins(seed: int) -> Problem:
-    """A problem_with_hidden_plan whose tables are pinned to their devices or hosts. Some are kept together."""
+    """Problem with a hidden exact plan, in which tables are pinned to their devices or hosts, or kept together."""
     rng = np.random.default_rng(seed)
     n_devices, tables = int(rng.integers(2, 5)), draw_random_tables(rng, int(rng.integers(1, 10)))
     homes = rng.integers(n_devices, size=len(tables))

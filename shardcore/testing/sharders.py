@@ -37,7 +37,7 @@ from shardcore.testing.problems import (
 
 
 def require_error(kind: type[ShardCoreError], call: Callable[[], Any]) -> str:
-    """The message of the error that a call raises. Raises AssertionError if it raises none."""
+    """Message of the error that a call raises. Raises AssertionError if the call raises no such error."""
     try:
         call()
     except kind as error:
@@ -69,13 +69,13 @@ class SharderConformance:
         raise NotImplementedError
 
     def search_checked_plan(self, problem: Problem, seed: int = 0) -> Plan:
-        """A plan that keeps what every plan has to. Raises AssertionError if it does not."""
+        """Plan that the sharder finds, after checks that every plan has to pass. Raises AssertionError if one fails."""
         plan = self.search(problem, small_problem_model(problem), seed=seed, budget=self.budget)
         check_plan(plan, problem)
         return plan
 
     def require_plan_with_provenance(self, problem: Problem) -> None:
-        """Raise AssertionError unless the problem gets a plan that says where it comes from."""
+        """Assert that the sharder's plan states its algorithm, seed and predicted cost."""
         plan = self.search_checked_plan(problem, 3)
         assert (plan.provenance["algorithm"], plan.provenance["seed"]) == (self.name, 3)
         json.dumps(plan.provenance, allow_nan=False)
@@ -166,9 +166,8 @@ class SharderConformance:
 
     def test_infeasible_names_what_does_not_fit_and_what_would_help(self) -> None:
         for case, (problem, words) in NOTHING_FITS.items():
-            message = require_error(
-                Infeasible, lambda: self.search_checked_plan(with_room_for_batch(problem))
-            )  # noqa: B023
+            roomy = with_room_for_batch(problem)
+            message = require_error(Infeasible, lambda: self.search_checked_plan(roomy))  # noqa: B023
             for word in words if self.names_remedies else ():
                 assert word in message, f"{case}: {word!r} is not in {message!r}"
 

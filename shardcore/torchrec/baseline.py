@@ -97,21 +97,24 @@ class TorchRecConfig:
 
 
 def missing_torchrec_message() -> str:
-    """Python's words for what TorchRec's planner lacks of TorchRec and FBGEMM. "" if both are installed."""
+    """Import error text for the first of FBGEMM and TorchRec that is not installed; "" if both are."""
     # A folder of the same name has no origin.
     missing = [n for n in ("fbgemm_gpu", "torchrec") if not ((spec := find_spec(n)) and spec.origin)]
     return f"No module named {missing[0]!r}" if missing else ""
 
 
 def require_torchrec_installed(what: str) -> None:
-    """Raise ShardCoreError unless TorchRec is installed, with how to install it. what: what needs it."""
+    """Raise ShardCoreError, with the command that installs TorchRec, unless TorchRec is installed.
+
+    what: the caller that needs TorchRec, for the message.
+    """
     if missing_torchrec_message():
         raise ShardCoreError(f"{what}, and it is not installed ({missing_torchrec_message()}): {TORCHREC}")
 
 
 @contextmanager
 def silence_torchrec_logging() -> Iterator[None]:
-    """Silence TorchRec, which warns of each topology, and of each table that it replicates or does not cut."""
+    """Context in which TorchRec logs nothing: its planner warns of each topology and of many tables."""
     theirs, root = logging.getLogger("torchrec"), logging.getLogger()
     level = theirs.level
     theirs.setLevel(logging.CRITICAL + 1)
@@ -126,7 +129,7 @@ def silence_torchrec_logging() -> Iterator[None]:
 
 
 def _is_not_replica_warning(record: logging.LogRecord) -> bool:
-    """A log filter that drops the warning about replicated tables."""
+    """Logging filter that drops the root logger's warning about replicated tables."""
     return not str(record.msg).startswith("Sharding spec not found")
 
 
@@ -138,7 +141,8 @@ def search_with_torchrec_planner(
     budget: Budget | None = None,
     config: TorchRecConfig = TorchRecConfig(),
 ) -> Plan:
-    """The cheapest plan of the sweep. Deterministic: the seed is only recorded.
+    """Cheapest plan that TorchRec's own planner finds in a sweep of its options. Deterministic: the seed is only
+    recorded.
 
     One evaluation is one proposal of TorchRec's planner.
     A budget in seconds ends a run after the proposal that uses it up, and the sweep anywhere, once there is a plan.
@@ -170,7 +174,9 @@ def search_with_torchrec_planner(
 
 
 def _placements_before_planner(problem: Problem, model: CostModel) -> list[Placement]:
-    """Placements that TorchRec has to plan around: of pinned tables, of bundles, and `fixed_placements`."""
+    """Placements made before TorchRec's planner runs: of pinned tables, of bundles, and of tables with one possible
+    place.
+    """
     bound = {*problem.pinned, *problem.bundle_of}
     # A greedy plan of all tables leaves room for the others.
     of_all = greedy.ORDERS["lookup_greedy"](problem, model).placements if bound else ()
@@ -180,7 +186,7 @@ def _placements_before_planner(problem: Problem, model: CostModel) -> list[Place
 def _sweep_planner_settings(
     translation: _TorchRecProblem, config: TorchRecConfig, meter: Meter, price: Callable[..., Plan]
 ) -> list[Plan]:
-    """The plans of all settings, until some fit."""
+    """Plans of TorchRec's planner under all settings to sweep, repeated with less memory until a plan fits."""
     from torchrec.distributed.planner.types import PlannerError
 
     problem, plans = translation.problem, list[Plan]()
@@ -209,7 +215,7 @@ def _sweep_planner_settings(
 
 
 def _meta_embedding_bags(tables: Mapping[str, Table]) -> Any:
-    """TorchRec's module of tables by their names in it, on the meta device."""
+    """TorchRec EmbeddingBagCollection on the meta device, with tables named by the mapping's keys."""
     import torch
     from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
     from torchrec.modules.embedding_modules import EmbeddingBagCollection
@@ -261,7 +267,11 @@ class _TorchRecProblem:
         self.bandwidths |= self._memory_bandwidth(lookup)
 
     def _count_fixed_placements(self, lookup: float, exchange: float) -> None:
-        """Count the given placements in `left` and `busy`. lookup, exchange: see `lookup_ms_per_element` and `exchange_ms_per_column`."""
+        """Subtract the fixed placements' bytes from `left`, and add their work to `busy`.
+
+        lookup: ms of one element (`lookup_ms_per_element`).
+        exchange: ms of one column (`exchange_ms_per_column`).
+        """
         bytes_of, devices = own_peaks(self.problem), self.problem.topology.devices
         for placement in self.given:
             run = run_of(placement.kind, placement.shard.table)
@@ -273,7 +283,7 @@ class _TorchRecProblem:
                     self.busy[device] += compute_ms + shard.width * exchange
 
     def _is_type_allowed(self, sharding_type: str, table: Table) -> bool:
-        """Tell if a sharding type may run a table."""
+        """Tell if TorchRec may shard a table by a sharding type on the problem's topology and constraints."""
         topology = self.problem.topology
         # Table-row-wise over units of one device each would divide nothing.
         if sharding_type in _HOST_TYPES and not 1 < self.per_host * pod_size(topology) < len(self.ranks):
@@ -284,7 +294,10 @@ class _TorchRecProblem:
         return table.name not in self.problem.whole or sharding_type == layout.torchrec_whole
 
     def _link_bandwidths(self, column_ms: float) -> dict[str, Any]:
-        """Bandwidths of links, by TorchRec's names. Unknown ones are left out. column_ms: of one more column."""
+        """Link bandwidths as keyword arguments of TorchRec's Topology, without unknown ones.
+
+        column_ms: ms that one more column adds to exchanges.
+        """
         topology, n, known = self.problem.topology, len(self.ranks), dict[str, Any]()
         # A column's outputs and gradients. A device keeps its own share of the batch: (n - 1) / n leave.
         column_bytes = 2 * self.problem.global_batch * OUTPUT_BYTES * (n - 1) / n
@@ -304,7 +317,10 @@ class _TorchRecProblem:
         return known
 
     def _memory_bandwidth(self, lookup: float) -> dict[str, float]:
-        """Memory bandwidth with which both sides agree on the cost of whole tables. lookup: see `lookup_ms_per_element`."""
+        """HBM bandwidth under which TorchRec and the cost model predict the same total lookup time for whole tables.
+
+        lookup: ms of one element (`lookup_ms_per_element`).
+        """
         topology = self.topology()
         constraints = self.constraints({n: [WHOLE_ROWS.torchrec_whole] for n in self.tables}, None)
         options = self.enumerator(topology, constraints).enumerate(self.module, self.sharders)
@@ -316,7 +332,10 @@ class _TorchRecProblem:
         return {"hbm_mem_bw": topology.hbm_mem_bw * theirs_ms / ours_ms}
 
     def topology(self, spare_bytes: int = 0) -> Any:
-        """TorchRec's Topology with our devices' memory, speed and work. spare_bytes: of each, that stay free."""
+        """TorchRec planner Topology with the problem's memory, speed and prior work of each device.
+
+        spare_bytes: bytes of each device that stay free.
+        """
         from torchrec.distributed.planner.types import Topology
 
         topology = Topology(
@@ -336,7 +355,11 @@ class _TorchRecProblem:
         return topology
 
     def constraints(self, types: Mapping[str, list[str]], min_partition: int | None) -> dict[str, Any]:
-        """TorchRec's ParameterConstraints of each table. types: sharding types that it may try, as in `types`."""
+        """TorchRec ParameterConstraints of each table.
+
+        types: sharding types that each table may have.
+        min_partition: fewest columns of a shard. None: TorchRec's default.
+        """
         from torchrec.distributed.planner import ParameterConstraints
 
         least = dict(self.problem.constraints.min_widths)
@@ -351,7 +374,7 @@ class _TorchRecProblem:
         }
 
     def enumerator(self, topology: Any, constraints: dict[str, Any]) -> Any:
-        """Its enumerator of sharding options, with our bytes."""
+        """TorchRec EmbeddingEnumerator of sharding options, with storage counted by ShardCore."""
         from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
         from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator
 
@@ -360,7 +383,7 @@ class _TorchRecProblem:
         return EmbeddingEnumerator(topology, self.problem.local_batch, constraints, estimator=estimator)
 
     def settings(self, config: TorchRecConfig) -> Iterable[tuple[bool, int | None]]:
-        """(all_types, min_partition) to sweep. Those with the same column cuts as earlier ones are skipped."""
+        """Distinct pairs (all_types, min_partition) to sweep, without those that cut columns as an earlier pair."""
         from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets as cut
 
         found: dict[tuple[int, ...], tuple[bool, int | None]] = {}
@@ -374,7 +397,7 @@ class _TorchRecProblem:
     def plan(
         self, all_types: bool, min_partition: int | None, spare_bytes: int, meter: Meter, spare_s: float
     ) -> list[Placement]:
-        """All placements of the planner's best plan. Raises PlannerError if it finds none.
+        """Placements of all tables in the best plan of TorchRec's planner. Raises PlannerError if there is none.
 
         spare_bytes: as in `topology`.
         spare_s: as in BudgetedProposer.
@@ -431,7 +454,7 @@ class BusiestDevicePerfModel:
     topology: Any
 
     def rate(self, plan: Sequence[Any]) -> float:
-        """ms of the busiest device under a plan; lower is better."""
+        """ms of the busiest device under a plan of sharding options; lower is better."""
         # Work of tables placed before is what devices start with.
         busy = [device.perf for device in self.topology.devices]
         for shard in (shard for option in plan for shard in option.shards):
@@ -452,6 +475,7 @@ class PeakStorageEstimator:
     tables: Mapping[str, Table]
 
     def estimate(self, sharding_options: list[Any], sharder_data_map: Any = None) -> None:
+        """Set the time and the peak storage of each shard of TorchRec sharding options, in place."""
         from torchrec.distributed.planner.types import Storage
 
         # Names are t0, t1, ... in the order of the problem's tables.
@@ -487,10 +511,12 @@ class BudgetedProposer:
     placeable: bool = False
 
     def load(self, **search_space: Any) -> None:
+        """Load a search space into all proposers that wait for their turn."""
         for proposer in self.waiting:
             proposer.load(**search_space)
 
     def propose(self) -> Any:
+        """Next proposal of TorchRec's proposers, or None once they are exhausted or the budget is used up."""
         while self.waiting and (
             not self.placeable or (self.meter.left() and self.meter.has_time(self.spare_s))
         ):
@@ -502,6 +528,7 @@ class BudgetedProposer:
         return None
 
     def feedback(self, partitionable: bool, **rest: Any) -> None:
+        """Tell the proposer that made the last proposal whether the proposal could be placed."""
         self.placeable |= partitionable
         # The proposer that made the proposal learns from it.
         self.waiting[0].feedback(partitionable=partitionable, **rest)
@@ -514,7 +541,7 @@ class BudgetedProposer:
 
 
 def lookup_ms_per_element(problem: Problem, model: CostModel) -> float:
-    """ms to look up one element for each sample of the global batch. 0 where nothing is looked up.
+    """ms to look up one element for each sample of the global batch; 0 if no table has lookups.
 
     Forward + backward at speed 1, with all tables as one op.
     """
@@ -525,7 +552,7 @@ def lookup_ms_per_element(problem: Problem, model: CostModel) -> float:
 
 
 def exchange_ms_per_column(problem: Problem, model: CostModel) -> float:
-    """ms that one more column on one device adds to its exchanges, forward + backward.
+    """ms that one more table column on a device adds to its exchanges, forward + backward.
 
     All devices start with the same number of columns.
     """

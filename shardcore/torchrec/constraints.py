@@ -1,7 +1,7 @@
 """TorchRec's ParameterConstraints as constraints and tables of ours.
 
-A job gives them by a table's name in its collection. `constraints_by_problem_name` checks them, and all others take them by
-our names of tables, as `model_tables`, the model's tables.
+A job keys them by a table's name in its collection. `constraints_by_problem_name` checks them; all other functions
+take them keyed by the table's name in the Problem, as `model_tables`, the model's tables.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ WRITTEN = {name for layout in LAYOUTS.values() for name in (layout.torchrec_whol
 
 
 def require_constraints(constraints: ByName | None) -> None:
-    """Raise ShardCoreError for constraints that are not TorchRec's, and for fields of another type."""
+    """Raise ShardCoreError unless constraints are TorchRec ParameterConstraints by table, with fields of the right
+    types.
+    """
     from torchrec.distributed.planner import ParameterConstraints
 
     require_type(constraints, (Mapping, NoneType), "constraints", "ParameterConstraints by table, or None")
@@ -83,7 +85,7 @@ def constraints_by_problem_name(
     compute_device: str,
     fused_params: Mapping[str, Mapping[str, Any]],
 ) -> tuple[dict[str, ParameterConstraints], list[str]]:
-    """The constraints by our names, and a line for each effect that a price leaves out.
+    """ParameterConstraints keyed by table names of the Problem, and a line for each effect that the price leaves out.
 
     fused_params: of each table's sharder, by our names. Caches have their settings where constraints give none.
 
@@ -133,7 +135,7 @@ _OF_FUSED_PARAMS = {
 def _with_cache_settings_of_fused_params(
     c: ParameterConstraints, given: Mapping[str, Any]
 ) -> ParameterConstraints:
-    """The constraints with settings of a cache that only fused_params give, as TorchRec merges both."""
+    """ParameterConstraints whose unset cache settings are filled in from fused_params, as TorchRec does."""
     from torchrec.distributed.types import CacheParams, KeyValueParams
 
     for field, kind in (("cache_params", CacheParams), ("key_value_params", KeyValueParams)):
@@ -146,7 +148,7 @@ def _with_cache_settings_of_fused_params(
 
 
 def prefetch_setting_by_table(constraints: ByName) -> dict[str, bool | None]:
-    """prefetch_pipeline of the tables whose kernel has a cache. None: nobody says."""
+    """prefetch_pipeline of each table whose kernel has a cache; None if the constraints leave it open."""
     return {
         name: getattr(c.cache_params, "prefetch_pipeline", None)
         for name, c in constraints.items()
@@ -155,7 +157,9 @@ def prefetch_setting_by_table(constraints: ByName) -> dict[str, bool | None]:
 
 
 def _unpriced_constraint_lines(c: ParameterConstraints, what: str, features: list[str]) -> list[str]:
-    """Effects that a price leaves out. Raises ShardCoreError for fields that no plan of ours can keep."""
+    """Lines on effects of ParameterConstraints that a price leaves out. Raises ShardCoreError for what no plan can
+    keep.
+    """
     from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 
     lines = fields.unpriced_field_lines(type(c), fields.field_values(c), what)
@@ -201,7 +205,7 @@ def _unpriced_constraint_lines(c: ParameterConstraints, what: str, features: lis
 
 
 def bags_per_sample(constraints: ByName, model_tables: Tables, batch_size: int) -> dict[str, float]:
-    """Bags of features for a sample, where batch_sizes or num_poolings are not those of samples.
+    """Bags per sample by feature, for features whose batch_sizes or num_poolings differ from one bag a sample.
 
     batch_size: samples of a rank.
     """
@@ -223,7 +227,7 @@ def bags_per_sample(constraints: ByName, model_tables: Tables, batch_size: int) 
 def lookups_per_sample(
     constraints: ByName, model_tables: Tables, bags: Mapping[str, float]
 ) -> dict[str | tuple[str, str], float]:
-    """Lookups of a sample by feature and by (table, feature), an entry of pooling_factors each.
+    """Mean lookups per sample by feature and by (table, feature), from the tables' pooling_factors.
 
     bags: bags of features, as of `bags_per_sample`. Factors are of a bag.
 
@@ -257,15 +261,15 @@ def _has_default_pooling(c: ParameterConstraints) -> bool:
 
 
 def pooling_notes(constraints: ByName, has_lookups: bool) -> list[str]:
-    """A line on default pooling_factors, which nobody may have meant, or on those that lookups replace."""
+    """Lines on tables priced with default pooling_factors, or whose pooling_factors given lookups replace."""
     # Unset factors are reported where they count, and set ones where lookups replace them.
     if not (names := [name for name, c in constraints.items() if _has_default_pooling(c) != has_lookups]):
         return []
     if has_lookups:
         return [f"pooling_factors of tables {quote_first_names(names)} are not used: the planner has lookups"]
     return [
-        f"tables {quote_first_names(names)} are priced with one lookup a sample, for their pooling_factors are [1.0]; that "
-        "is TorchRec's default too"
+        f"tables {quote_first_names(names)} are priced with one lookup a sample, for their pooling_factors "
+        "are [1.0]; that is TorchRec's default too"
     ]
 
 
@@ -275,7 +279,7 @@ def pooling_notes(constraints: ByName, has_lookups: bool) -> list[str]:
 def search_constraints(
     constraints: ByName, model_tables: Tables, topology: Topology, compute_device: str, replicas: bool
 ) -> Constraints:
-    """Constraints of a search: the kinds that may run each table, and the fewest columns of its shards.
+    """Constraints of a search from TorchRec's: the kinds that may run each table, and the fewest columns of its shards.
 
     replicas: whether tables may be replicated whose constraints do not name it.
     """
@@ -302,7 +306,7 @@ def search_constraints(
 
 
 def _kinds_on_topology(c: ParameterConstraints, topology: Topology, what: str) -> tuple[str, ...] | None:
-    """Kinds on the topology that sharding_types and compute_kernels leave a table. None: all.
+    """Kinds of sharding on a topology that sharding_types and compute_kernels allow a table; None for all kinds.
 
     what: the constraints, for messages. Raises ShardCoreError if the topology has none of the kinds.
     """
@@ -338,14 +342,14 @@ def _allowed_kinds(c: ParameterConstraints) -> tuple[str, ...]:
 
 
 def sharded_kernel(c: ParameterConstraints) -> str:
-    """Kernel of a table that is not replicated. Dense kernels are for replicas."""
+    """Compute kernel of a table that is sharded: the first in compute_kernels that is not dense, or fused."""
     return next((k for k in c.compute_kernels or () if k != "dense"), "fused")
 
 
 def apply_constraints_to_tables(
     tables: tuple[Table, ...], constraints: ByName, topology: Topology
 ) -> tuple[Table, ...]:
-    """The tables with weights of lookups, and with rows in host memory if the topology gives that."""
+    """Tables with the lookup weights and the memory tiers that TorchRec's constraints state."""
     changed = []
     for table in tables:
         if c := constraints.get(table.name):
@@ -360,7 +364,7 @@ def apply_constraints_to_tables(
 
 
 def _cached_share(table: Table, c: ParameterConstraints, tier: str) -> float:
-    """Share of a table's rows in a cache."""
+    """Share of a table's rows that its cache holds."""
     # None is "not given"; 0 would be a value.
     given = getattr(c.cache_params, "load_factor", None)
     if TIERS[tier].shares_cache:
@@ -374,7 +378,7 @@ def _cached_share(table: Table, c: ParameterConstraints, tier: str) -> float:
 
 
 def rewrite_to_allowed_types(plan: ShardingPlan, constraints: ByName, model_tables: Tables) -> list[str]:
-    """Write whole tables under a type that they may have: as whole, or as cut into one part.
+    """Rewrite the plan's sharding types in place, so that each whole table has a type that its constraints allow.
 
     Other tables of a collection that may be written as cut join those that must be: they run as one op.
 
@@ -417,7 +421,9 @@ def rewrite_to_allowed_types(plan: ShardingPlan, constraints: ByName, model_tabl
 
 
 def require_no_grid_shard(plan: ShardingPlan) -> None:
-    """Raise ShardCoreError for a table that runs as grid_shard, which TorchRec does not have for VBE."""
+    """Raise ShardCoreError for a table sharded by grid_shard, which TorchRec does not support with variable batches
+    (VBE).
+    """
     for path, module in shardings_by_module(plan).items():
         for name, sharding in module.items():
             layout = BY_TYPE[sharding.sharding_type][0]
@@ -430,7 +436,7 @@ def require_no_grid_shard(plan: ShardingPlan) -> None:
 
 
 def kernel_settings_plan(constraints: ByName, model_tables: Tables) -> ShardingPlan:
-    """The constraints' kernel settings, in the form of a plan."""
+    """ShardingPlan that has only the kernels and kernel settings of ParameterConstraints, without placements."""
     from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 
     modules: dict[str, EmbeddingModuleShardingPlan] = defaultdict(EmbeddingModuleShardingPlan)

@@ -10,7 +10,7 @@ from shardcore.cost.profile import load_profile, profile_names, profile_of_devic
 
 
 def resolve_cost_model(model: CostModel | str | Path | None, compute_device: str = "cuda") -> CostModel:
-    """The cost model that an argument of a planner means.
+    """Cost model that a planner's `model` argument means: the model itself, a profile by name or file, or the GPU's.
 
     model: a cost model; or a profile of published measurements, by name or file. None: the profile of the job's
       GPU (not exercised on a real one).

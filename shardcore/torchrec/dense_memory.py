@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 def measured_job(
     module: nn.Module, batch: Any, optimizer: Optimizer, job: Job | None = None, on_cpu: bool = False
 ) -> Job:
-    """A job with the memory of a model's dense part: `dense_bytes` and the fields after it.
+    """Job with the memory of a model's dense part, measured on the CPU: `dense_bytes` and the fields after it.
 
     module: as TorchRec's pipelines take it: module(batch) gives the loss, and anything else. It is not changed.
     batch: a local batch of the job, on the CPU.
@@ -78,7 +78,7 @@ def measured_job(
 
 
 def _peak_activation_bytes(dense: nn.Module, batch: Any, known: Iterable[torch.Tensor]) -> int:
-    """The most bytes of forward and backward, without outputs of embeddings and their gradients."""
+    """Peak bytes of tensors in a forward and backward pass, without outputs of embeddings and their gradients."""
 
     def drop_gradient(parameter: torch.Tensor) -> None:
         parameter.grad = None  # copied to DDP's bucket, which is counted apart
@@ -135,7 +135,7 @@ class _LiveBytes(TorchDispatchMode):
 
 
 def _copy_without_embeddings(module: nn.Module, detached: bool) -> nn.Module:
-    """A copy of a model with zeros in place of collections. Its weights on meta get any values.
+    """CPU copy of a model, with modules that return zeros in place of embedding collections.
 
     detached: whether outputs of collections are kept until the step ends, with their gradients.
     """
@@ -213,7 +213,7 @@ def _tensor_bytes(tensor: torch.Tensor) -> int:
 
 
 def _optimizer_state_tensors(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
-    """Tensors of an optimizer's state."""
+    """Tensors in an optimizer's state; none without an optimizer."""
     leaves = tree_leaves(dict(optimizer.state)) if optimizer else []
     return [x for x in leaves if isinstance(x, torch.Tensor)]
 
@@ -223,7 +223,7 @@ def _keyed_jagged_tensors(batch: Any) -> Iterator[KeyedJaggedTensor]:
 
 
 def _tensors_of_batch(batch: Any) -> Iterator[torch.Tensor]:
-    """Tensors of a batch: of fields, lists and mappings, with values, lengths and weights of jagged ones."""
+    """Tensors in a batch, however nested; of a KeyedJaggedTensor its values, lengths and weights."""
     for part in _leaves_of_batch(batch):
         if isinstance(part, torch.Tensor):
             yield part
@@ -232,6 +232,7 @@ def _tensors_of_batch(batch: Any) -> Iterator[torch.Tensor]:
 
 
 def _leaves_of_batch(batch: Any) -> Iterator[Any]:
+    """Tensors and KeyedJaggedTensors in a batch of nested mappings, lists and objects."""
     from torchrec import KeyedJaggedTensor
 
     if isinstance(batch, torch.Tensor | KeyedJaggedTensor):

@@ -68,7 +68,7 @@ def to_dmp_collection(
     compute_device: str | None = None,
     **others: Any,
 ) -> dict[str, Any]:
-    """Keyword arguments of DMPCollection: `plan`, of one group, those of Arguments, and others.
+    """Keyword arguments of TorchRec's DMPCollection for a grouped plan: the plan of one group, sizes, and `others`.
 
     The parameters are those of `to_torchrec`, which raises the same. problem: the whole.
     others: further arguments of DMPCollection.
@@ -98,7 +98,7 @@ def to_dmp_collection(
 
 
 def write_dmp_collection(path: str | Path, arguments: Mapping[str, Any], sync_every: int) -> None:
-    """Write keyword arguments of DMPCollection, and how often replicas synchronise."""
+    """Write keyword arguments of TorchRec's DMPCollection to a file, with the steps between two synchronisations."""
     # The plan is written in the form of plan files, the rest as numbers.
     numbers = {name: value for name, value in arguments.items() if name != "plan"}
     body = {
@@ -110,7 +110,7 @@ def write_dmp_collection(path: str | Path, arguments: Mapping[str, Any], sync_ev
 
 
 def read_dmp_collection(path: str | Path) -> tuple[dict[str, Any], int]:
-    """Keyword arguments of DMPCollection, and after how many steps to call its `sync`.
+    """Read keyword arguments of TorchRec's DMPCollection from a file, and the steps between two calls of its `sync`.
 
     Raises ShardCoreError for a file that is foreign, damaged or edited.
     """

@@ -272,12 +272,12 @@ FIELDS: Mapping[str, Mapping[str, Treatment]] = {
 
 
 def record_name(record: type) -> str:
-    """The name of a record in FIELDS: that of its class, or of the one that it extends."""
+    """Name in FIELDS of a TorchRec record class: its own name, or that of a base class."""
     return next(c.__name__ for c in record.__mro__ if c.__name__ in FIELDS)
 
 
 def field_defaults(record: type) -> dict[str, Any]:
-    """Defaults of all fields of a class. inspect.Parameter.empty: the field has none."""
+    """Default of each field of a TorchRec class; inspect.Parameter.empty for a required field."""
     # Dataclasses list their fields. Other classes have them in the arguments of __init__.
     if dataclasses.is_dataclass(record):
         return {f.name: _dataclass_default(f) for f in dataclasses.fields(record)}
@@ -300,7 +300,7 @@ def _dataclass_default(field: dataclasses.Field) -> Any:
 
 
 def field_values(record: object) -> dict[str, Any]:
-    """Values of all fields. UNKNOWN: the object does not keep it."""
+    """Value of each field of a TorchRec object; UNKNOWN for a constructor argument that the object does not store."""
     return {
         # Constructors often keep an argument under the same name with an underscore.
         name: getattr(record, name, getattr(record, f"_{name}", UNKNOWN))
@@ -309,7 +309,7 @@ def field_values(record: object) -> dict[str, Any]:
 
 
 def unpriced_record_lines(record: object, what: str) -> list[str]:
-    """A line for each field of a record whose effects a price leaves out.
+    """A line for each set field of a TorchRec record whose effect the price leaves out.
 
     what: the record, for messages.
 
@@ -319,7 +319,12 @@ def unpriced_record_lines(record: object, what: str) -> list[str]:
 
 
 def unpriced_field_lines(kind: type, values: Mapping[str, Any], what: str) -> list[str]:
-    """Do the same as `unpriced_record_lines` for values by field."""
+    """A line for each set field among `values` whose effect the price leaves out.
+
+    kind: the TorchRec class that has the fields.
+
+    Raises as `unpriced_record_lines`.
+    """
     treatments, defaults, lines = FIELDS[record_name(kind)], field_defaults(kind), []
     for name, value in values.items():
         treatment = treatments.get(name)

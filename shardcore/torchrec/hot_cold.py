@@ -54,7 +54,7 @@ class DenseRows(nn.ParameterDict):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Fill them as an EmbeddingCollection fills its rows: within the range of the whole table."""
+        """Initialize hot rows as an EmbeddingCollection initializes the whole table."""
         for name, weight in self.items():
             config = self._of[name]
             with torch.no_grad():
@@ -117,17 +117,18 @@ class HotColdEmbeddingCollection(nn.Module):
         )
 
     def hot_table_configs(self) -> dict[str, EmbeddingConfig]:
-        """The configs of hot rows, by name of the whole table."""
+        """EmbeddingConfigs of the hot rows, keyed by the name of the whole table."""
         return {
             name: replace(self._tables[name], num_embeddings=len(ids.ids))
             for name, ids in self.hot_ids.items()
         }
 
     def whole_table_configs(self) -> dict[str, EmbeddingConfig]:
+        """EmbeddingConfigs of the whole tables, hot and cold rows together, by name."""
         return dict(self._tables)
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        """One output a lookup, as of an EmbeddingCollection of the whole tables.
+        """Embeddings of each feature's ids, equal to those of an EmbeddingCollection of the whole tables.
 
         Raises ShardCoreError for ids outside their table (on a CPU; on a GPU FBGEMM checks those that are
         not hot), and at the first call if ranks have different hot ids.
@@ -192,7 +193,7 @@ class HotColdEmbeddingCollection(nn.Module):
         )
 
     def _require_equal_hot_ids(self) -> None:
-        """Raise ShardCoreError on all ranks if they differ in hot ids."""
+        """Raise ShardCoreError on all ranks if ranks differ in their hot ids."""
         if (ranks := rank_and_world_size()[1]) == 1:
             return
         # Digests instead of ids: few bytes, and equal only for equal ids.

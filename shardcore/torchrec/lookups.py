@@ -52,12 +52,12 @@ class LookupData:
 
     @property
     def bags_per_sample(self) -> dict[str, float]:
-        """Bags for a sample of each variable feature."""
+        """Mean bags per sample of each feature with variable batches (VBE)."""
         return {f: len(self.lengths[f]) / self.samples[f] for f in self.variable}
 
 
 def read_lookups(lookups: Lookups | LookupData, local_batch: int) -> Means | LookupData:
-    """Lookups with batches read into memory. Means stay as they are.
+    """Read batches or a job's folder into LookupData; mean lookups by feature are returned as given.
 
     lookups: a path is that of a job's folder (torchrec/profiler.py).
     local_batch: samples of a rank.
@@ -102,7 +102,7 @@ def read_lookups(lookups: Lookups | LookupData, local_batch: int) -> Means | Loo
 
 
 def _read_job_lookups(folder: Path, local_batch: int) -> LookupData:
-    """Lookups of all ranks in the newest traced step of a job."""
+    """Lookups of all ranks in the newest traced step of a job's folder."""
     step = job_folder.newest_step(folder)
     ranks = [job_folder.read_lookups(path) for path in sorted(step.glob("rank-*.lookups.npz"))]
     if not ranks:
@@ -116,7 +116,7 @@ def _read_job_lookups(folder: Path, local_batch: int) -> LookupData:
 
 
 def _n_ranks_in_batch(batch: KeyedJaggedTensor) -> int:
-    """Number of ranks whose local batches a batch with strides (VBE) has.
+    """Number of ranks whose local batches a KeyedJaggedTensor with variable strides (VBE) holds.
 
     Raises ShardCoreError if its features have strides of different ranks, or other strides than lengths.
     """
@@ -137,7 +137,7 @@ def _n_ranks_in_batch(batch: KeyedJaggedTensor) -> int:
 def bags_per_sample_by_table(
     model_tables: Mapping[str, ModelTable], bags: Mapping[str, float]
 ) -> dict[str, tuple[float, ...]]:
-    """Table.strides of tables with some of these features.
+    """Bags per sample of each feature (Table.strides), for tables that have a feature with variable batches (VBE).
 
     bags: bags of a feature, for a sample.
     """
@@ -159,7 +159,7 @@ def bags_per_sample_by_table(
 def pooling_and_access(
     model_tables: Mapping[str, ModelTable], lookups: Means | LookupData, global_batch: int
 ) -> Mapping[str, tuple[float, Reuse | Zipf]]:
-    """Pooling and access of each table."""
+    """Mean lookups per sample and access statistics of each table, from means or from data."""
     if isinstance(lookups, LookupData):
         return _pooling_and_access_from_data(model_tables, lookups, global_batch)
     return _pooling_and_access_from_means(model_tables, lookups)
@@ -245,7 +245,7 @@ def deduplication_by_table(
     groups: Sequence[Sequence[str]],
     batch: int,
 ) -> tuple[dict[str, float], list[tuple[str, ...]]]:
-    """The dedup of the tables of some groups of features, and the tables of each group of several."""
+    """Deduplication factor of each table (Table.dedup), and the tables that share an inverse index, by group."""
     if not groups:
         return {}, []
     if not isinstance(lookups, LookupData):
@@ -286,7 +286,7 @@ def deduplication_by_table(
 def measure_row_shares(
     tables: Sequence[Table], model_tables: Mapping[str, ModelTable], data: LookupData, n_devices: int
 ) -> tuple[Table, ...]:
-    """The tables, ordered by measured row shares (Table.row_shares) where ids lie unevenly.
+    """Tables with the measured shares of lookups in their ranges of rows (Table.row_shares), where ids are uneven.
 
     Of hash tables, where their routing sends raw ids.
 

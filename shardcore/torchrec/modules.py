@@ -29,12 +29,12 @@ _HISTORY = 1.25
 
 
 def is_replicated(sharding: ParameterSharding) -> bool:
-    """Tell if all ranks have a table, each its own."""
+    """Tell if a ParameterSharding replicates its table on every rank."""
     return sharding.sharding_type in REPLICA.torchrec
 
 
 def quote_first_names(names: Sequence[str]) -> str:
-    """The first five of some names, for messages."""
+    """The first five names, quoted and joined by commas, for messages."""
     return ", ".join(map(repr, names[:5])) + ", ..." * (len(names) > 5)
 
 
@@ -63,34 +63,34 @@ class Collection:
 
     @property
     def table_configs(self) -> list[Any]:
-        """TorchRec's configs of the tables."""
+        """TorchRec's EmbeddingConfig or EmbeddingBagConfig of each table in the collection."""
         if self.is_sharded:
             return self.module._embedding_bag_configs if self.is_pooled else self.module._embedding_configs
         return self.module.embedding_bag_configs() if self.is_pooled else self.module.embedding_configs()
 
     @property
     def table_modules(self) -> Any:
-        """The module of each table, by name, which has its weight."""
+        """Modules by table name, each with the table's weight."""
         return self.module.embedding_bags if self.is_pooled else self.module.embeddings
 
     def is_replicated(self, table: str) -> bool:
-        """Tell if all ranks of a sharded collection have a table, each its own."""
+        """Tell if a sharded collection has a table replicated on every rank."""
         return self.is_sharded and is_replicated(self.module.module_sharding_plan[table])
 
     @property
     def shardable_type(self) -> type:
-        """Type of the module that a sharder takes."""
+        """Type of the module that a TorchRec sharder takes: the collection's, or that of its wrapper."""
         return type(self.module if self.wrapper is None else self.wrapper)
 
     def kernels(self) -> Iterator[Any]:
-        """TorchRec's kernels of a sharded collection on this rank, each of which runs an op of FBGEMM."""
+        """TorchRec's kernels of a sharded collection on this rank. Each runs one FBGEMM op."""
         for lookup in getattr(self.module, "_lookups", ()):
             # Data-parallel lookups are wrapped in DDP, hence `module`.
             yield from getattr(lookup, "module", lookup)._emb_modules
 
     @cached_property
     def fused_params(self) -> dict[str, dict[str, Any]]:
-        """Settings of each table's fused op in a sharded collection, by table, whichever rank has it."""
+        """Settings of the fused op of each table in a sharded collection, of all ranks' tables."""
         # EmbeddingBagCollections and EmbeddingCollections keep shardings under different names.
         shardings = getattr(self.module, "_embedding_shardings", None)
         if shardings is None:
@@ -133,18 +133,18 @@ class ModelTable:
 
     @property
     def sharded_name(self) -> str:
-        """Name in the collection of those of its rows that are sharded."""
+        """Name in its collection of the table's sharded rows: the cold ones if the table has hot rows."""
         return self.name + COLD if self.hot_rows else self.name
 
     @property
     def wrapper_name(self) -> str:
-        """The type of what wraps its collection. "": nothing does."""
+        """Type name of the module that wraps the table's collection; "" without a wrapper."""
         wrapper = self.collection and self.collection.wrapper
         return type(wrapper).__name__ if wrapper else ""
 
 
 def tables_of_model(module: nn.Module, whole: bool = False) -> dict[str, ModelTable]:
-    """The tables of all collections in a module, sharded or not, wrapped ones too, by our names.
+    """Tables of all embedding collections in a model, sharded or not, keyed by the names that a Problem has for them.
 
     Our name is the table's own, or path.name if another collection has that name too. Hot rows of a
     HotColdEmbeddingCollection are tables, named as `with_hot_rows` does; not so if `whole`: then its tables
@@ -174,7 +174,7 @@ def tables_of_model(module: nn.Module, whole: bool = False) -> dict[str, ModelTa
 
 
 def collections_of_model(model: nn.Module, refuses_others: bool = True) -> list[Collection]:
-    """All collections of a model, sharded or not, in the order of the module tree.
+    """Embedding collections of a model, sharded or not, in the order of the module tree.
 
     model: a model, or a job's: what DistributedModelParallel and data parallelism wrap around it does not count.
     refuses_others: False to leave out modules with tables that ShardCore cannot plan.
@@ -259,7 +259,7 @@ def _tables_of_collection(collection: Collection, whole: bool) -> list[ModelTabl
 
 
 def _managed_collision_memory(wrapper: nn.Module | None, config: Any) -> ManagedCollision | None:
-    """Memory of the module that maps raw ids of a table to rows. None: the wrapper has no such."""
+    """Memory that a managed-collision module takes for a table; None if the wrapper has no such module."""
     if (collection := getattr(wrapper, "_managed_collision_collection", None)) is None:
         return None
     from torchrec.modules.mc_modules import MCHManagedCollisionModule
@@ -291,7 +291,7 @@ def _managed_collision_memory(wrapper: nn.Module | None, config: Any) -> Managed
 
 
 def _form_and_eviction(module: nn.Module) -> tuple[str, str]:
-    """Form of a managed-collision module, and its eviction policy, which may be the user's own."""
+    """Hash-table form and eviction policy of a managed-collision module; the policy may be a user's own class."""
     from torchrec.modules.mc_modules import MCHManagedCollisionModule
 
     if isinstance(module, MCHManagedCollisionModule):
@@ -302,7 +302,7 @@ def _form_and_eviction(module: nn.Module) -> tuple[str, str]:
 
 
 def _collection_types() -> tuple[type, ...]:
-    """TorchRec's collections, as they are and sharded."""
+    """TorchRec's types of embedding collections, plain and sharded."""
     from torchrec.distributed.embedding import ShardedEmbeddingCollection
     from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
     from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
@@ -316,7 +316,7 @@ def _collection_types() -> tuple[type, ...]:
 
 
 def _wrapper_types() -> dict[type, str]:
-    """TorchRec's modules that wrap a collection, as they are and sharded, and their attribute that has it."""
+    """TorchRec's types of modules that wrap a collection, and the attribute in which each keeps the collection."""
     from torchrec.distributed import fp_embeddingbag, mc_embedding, mc_embeddingbag
     from torchrec.modules import fp_embedding_modules, mc_embedding_modules
 
@@ -332,7 +332,7 @@ def _wrapper_types() -> dict[type, str]:
 
 
 def _refused_types() -> tuple[type, ...]:
-    """Types of modules with tables that are refused, unless a module is exactly of a planned type."""
+    """Types of modules with tables that ShardCore refuses to plan. Exact planned types are checked before."""
     from torchrec.distributed.types import ShardedModule
     from torchrec.modules import embedding_modules, embedding_tower, itep_embedding_modules
 
@@ -357,14 +357,14 @@ def _refused_types() -> tuple[type, ...]:
 
 
 def _supported_type_names() -> list[str]:
-    """Names of the types that are planned."""
+    """Names of the module types that ShardCore plans."""
     return [
         t.__name__ for t in (*_collection_types(), *_wrapper_types()) if not t.__name__.startswith("Sharded")
     ]
 
 
 def require_sharders(module: nn.Module, sharders: Sequence[ModuleSharder[Any]]) -> None:
-    """Raise ShardCoreError for a module with tables that none of the sharders takes."""
+    """Raise ShardCoreError if a model has an embedding module that none of the sharders takes."""
     require_type(sharders, Iterable, "sharders", "a list of TorchRec's sharders, or None")
     for sharder in sharders:
         require(
@@ -383,7 +383,7 @@ def require_sharders(module: nn.Module, sharders: Sequence[ModuleSharder[Any]]) 
 def applicable_sharders(
     module: nn.Module, sharders: Sequence[ModuleSharder[Any]]
 ) -> list[ModuleSharder[Any]]:
-    """The sharders that take a module with tables."""
+    """The sharders whose type of module occurs among a model's collections."""
     types = {collection.shardable_type for collection in collections_of_model(module)}
     return [sharder for sharder in sharders if sharder.module_type in types]
 
@@ -391,7 +391,7 @@ def applicable_sharders(
 def require_all_modules_planned(
     plan: ShardingPlan, module: nn.Module, sharders: Sequence[ModuleSharder[Any]]
 ) -> None:
-    """Raise ShardCoreError for a module that a sharder takes and the plan leaves out.
+    """Raise ShardCoreError if a plan leaves out a module that a sharder would shard.
 
     TorchRec checks the same, in `validate_modules_inclusion_in_sharding_plan` of 1.7 and later.
 
@@ -410,12 +410,13 @@ def require_all_modules_planned(
     ]
     if missing:
         raise ShardCoreError(
-            f"modules {missing[:5]} are not present in the sharding plan; ShardCore plans {', '.join(_supported_type_names())}"
+            f"modules {missing[:5]} are not present in the sharding plan; ShardCore plans "
+            f"{', '.join(_supported_type_names())}"
         )
 
 
 def unpriced_wrappers(tables: Mapping[str, ModelTable]) -> list[str]:
-    """A line for each module that wraps a collection: a price leaves out its effects."""
+    """A line for each module that wraps a collection and whose own work the price leaves out."""
     wrappers = {t.path: t.wrapper_name for t in tables.values() if t.wrapper_name}
     return [
         f"module {path!r} is priced as the collection within; what its {kind} does to ids and weights is not"

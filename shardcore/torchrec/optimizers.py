@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def optimizer_of_tables(
     tables: Mapping[str, ModelTable], sharders: Iterable[ModuleSharder[Any]] = ()
 ) -> str | None:
-    """Our name of the optimizer of a model's tables. None: the job sets none.
+    """Name of the one optimizer that all of a model's tables train under; None if the job sets none.
 
     Raises ShardCoreError for one that is not in the catalog, several on one table, and tables that differ.
     """
@@ -57,7 +57,7 @@ def optimizer_of_tables(
 def _fbgemm_optimizer_by_table(
     tables: Mapping[str, ModelTable], sharders: Iterable[ModuleSharder[Any]]
 ) -> dict[str, str | None]:
-    """FBGEMM's name of the optimizer of each table that TorchRec shards. None: the job sets none."""
+    """FBGEMM's optimizer name of each sharded table; None where the job sets none."""
     fused_params = fused_params_by_table(tables, sharders)
     optimizers: dict[str, str | None] = {}
     for name, table in tables.items():
@@ -74,7 +74,7 @@ def _fbgemm_optimizer_by_table(
 def fused_params_by_table(
     tables: Mapping[str, ModelTable], sharders: Iterable[ModuleSharder[Any]]
 ) -> dict[str, Mapping[str, Any]]:
-    """fused_params of each table: of its sharded collection, or of the sharder that takes its collection."""
+    """fused_params of each table: of its sharded collection, or of the sharder that takes the collection."""
     # Sharders are found by the type of module that they take.
     by_type = {sharder.module_type: getattr(sharder, "fused_params", None) or {} for sharder in sharders}
     fused_params: dict[str, Mapping[str, Any]] = {}
@@ -107,7 +107,7 @@ def _optimizer_in_backward(name: str, weight: Any) -> str | None:
 
 
 def relabel_optimizer(model: CostModel, optimizer: str) -> CostModel:
-    """The model, used for an optimizer that it was not measured with."""
+    """Cost model with its setting's optimizer replaced, to price a job under an optimizer that was not measured."""
     if model.setting.optimizer == optimizer:
         return model
     if isinstance(model, Composite):
@@ -117,7 +117,7 @@ def relabel_optimizer(model: CostModel, optimizer: str) -> CostModel:
 
 
 def unpriced_fused_params(sharders: Iterable[ModuleSharder[Any]]) -> list[str]:
-    """A line for each of the sharders' fused_params whose effects a price leaves out.
+    """A line for each of the sharders' fused_params whose effect the price leaves out.
 
     Raises ShardCoreError for one that is refused (`fields.FIELDS`).
     """
@@ -135,13 +135,13 @@ def unpriced_fused_params(sharders: Iterable[ModuleSharder[Any]]) -> list[str]:
 
 
 def replicas_share_optimizer(optimizer: str, job: Job) -> bool:
-    """Tell if replicas are known to train under the same optimizer as tables with a fused one."""
+    """Tell if the job states that replicated tables train under the same optimizer as fused ones."""
     # FBGEMM's exact optimizers are torch's of the same name.
     return optimizer.removeprefix("exact_") == job.replica_optimizer
 
 
 def replication_note(optimizer: str, job: Job) -> str:
-    """A line that says why tables are not replicated, and what allows it."""
+    """Line that says why no table is replicated by default, and which setting allows replicas."""
     of_job = f"({job.replica_optimizer})" if job.replica_optimizer else "(nobody says which)"
     return (
         f"no table is replicated by default: replicas leave the fused {optimizer} for the job's dense optimizer "
@@ -151,7 +151,7 @@ def replication_note(optimizer: str, job: Job) -> str:
 
 
 def optimizer_notes(model: CostModel, optimizer: str | None, counted: str) -> list[str]:
-    """Lines that say which optimizer counts.
+    """Lines that say which optimizer prices and memory assume, where the job's own differs or is not set.
 
     optimizer: the job's. None: it sets none.
     counted: the optimizer whose state memory counts.

@@ -61,7 +61,7 @@ class ShardCorePerfModel:
         self.rated, self.refused = 0, list[str]()
 
     def rate(self, plan: Sequence[ShardingOption]) -> float:
-        """ms of a step; lower is better."""
+        """Predicted ms of a training step under a plan of sharding options; lower is better."""
         from torchrec.distributed.planner import Topology
         from torchrec.distributed.planner.planners import to_sharding_plan
 

@@ -22,7 +22,7 @@ from shardcore.step.kinds import (
 def placements_from_torchrec(
     shardings: Mapping[str, Any], tables: Mapping[str, Table], topology: Topology
 ) -> list[Placement]:
-    """Our placements of TorchRec's plan of a collection; to be consolidated.
+    """Placements equal to TorchRec's shardings of one collection's tables, before consolidation.
 
     shardings: ParameterSharding by the collection's names of tables, as in an EmbeddingModuleShardingPlan.
     tables: ours by these names.

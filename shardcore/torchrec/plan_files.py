@@ -44,12 +44,12 @@ class _File:
 
 
 def shardings_by_module(plan: ShardingPlan) -> dict[str, EmbeddingModuleShardingPlan]:
-    """A plan's modules by path, each with the ParameterSharding of its tables by name."""
+    """Modules of a ShardingPlan by path, each with the ParameterSharding of its tables by name."""
     return plan.plan  # type: ignore[return-value]  # declared of a base class that has no tables
 
 
 def write_torchrec(path: str | Path, plan: ShardingPlan, qcomms: QCommsConfig | None = None) -> None:
-    """Write a plan.
+    """Write a TorchRec ShardingPlan to a file.
 
     qcomms: precision of the job's collectives. TorchRec keeps it in sharders, not in the plan.
     """
@@ -59,7 +59,7 @@ def write_torchrec(path: str | Path, plan: ShardingPlan, qcomms: QCommsConfig | 
 
 
 def read_torchrec(path: str | Path, module: nn.Module | None = None) -> ShardingPlan:
-    """A plan for DistributedModelParallel.
+    """Read a TorchRec ShardingPlan for DistributedModelParallel from a file.
 
     module: the model that it is for. Without it TorchRec trains on where the plan names other modules: their
       tables are then not sharded at all.
@@ -92,7 +92,10 @@ def _require_same_tables(plan: ShardingPlan, module: nn.Module, what: str) -> No
 
 
 def read_qcomms(path: str | Path) -> QCommsConfig | None:
-    """The QCommsConfig in a plan's file, for get_qcomm_codecs_registry. Raises as `read_torchrec` does."""
+    """Read the QCommsConfig in a plan's file, for get_qcomm_codecs_registry; None if there is none.
+
+    Raises as `read_torchrec`.
+    """
     from torchrec.distributed.fbgemm_qcomm_codec import QCommsConfig
 
     return decode_setting(QCommsConfig, _read_plan_file(path).qcomms, f"{path}, qcomms")
@@ -104,7 +107,7 @@ def _read_plan_file(path: str | Path) -> _File:
 
 
 def plan_to_json(plan: ShardingPlan) -> dict[str, Any]:
-    """A plan as JSON, by module path and table. Raises ShardCoreError for a setting that JSON cannot hold."""
+    """ShardingPlan as JSON, by module path and table. Raises ShardCoreError for a setting that JSON cannot hold."""
     return {
         path: {
             name: encode_setting(sharding, f"table {name!r} of module {path!r}")
@@ -115,6 +118,7 @@ def plan_to_json(plan: ShardingPlan) -> dict[str, Any]:
 
 
 def plan_from_json(modules: Mapping[str, Mapping[str, Any]], what: str = "the plan") -> ShardingPlan:
+    """ShardingPlan from JSON, by module path and table, strictly checked. what: the source, for messages."""
     from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
 
     plan = ShardingPlan({path: EmbeddingModuleShardingPlan() for path in modules})
@@ -126,7 +130,7 @@ def plan_from_json(modules: Mapping[str, Mapping[str, Any]], what: str = "the pl
 
 
 def _decode_sharding(value: Any, what: str) -> ParameterSharding:
-    """A table's sharding, checked. TorchRec checks it only when it builds a model."""
+    """Decode and check one table's ParameterSharding. TorchRec checks it only when it builds a model."""
     from torchrec.distributed.embedding_types import EmbeddingComputeKernel
     from torchrec.distributed.types import ParameterSharding, ShardingType
 
@@ -152,7 +156,7 @@ def _decode_sharding(value: Any, what: str) -> ParameterSharding:
 
 
 def _require_shard_ranges(kind: str, shards: Sequence[ShardMetadata], what: str) -> None:
-    """Raise ShardCoreError for shards that are not as their sharding type has them."""
+    """Raise ShardCoreError for shards whose rows and columns their sharding type cannot have."""
     rows, columns = ({(s.shard_offsets[i], s.shard_sizes[i]) for s in shards} for i in (0, 1))
     layout = next(iter(layouts_of_torchrec(kind)), None)
     if layout is None or layout.dense_gradient:
@@ -170,7 +174,7 @@ def _require_shard_ranges(kind: str, shards: Sequence[ShardMetadata], what: str)
 
 
 def encode_setting(value: Any, what: str) -> Any:
-    """A setting of TorchRec as JSON. Raises ShardCoreError for one that JSON cannot hold."""
+    """Encode a TorchRec setting as JSON. Raises ShardCoreError for a setting that JSON cannot hold."""
     # Members of enums that are also texts are written by name, like others.
     if value is None or (isinstance(value, (bool, int, float, str)) and not isinstance(value, enum.Enum)):
         return value
@@ -197,7 +201,7 @@ def encode_setting(value: Any, what: str) -> Any:
 
 
 def decode_setting(kind: Any, value: Any, what: str) -> Any:
-    """A value of the annotated kind, strictly checked."""
+    """Decode a JSON value to an annotated type, strictly checked."""
     if value is None:
         return None
     if get_origin(kind) in (Union, UnionType):  # fields are X or X | None
@@ -229,7 +233,7 @@ def decode_setting(kind: Any, value: Any, what: str) -> Any:
 
 
 def _decode_record(kind: type, value: Any, what: str) -> Any:
-    """A record of TorchRec. Its own annotations are the schema, so new settings need no code here."""
+    """Decode a TorchRec record. Its annotations are the schema, so new settings need no code here."""
     hints = get_type_hints(kind)
     given = {name: v for name, v in value.items() if name in hints} if isinstance(value, Mapping) else {}
     decoded = {name: decode_setting(hints[name], v, f"{what}, {name}") for name, v in given.items()}

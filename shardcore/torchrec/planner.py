@@ -68,7 +68,7 @@ def plan_for(
     global_batch: int | None = None,
     job: Job | None = None,
 ) -> tuple[Plan, Problem]:
-    """A plan of a module's tables, and the problem that it solves.
+    """Plan for a module's embedding tables, and the problem that the plan solves.
 
     model: the cost model, or the name or file of a profile.
     global_batch: samples of a step over all devices. None: the cost model's.
@@ -162,7 +162,7 @@ class ShardCorePlanner:
         self.unpriced: list[str] = []
 
     def plan(self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]] | None = None) -> ShardingPlan:
-        """A plan for the module's collections.
+        """ShardingPlan for a module's embedding collections.
 
         sharders: sharders of DistributedModelParallel. None or empty: its defaults.
 
@@ -243,7 +243,7 @@ class ShardCorePlanner:
     def _job_for_plan(
         self, constraints: Mapping[str, ParameterConstraints], payloads: tuple[str, str], notes: list[str]
     ) -> Job:
-        """The job: the one that is given, or what sharders and constraints say of it. It adds to notes."""
+        """The job that was given, or one derived from sharders and constraints. Appends to `notes`."""
         flags = constrained.prefetch_setting_by_table(constraints)
         names = {
             value: quote_first_names([name for name, flag in flags.items() if flag is value])
@@ -274,7 +274,7 @@ class ShardCorePlanner:
             ) from None
 
     def _search_plan(self, problem: Problem) -> Plan:
-        """A plan. Where none fits, the error names defaults of TorchRec's topology that nobody may have meant."""
+        """Plan found by the search. If none fits, the error names TorchRec's defaults that may be unintended."""
         model = self._cost_model_for(problem)
         try:
             return sharder(self.algorithm)(problem, model, seed=self.seed, budget=self.budget)
@@ -296,7 +296,7 @@ class ShardCorePlanner:
         sharders: Sequence[ModuleSharder[Any]] | None = None,
         pg: dist.ProcessGroup | None = None,
     ) -> ShardingPlan:
-        """Rank 0's plan on all ranks. If rank 0 fails, all ranks raise its error instead of waiting."""
+        """Rank 0's ShardingPlan, broadcast to all ranks. If rank 0 fails, all ranks raise its error."""
         import torch.distributed as dist
         from torchrec.distributed.collective_utils import invoke_on_rank_and_broadcast_result
 

@@ -55,7 +55,7 @@ def problem_for(
     deduplicated: Sequence[Sequence[str]] = (),
     bags: Mapping[str, float] | None = None,
 ) -> Problem:
-    """The tables of a model's collections (see `tables_of_model`) as a Problem.
+    """Problem with the tables of a TorchRec model, sharded or not.
 
     Hot rows of a HotColdEmbeddingCollection count as the hottest ones.
 
@@ -142,12 +142,12 @@ def problem_for(
 
 
 def default_reserved_share(job: Job | None) -> float:
-    """The share of memory that stays free by default: RESERVED, as in TorchRec's planner, or 0 with a measured job."""
+    """Share of device memory kept free by default: TorchRec's, or 0 for a job with measured dense memory."""
     return 0.0 if job and job.dense_bytes else RESERVED
 
 
 def unpriced_problem(model: nn.Module, topology: Topology) -> Problem:
-    """A model's tables on a topology, without what a plan's price needs: one lookup a sample stands for model_tables."""
+    """Problem of a model's tables for checking and converting plans. Its lookups are made up, so it has no prices."""
     tables = tuple(table_from_model(key, table, 1.0) for key, table in tables_of_model(model).items())
     return Problem("job", tables, topology, len(topology))
 
@@ -155,7 +155,7 @@ def unpriced_problem(model: nn.Module, topology: Topology) -> Problem:
 def table_from_model(
     name: str, table: ModelTable, pooling: float, access: Reuse | Zipf = DEFAULT_ACCESS
 ) -> Table:
-    """A model's table as ours. Raises ShardCoreError for a data type without a cost model."""
+    """ShardCore Table of a model's table. Raises ShardCoreError for a data type without a cost model."""
     config = table.config
     precision = named(config.data_type.name, PRECISIONS)
     if precision is None:
@@ -179,7 +179,7 @@ def table_from_model(
 def _kinds_allowed_in_wrappers(
     model_tables: Mapping[str, ModelTable], allowed: Kinds, topology: Topology
 ) -> dict[str, tuple[str, ...]]:
-    """Kinds of the tables for whose wrapper TorchRec has some sharding types only.
+    """Kinds of sharding of tables whose wrapper module TorchRec shards by some types only.
 
     allowed: kinds that may run tables.
 
@@ -222,7 +222,7 @@ _GRID = {layout.name for layout in LAYOUTS.values() if layout.divides_rows and l
 def _kinds_for_variable_batches(
     tables: Sequence[Table], allowed: Kinds, variable: Sequence[str]
 ) -> dict[str, tuple[str, ...]]:
-    """Kinds that TorchRec has for tables whose features have batches of their own sizes (VBE).
+    """Kinds of sharding that TorchRec supports for tables whose features have variable batches (VBE).
 
     It fails with data_parallel, and has no grid_shard. So rows are divided over a host only where nothing
     else may run a table.

@@ -99,7 +99,7 @@ class ShardCoreProfiler:
         )
 
     def step(self) -> None:
-        """Call after each step of training."""
+        """Count a training step, and start, advance or stop the trace. Call it after each step."""
         # Steps since the first traced one, in cycles of `every`.
         now_s, position = time.perf_counter(), (self._count - self._first) % self._every
         if self._profile is None and self._began_s is not None:
@@ -124,7 +124,7 @@ class ShardCoreProfiler:
     # --- lookups --------------------------------------------------------------------------------------------
 
     def _capture_next_batch(self) -> None:
-        """Keep the ids of the next batch that enters each collection."""
+        """Wrap each collection's input_dist once, to record the ids of the next batch."""
         self._lookups = {}
         for collection in self._collections:
             module, original = collection.module, collection.module.input_dist
@@ -143,7 +143,7 @@ class ShardCoreProfiler:
             module.input_dist = input_dist
 
     def _keep_lookups(self, features: Any) -> None:
-        """The ids and lengths of a KeyedJaggedTensor, on the CPU."""
+        """Keep ids and lengths of a KeyedJaggedTensor on the CPU, by feature."""
         self._local_batch = max(features.stride_per_key(), default=0)
         self._lookups |= {
             name: (one.values().cpu().numpy().copy(), one.lengths().cpu().numpy().copy())
@@ -153,6 +153,7 @@ class ShardCoreProfiler:
     # --- files ----------------------------------------------------------------------------------------------
 
     def _write_trace(self, profile: Any) -> None:
+        """Write trace, lookups and facts of the traced step to the job's folder. Failures are only logged."""
         try:
             folder = job_folder.step_folder(self._folder, self._count)
             folder.mkdir(parents=True, exist_ok=True)
@@ -171,12 +172,14 @@ class ShardCoreProfiler:
             _LOG.warning("ShardCoreProfiler wrote no trace at step %d: %s", self._count, error)
 
     def _step_ms_spread(self) -> Spread | None:
+        """Quartiles of the steps timed without tracing, in ms; None if there were none."""
         if not self._times_ms:
             return None
         low, middle, high = np.quantile(self._times_ms, (0.25, 0.5, 0.75)).tolist()
         return Spread(middle, low, high, len(self._times_ms))
 
     def _write_job_facts(self, folder: Path) -> None:
+        """Write the model's problem, its current plan and package versions to a traced step's folder."""
         pooling: dict[str | tuple[str, str], float] = {
             f: len(ids) / max(1, len(lengths)) for f, (ids, lengths) in self._lookups.items()
         }

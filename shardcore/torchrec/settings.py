@@ -37,7 +37,7 @@ PLAIN_KERNELS = ("fused", "dense")
 
 
 def kernel_settings(sharding: ParameterSharding, what: str) -> dict[str, Any]:
-    """A table's settings except its placement, as JSON. {}: TorchRec's defaults, with a plain kernel.
+    """Settings of a ParameterSharding other than its placement, as JSON; empty for TorchRec's defaults.
 
     Settings that JSON cannot hold become {"unkept": why}.
     """
@@ -55,7 +55,10 @@ def kernel_settings(sharding: ParameterSharding, what: str) -> dict[str, Any]:
 
 
 def sharding_with_settings(settings: Mapping[str, Any], what: str) -> ParameterSharding:
-    """A sharding without a placement. settings: of `kernel_settings`; invalid ones raise ShardCoreError."""
+    """ParameterSharding with kernel settings and no placement.
+
+    settings: as `kernel_settings` returns them. Invalid ones raise ShardCoreError.
+    """
     from torchrec.distributed.types import ParameterSharding
 
     if "unkept" in settings:
@@ -75,7 +78,7 @@ _TORCH = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
 def job_of(qcomms: QCommsConfig) -> Job:
-    """A job with the payloads of TorchRec's config.
+    """Job with the payloads of a TorchRec QCommsConfig.
 
     Raises ShardCoreError naming a field that is refused, or a precision that is not priced.
     """
@@ -87,7 +90,7 @@ def job_of(qcomms: QCommsConfig) -> Job:
 
 
 def qcomms_of(job: Job) -> QCommsConfig:
-    """TorchRec's config for the payloads of a job."""
+    """TorchRec QCommsConfig with the payloads of a job."""
     from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig
 
     names: list[str] = []
@@ -102,7 +105,9 @@ def qcomms_of(job: Job) -> QCommsConfig:
 
 
 def _payload_name(precision: str, block: int | None, what: str) -> str:
-    """Our name of a payload. Raises ShardCoreError, beginning with `what`, if it has none."""
+    """ShardCore's name of a payload of a precision and block size. Raises ShardCoreError, beginning with `what`, for
+    others.
+    """
     name = f"{precision}-{block}" if block else precision
     try:
         row = payload_of(name)
@@ -117,7 +122,7 @@ def _payload_name(precision: str, block: int | None, what: str) -> str:
 
 
 def payloads_of_sharders(sharders: Iterable[ModuleSharder[Any]]) -> tuple[str, str]:
-    """Payloads of the sharders' collectives, forward and backward, if all send the same. Else FP32.
+    """Payloads of the sharders' collectives, forward and backward, if all sharders agree; else FP32.
 
     A reduce-scatter may send what TorchRec substitutes there.
 
@@ -136,7 +141,7 @@ _SUMS = "reduce_scatter"
 
 
 def _is_payload_priced(op: str, sent: tuple[str, str], priced: tuple[str, str]) -> bool:
-    """Tell if an operation sends what a job with some payloads is priced with."""
+    """Tell if a collective operation sends as many bytes as a job with the priced payloads."""
     row = COLLECTIVES[_SUMS if _SUMS in op else "all_to_all"]
     carried = [carried_as(row, way, payload) for way, payload in zip(row.ways, priced, strict=True)]
     # Where it substitutes, TorchRec sends FP16 for BF16 on CPUs: as many bytes.
@@ -147,13 +152,13 @@ def _is_payload_priced(op: str, sent: tuple[str, str], priced: tuple[str, str]) 
 
 
 def _collection_sharder(sharder: ModuleSharder[Any]) -> ModuleSharder[Any]:
-    """The sharder of the collection: within that of a wrapper, if it is one."""
+    """Sharder of the embedding collection: the sharder itself, or the inner one of a wrapper's sharder."""
     # TorchRec's wrappers name the inner sharder in two ways.
     return getattr(sharder, "_ebc_sharder", getattr(sharder, "_e_sharder", sharder))
 
 
 def _payloads_of_codecs(codecs: QuantizedCommCodecs, what: str) -> tuple[str, str]:
-    """Payloads of TorchRec's codecs, forward and backward.
+    """Payloads of TorchRec's quantization codecs, forward and backward.
 
     Raises ShardCoreError, beginning with `what`, for codecs whose outputs or payloads are not priced.
     """
@@ -179,7 +184,7 @@ def _payloads_of_codecs(codecs: QuantizedCommCodecs, what: str) -> tuple[str, st
 
 
 def _payloads_by_operation(sharder: ModuleSharder[Any]) -> dict[str, tuple[str, str]]:
-    """Payloads forward and backward of each operation of a sharder's collections. Without codecs it sends FP32."""
+    """Forward and backward payload of each collective operation of a sharder; FP32 without codecs."""
     from torchrec.distributed.types import CommOp, QuantizedCommCodecs
 
     of_collection = _collection_sharder(sharder)
@@ -200,7 +205,7 @@ def unpriced(
     problem: Problem | None = None,
     dense_update: bool = False,
 ) -> list[str]:
-    """A line for each effect that the price of a plan leaves out.
+    """A line for each effect of a ShardingPlan and its sharders that the price leaves out.
 
     Tables are priced as fused ops, in device memory unless the problem has rows of theirs in host memory, and
     collectives with the job's payloads. Of replicas no trained model has the time of the dense optimizer.
@@ -252,7 +257,7 @@ def unpriced(
 
 
 def unpriced_hardware(setting: Setting, compute_device: str) -> list[str]:
-    """A line if a cost model was measured on another type of device than a plan is for."""
+    """A line if the cost model was measured on another type of device than the plan is for."""
     if compute_device == ("cpu" if setting.hardware.startswith("cpu") else "cuda"):
         return []
     return [f"devices are of type {compute_device}; the cost model was measured on {setting.hardware}"]

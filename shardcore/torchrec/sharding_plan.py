@@ -76,7 +76,7 @@ def to_torchrec(
     compute_device: str | None = None,
     like: ShardingPlan | None = None,
 ) -> ShardingPlan:
-    """The plan as DistributedModelParallel(module, plan=...) takes it, with fused kernels.
+    """TorchRec ShardingPlan for DistributedModelParallel(module, plan=...), with fused kernels.
 
     Tables whose load factor is not 1 get TorchRec's kernels with rows in host memory, and its cache.
 
@@ -157,7 +157,9 @@ def to_torchrec(
 
 
 def _tables_named_in_problem(problem: Problem, path: str) -> dict[str, ModelTable]:
-    """The tables of a model that is not here. path: the collection of those that name none.
+    """ModelTables made from a problem's own names, for a model that is not at hand.
+
+    path: the collection of tables that name none.
 
     Raises ShardCoreError for a path that no module of a model has, or that no table is in, and for tables that
     TorchRec does not build in one collection.
@@ -198,7 +200,7 @@ def _tables_named_in_problem(problem: Problem, path: str) -> dict[str, ModelTabl
 
 
 def _device_type_of_plan(plan: ShardingPlan | None) -> str | None:
-    """The type of device that a TorchRec plan is for. None: it does not say."""
+    """Device type, "cuda" or "cpu", in a ShardingPlan's placements; None if the plan has none."""
     for module in shardings_by_module(plan).values() if plan else ():
         for sharding in module.values():
             shards = getattr(sharding.sharding_spec, "shards", ())
@@ -208,7 +210,7 @@ def _device_type_of_plan(plan: ShardingPlan | None) -> str | None:
 
 
 def torchrec_sharding(placements: Sequence[Placement], topology: Topology) -> TableSharding:
-    """TorchRec's sharding of a table with these placements, which cover it once.
+    """TorchRec's sharding of a table whose placements cover each cell once.
 
     Raises ShardCoreError if it cannot.
     """
@@ -232,7 +234,7 @@ def torchrec_sharding(placements: Sequence[Placement], topology: Topology) -> Ta
 def _require_sequence_support(
     shardings: Mapping[str, TableSharding], model_tables: Mapping[str, ModelTable], compute_device: str
 ) -> None:
-    """Raise ShardCoreError for what TorchRec supports only for EmbeddingBagCollections."""
+    """Raise ShardCoreError for a sharding that TorchRec supports for pooled tables only."""
     width: dict[str, int] = {}
     for name, table in model_tables.items():
         if table.pooled or table.replica:
@@ -257,7 +259,7 @@ def _require_sequence_support(
 
 
 def _matching_model_tables(problem: Problem, module: nn.Module) -> dict[str, ModelTable]:
-    """The model's tables. Raises ShardCoreError unless the problem has the same, in the same shapes."""
+    """Tables of the model. Raises ShardCoreError unless the problem has the same tables in the same shapes."""
     ours, model_tables = {t.name: t for t in problem.tables}, tables_of_model(module)
     if missing := sorted(set(model_tables) ^ set(ours)):
         where = "the model lacks" if missing[0] in ours else "the problem lacks"
@@ -335,7 +337,10 @@ def _parameter_sharding(
 
 
 def _own_cache_settings(sharding: TableSharding, base: ParameterSharding, number: int) -> KeyValueParams:
-    """KeyValueParams that give a table a cache of its own. number: that of the table."""
+    """KeyValueParams that give a table on SSD a cache of its own.
+
+    number: the table's number, which makes the settings unique.
+    """
     from torchrec.distributed.types import KeyValueParams
 
     given = base.key_value_params or KeyValueParams()
@@ -350,7 +355,7 @@ def _own_cache_settings(sharding: TableSharding, base: ParameterSharding, number
 
 
 def plan_in_use(model: nn.Module) -> ShardingPlan:
-    """TorchRec's plan of a model's sharded collections."""
+    """ShardingPlan under which a model's collections are sharded now."""
     from torchrec.distributed.types import ShardingPlan
 
     sharded_ones = (c for c in collections_of_model(model) if c.is_sharded)
@@ -358,7 +363,7 @@ def plan_in_use(model: nn.Module) -> ShardingPlan:
 
 
 def from_torchrec(sharding_plan: ShardingPlan, problem: Problem, module: nn.Module) -> Plan:
-    """A TorchRec plan of a model as ours, consolidated: to price, replay or improve.
+    """ShardCore Plan, consolidated, equal to a TorchRec ShardingPlan of a model: to price, replay or improve.
 
     provenance["torchrec"] has the tables' other settings, by our names. `to_torchrec` writes them again.
 

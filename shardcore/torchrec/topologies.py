@@ -26,7 +26,7 @@ POD_SIZE = "TORCHREC_RESOLVED_POD_SIZE"
 def topology_from_torchrec(
     topology: TheirTopology, reserved: float = 0.0, below: Collection[str] = ()
 ) -> Topology:
-    """TorchRec's devices and hosts as ours. On a CPU, DDR counts as memory of devices.
+    """ShardCore Topology with the devices and hosts of TorchRec's. On CPUs, DDR counts as device memory.
 
     reserved: share of a device's memory that stays free of embeddings.
     below: tiers below the devices where tables have rows. The topology has these, and the links to them.
@@ -79,19 +79,22 @@ def topology_from_torchrec(
 
 
 def _storage_field(topology: TheirTopology) -> str:
-    """TorchRec's name of the memory in which a device holds tables."""
+    """TorchRec's field for the memory in which a device holds tables: "ddr" on CPUs, else "hbm"."""
     return "ddr" if topology.compute_device == "cpu" else "hbm"
 
 
 def _unpriced_topology_lines(topology: TheirTopology) -> list[str]:
-    """A line for each argument whose effects a price leaves out. Raises as `topology_from_torchrec`."""
+    """A line for each set argument of TorchRec's Topology whose effect the price leaves out.
+
+    Raises as `topology_from_torchrec`.
+    """
     values = fields.field_values(topology)
     values.pop("pod_size", None)
     return fields.unpriced_field_lines(type(topology), values, "topology")
 
 
 def _hosts_per_pod(topology: TheirTopology) -> int:
-    """Hosts of a pod. Raises ShardCoreError unless pods are tiled by hosts."""
+    """Hosts per pod of TorchRec's Topology. Raises ShardCoreError unless pods are of one size."""
     pod, hosts = getattr(topology, "_pod_size", None) or 1, topology.world_size // topology.local_world_size
     require(
         hosts % pod == 0,
@@ -102,7 +105,7 @@ def _hosts_per_pod(topology: TheirTopology) -> int:
 
 
 def with_row_unit_of_environment(topology: Topology) -> Topology:
-    """The topology with rows divided as the environment makes TorchRec divide them, if it says so.
+    """Topology with rows divided over the unit, host or pod, that the environment variable POD_SIZE names.
 
     Raises ShardCoreError if the topology has no such units, or its rows_over is another one.
     """
@@ -121,7 +124,7 @@ def with_row_unit_of_environment(topology: Topology) -> Topology:
 
 
 def topology_of_job(world_size: int) -> Topology:
-    """Devices of the running job, those of a host together, with the memory that this rank sees."""
+    """Topology of the running job: ranks by host, with the memory that this rank's device reports."""
     import torch
 
     # torchrun states ranks of a host. Without it all are on one.
@@ -136,7 +139,7 @@ def topology_of_job(world_size: int) -> Topology:
 
 
 def require_pod_environment(topology: Topology, placements: Iterable[Placement]) -> None:
-    """Raise ShardCoreError if a plan divides rows over pods, and TorchRec in this process would do so over hosts."""
+    """Raise ShardCoreError if a plan divides rows over pods, where the environment has TorchRec use hosts."""
     if (size := pod_size(topology, placements)) > 1 and POD_SIZE not in os.environ:
         raise ShardCoreError(
             f"the plan divides rows over pods of {size} hosts, and {POD_SIZE} is not set, so TorchRec would divide "
@@ -145,7 +148,7 @@ def require_pod_environment(topology: Topology, placements: Iterable[Placement])
 
 
 def row_division_note(topology: Topology) -> str:
-    """A line on the unit over which rows are divided, where the environment does not say it. "": it does."""
+    """Line on the unit over which rows are divided; "" if the environment states the unit."""
     if POD_SIZE in os.environ or not any(topology.joins(level) for level in list(ROWS_OVER.values())[1:]):
         return ""
     if (size := pod_size(topology)) > 1:
@@ -157,7 +160,7 @@ def row_division_note(topology: Topology) -> str:
 
 
 def nondefault_bandwidths(topology: TheirTopology) -> dict[str, float | None]:
-    """GB/s of a device by level of links. None: TorchRec's default, so nobody gave it."""
+    """GB/s of a device by level of links; None where TorchRec's Topology has its default."""
     from torchrec.distributed.planner import constants
     from torchrec.distributed.planner.types import BasicCommsBandwidths
 
@@ -177,7 +180,7 @@ def nondefault_bandwidths(topology: TheirTopology) -> dict[str, float | None]:
 
 
 def default_memory_note(topology: TheirTopology) -> str:
-    """Capacity that nobody may have given, for messages. "": it differs from TorchRec's default."""
+    """Line on a device memory equal to TorchRec's default, which may be unintended; "" for another capacity."""
     from torchrec.distributed.planner import constants
 
     storage = _storage_field(topology)
@@ -191,7 +194,7 @@ def default_memory_note(topology: TheirTopology) -> str:
 
 
 def topology_notes(topology: TheirTopology, below: Iterable[Memory]) -> list[str]:
-    """A line for each default of a topology that counts, or that the cost model replaces.
+    """A line for each default of TorchRec's Topology that counts, or that the cost model replaces.
 
     below: tiers of the topology where tables have rows.
     """

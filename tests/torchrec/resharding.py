@@ -71,7 +71,7 @@ def move_and_compare(
             {
                 "apart": jobs.apart(moved.whole(), still.whole()),
                 "tables": made.tables,
-                "plan": moving.to_json(moved.model.plan) == moving.to_json(moved.exported(after)),
+                "plan": moving.plan_to_json(moved.model.plan) == moving.plan_to_json(moved.exported(after)),
                 "digests": len(made.digests),
             }
         )
@@ -149,7 +149,7 @@ def refusals(rank: int, given: Any, folder: str, waits: bool) -> dict[str, str]:
             found[name] = "it moved"
         except ShardCoreError as error:
             found[name] = str(error)
-        if jobs.apart(job.whole(), whole) or moving.to_json(job.model.plan) != moving.to_json(old):
+        if jobs.apart(job.whole(), whole) or moving.plan_to_json(job.model.plan) != moving.plan_to_json(old):
             found[name] += ", and the job is not as it was"
 
     refused("other plan on rank 1", old if rank else new)
@@ -264,7 +264,7 @@ def move_beside_wrapped(rank: int, given: Any, folder: str) -> list[str]:
     shardings = {name: s for sharding in new.plan.values() for name, s in sharding.items()}
     # All tables have one shape, so that each may have the sharding of another.
     for path, table, other in (("processed", "c", "e"), ("collided", "e", "c"), ("collided_rows", "g", "c")):
-        changed = plan_from_json(moving.to_json(new))
+        changed = plan_from_json(moving.plan_to_json(new))
         changed.plan[path][table] = shardings[other]
         move(changed)
     one, other = (model(*wrapped.batch(rank)) for model in models)
@@ -338,7 +338,7 @@ def follow(
     still = jobs.Job.of(given, before, jobs.Settings("EXACT_SGD"))
     config = FollowConfig(every_steps=2, measured_steps=3, move=QUICK)
     follower = PlanFollower(job.model, StoredPlans(root, given.name), job.optimizer, config=config)
-    own = moving.to_json(job.model.plan)
+    own = moving.plan_to_json(job.model.plan)
     if rank == 0:
         _publish(root, given, before, None)
     dist.barrier()
@@ -349,7 +349,7 @@ def follow(
                 _publish(root, given, after, 9.0)
             job.train(step)
             still.train(step)
-            is_own = moving.to_json(job.model.plan) == own
+            is_own = moving.plan_to_json(job.model.plan) == own
             clock[0] += (0.010 if is_own else new_s) * (1 + 0.01 * (step % 2))
             if (event := follower.step()) is not None:
                 events.append(event.outcome)
@@ -360,7 +360,7 @@ def follow(
         "events": events,
         "reason": follower.events[-1].reason,
         "apart": jobs.apart(job.whole(), still.whole()),
-        "own plan": moving.to_json(job.model.plan) == own,
+        "own plan": moving.plan_to_json(job.model.plan) == own,
         "decision": store.last(root, given.name).outcome,
         "report": [asdict(x) for x in followed.read_reports(root, given.name)],
         "versions": sorted(d.current for d in store.history(root, given.name) if d.outcome == "first"),
@@ -424,7 +424,8 @@ def die(rank: int, given: Any, folder: str, after_s: float) -> dict[str, Any]:
     except ShardCoreError as e:
         error = str(e)
     plan = next(
-        (n for n, p in plans.items() if moving.to_json(p) == moving.to_json(job.model.plan)), "a mixture"
+        (n for n, p in plans.items() if moving.plan_to_json(p) == moving.plan_to_json(job.model.plan)),
+        "a mixture",
     )
     return {
         "plan": plan,

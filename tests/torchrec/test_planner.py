@@ -38,7 +38,7 @@ from shardcore.search import Budget
 from shardcore.step.lower import lower
 from shardcore.tables.public import DEFAULT_ACCESS
 from shardcore.torchrec.plan_files import _require_same_tables
-from shardcore.torchrec.planner import ShardCorePlanner, our_topology, plan_for, problem_for
+from shardcore.torchrec.planner import ShardCorePlanner, plan_for, problem_for, topology_from_torchrec
 from shardcore.torchrec.sharding_plan import from_torchrec, to_torchrec
 
 
@@ -206,20 +206,20 @@ def test_planner_in_the_place_of_torchrecs():
 
 def test_planner_reads_torchrecs_topology():
     theirs = TheirTopology(world_size=4, local_world_size=2, compute_device="cuda", hbm_cap=10**9)
-    ours = our_topology(theirs, reserved=0.25)
+    ours = topology_from_torchrec(theirs, reserved=0.25)
     assert [(d.memory_bytes, d.host) for d in ours.devices] == [
         (750_000_000, f"host-{i // 2}") for i in range(4)
     ]
     assert (
-        our_topology(TheirTopology(world_size=2, compute_device="cpu", ddr_cap=10**10))
+        topology_from_torchrec(TheirTopology(world_size=2, compute_device="cpu", ddr_cap=10**10))
         .devices[0]
         .memory_bytes
         == 10**10
     )
-    assert problem_for(MODULE, theirs, 64, LOOKUPS).topology == our_topology(theirs, reserved=0.15)
+    assert problem_for(MODULE, theirs, 64, LOOKUPS).topology == topology_from_torchrec(theirs, reserved=0.15)
     measured = Job(dense_bytes=10**6)
-    assert problem_for(MODULE, theirs, 64, LOOKUPS, job=measured).topology == our_topology(theirs)
-    assert planner(topology=theirs, job=measured).topology == our_topology(theirs)
+    assert problem_for(MODULE, theirs, 64, LOOKUPS, job=measured).topology == topology_from_torchrec(theirs)
+    assert planner(topology=theirs, job=measured).topology == topology_from_torchrec(theirs)
     assert planner(topology=theirs, job=measured, reserved=0.25).topology == ours
     plan = planner(topology=theirs).plan(MODULE)
     placements = {

@@ -40,7 +40,7 @@ _numbers = itertools.count()
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """This process's rank, and how many there are: (0, 1) without a process group."""
+    """This process's rank and the number of ranks; (0, 1) without a process group."""
     ready = dist.is_available() and dist.is_initialized()
     return (dist.get_rank(), dist.get_world_size()) if ready else (0, 1)
 
@@ -56,7 +56,7 @@ class Agreement:
 
     @classmethod
     def new(cls, timeout_s: float) -> Agreement:
-        """The next change of this process. Raises Refused if other ranks have given it up."""
+        """Agreement on this process's next change. Raises Refused if other ranks have already given the change up."""
         store = dist.distributed_c10d._get_default_store()
         change = cls(store, rank_and_world_size(), next(_numbers), timeout_s)
         if change._store.check(["decision"]):
@@ -73,7 +73,7 @@ class Agreement:
 
     @contextmanager
     def phase(self, name: str, share: Callable[[], Any] = lambda: None) -> Iterator[list[Any]]:
-        """Do this rank's part of a phase, then wait for that of all others.
+        """Context for this rank's part of a phase; on exit it waits until all ranks have done theirs.
 
         share: called after the part. Its result, JSON, goes to all ranks, into the list.
 
@@ -96,11 +96,12 @@ class Agreement:
         values += [v["value"] for v in votes]
 
     def commit(self) -> None:
-        """Decide for the change, once all phases have passed. Raises Refused if a rank has decided against it."""
+        """Commit the change once all phases have passed. Raises Refused if another rank has aborted the change."""
         if self._decide(_COMMIT) == _ABORT:
             raise Refused("another rank has waited too long, and decided against it")
 
     def _decide(self, decision: str) -> str:
+        """Decision on the change: `decision`, unless another rank wrote one first."""
         try:
             # Compare and set: the first value written stays, and every rank reads that one.
             return self._store.compare_set("decision", "", decision).decode()
@@ -111,7 +112,7 @@ class Agreement:
             ) from e
 
     def _exchange_votes(self, phase: str, vote: dict[str, Any]) -> list[dict[str, Any]]:
-        """Votes of all ranks. Raises Refused if one does not come in time."""
+        """Votes of all ranks on a phase. Raises Refused if a rank's vote does not come in time."""
         # Another rank may first have to wait in vain for this one, in an exchange.
         patience = timedelta(seconds=2 * self.timeout_s + 1)
         try:
@@ -131,7 +132,7 @@ class Agreement:
 
 @contextmanager
 def time_limit(group: dist.ProcessGroup, timeout_s: float) -> Iterator[None]:
-    """Limit the waits of a process group, in which TorchRec builds shards, and of groups that it makes."""
+    """Context with a timeout on all waits in a process group, and in groups that TorchRec creates meanwhile."""
     set_timeout, limit = dist.distributed_c10d._set_pg_timeout, timedelta(seconds=timeout_s)
     backend = group._get_backend(torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu"))
     before, new_group, made = backend.options._timeout, dist.new_group, [group]

@@ -56,13 +56,17 @@ class FollowConfig(Record):
 class Plans(Protocol):
     """Plans that a job follows, such as plans.followed.StoredPlans. Only rank 0 calls it."""
 
-    def version(self) -> str: ...
+    def version(self) -> str:
+        """Name of the store's current plan version."""
 
-    def read(self, version: str) -> Any: ...
+    def read(self, version: str) -> Any:
+        """Plan and problem of a version in the store, with the longest step that its prediction allows."""
 
-    def roll_back(self, version: str, reason: str) -> str: ...
+    def roll_back(self, version: str, reason: str) -> str:
+        """Mark a version as slower than predicted, for a reason in words. Returns the version that is current then."""
 
-    def report(self, report: Mapping[str, Any]) -> None: ...
+    def report(self, report: Mapping[str, Any]) -> None:
+        """Keep a job's report, a JSON mapping, in the store."""
 
 
 class PlanFollower:
@@ -97,7 +101,7 @@ class PlanFollower:
         self._trial: _MoveTrial | None = None
 
     def step(self) -> JobEvent | None:
-        """Count a step, and make what is due: a look at the store, or a judgement of the last move.
+        """Count a training step; at the due steps look for a new plan in the store, or judge the last move.
 
         Returns what changed. Raises ShardCoreError if a rank does not come to a look or judgement in time, and
         Undecided where the job has to end.
@@ -125,7 +129,7 @@ class PlanFollower:
         return event
 
     def _follow_store(self) -> JobEvent | None:
-        """Move to the store's current version, if it is a new one."""
+        """Move the tables to the store's current plan if its version is new."""
         change = Agreement.new(self.config.move.timeout_s)
         measured = list(self._steps_ms)
         with change.phase("look", lambda: {"found": current, "ms": measured}) as shared:
@@ -151,7 +155,7 @@ class PlanFollower:
         return JobEvent(version, MOVED, before_ms=self._trial.before_ms, **_amounts(moved))
 
     def _encode_new_version(self) -> dict[str, Any] | None:
-        """The store's current version as all ranks need it. None: it is the one that was seen last."""
+        """New plan from the store, encoded for broadcast; None if unchanged."""
         try:
             version = self.plans.version()
         except ShardCoreError:  # it may be there at the next look
@@ -172,7 +176,7 @@ class PlanFollower:
         )
 
     def _judge_move(self, trial: _MoveTrial) -> JobEvent:
-        """Keep a plan, or go back to the one before it."""
+        """Compare measured steps before and after a move; move back to the old plan if the new one is slower."""
         self._trial = None
         version, change = trial.versions[1], Agreement.new(self.config.move.timeout_s)
         measured = list(self._steps_ms)
@@ -205,7 +209,7 @@ class PlanFollower:
         return JobEvent(version, ROLLED_BACK, reason, **numbers, **_amounts(moved))
 
     def _report_to_store(self) -> None:
-        """Tell the store which plan the job has, and its last changes. No trouble with that ends the job."""
+        """Write the job's current plan version and recent events to the store. Failures are only logged."""
         if dist.get_rank():
             return
         report = {
@@ -248,12 +252,12 @@ def _amounts(moved: Moved) -> dict[str, Any]:
 
 
 def _slowest_median_ms(by_rank: Sequence[Sequence[float]]) -> float:
-    """The median step of the rank where it is longest."""
+    """Median step time in ms of the slowest rank; 0 without steps."""
     return max((float(np.median(ms)) for ms in by_rank if len(ms)), default=0.0)
 
 
 def _median_error_ms(by_rank: Sequence[Sequence[float]]) -> float:
-    """Standard error of the median of the slowest rank, from its quartiles (normal steps)."""
+    """Standard error in ms of the slowest rank's median step, from its quartiles, for normally distributed steps."""
     ms = max((list(x) for x in by_rank if len(x)), key=lambda x: float(np.median(x)), default=[0.0])
     low, high = np.percentile(ms, [25, 75])
     return 1.2533 * float(high - low) / 1.349 / float(np.sqrt(len(ms)))

@@ -49,7 +49,7 @@ class MoveRatesConfig(Record):
 def measure_move_rates(
     device: torch.device, ranks_per_host: int, config: MoveRatesConfig = MoveRatesConfig()
 ) -> MoveRates:
-    """Move tables made for it between the ranks of this process group. All ranks call it.
+    """Measure how fast this process group moves tables, with synthetic tables. All ranks call it.
 
     Each rank takes 4 * config.mib MiB of memory meanwhile, and a few buffers.
 
@@ -103,7 +103,7 @@ def measure_move_rates(
 
 
 def _excess_seconds(phases: Mapping[str, float], small: Mapping[str, float]) -> dict[str, float]:
-    """Seconds of each phase that tiny tables do not take."""
+    """Seconds of each phase of a move beyond those of a move of tiny tables."""
     return {phase: max(1e-9, phases[phase] - small[phase]) for phase in _PHASES}
 
 
@@ -141,7 +141,7 @@ class _SyntheticJob:
         return Problem("moved", tuple(tables), Topology(devices), len(devices))
 
     def plan(self, tiny_at: int, to: list[int]) -> Plan:
-        """Tiny tables on a rank, the others one after the other, each on the rank that `to` has for its own."""
+        """Plan with the tiny tables on one rank, and the i-th large table on rank to[i]; on rank i if `to` is empty."""
         n, others = len(self.host), range(self.tables - self.collections)
         at = [tiny_at] * self.collections + [to[i % n] if to else i % n for i in others]
         tables = self.problem().tables
@@ -150,6 +150,7 @@ class _SyntheticJob:
         )
 
     def sharded_model(self) -> Any:
+        """DistributedModelParallel of the synthetic tables, sharded by the job's first plan."""
         from fbgemm_gpu.split_embedding_configs import EmbOptimType
         from torchrec.distributed import DistributedModelParallel
         from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -162,6 +163,7 @@ class _SyntheticJob:
         )
 
     def unsharded_model(self) -> nn.Module:
+        """Module of EmbeddingBagCollections with the synthetic tables, on the meta device."""
         from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
         model, tables = nn.Module(), self.problem().tables
@@ -178,7 +180,7 @@ class _SyntheticJob:
 
 
 def _median_phase_seconds(made: _SyntheticJob, to: list[int], config: MoveRatesConfig) -> dict[str, float]:
-    """Median seconds of each phase of moves there and back: of the tiny table, and of others to `to`."""
+    """Median seconds of each phase of moves there and back, of the slowest rank."""
     job = made.sharded_model()
     there, back = (
         to_torchrec(made.plan(*at), made.problem(), made.unsharded_model(), made.device.type)

@@ -11,7 +11,7 @@ from shardcore.core.errors import ShardCoreError
 
 @contextmanager
 def drain_pipeline(pipeline: Any) -> Iterator[None]:
-    """Take a pipeline's batches out of it, and put them back at the end.
+    """Context in which a training pipeline holds no batches. On exit it is refilled, and ids go to their new ranks.
 
     Their ids were sent to the ranks of the old plan. Filling the pipeline sends them again.
 

@@ -11,7 +11,7 @@ from shardcore.torchrec.modules import Collection
 
 
 def unsharded_copy(collection: Collection, init_fn: Any = None) -> Any:
-    """A sharded collection's module as it was before it was sharded, on the meta device: shapes without memory.
+    """Unsharded module with the tables of a sharded collection, on the meta device: shapes without memory.
 
     init_fn: replaces the initialization of weights.
     """
@@ -31,6 +31,7 @@ def unsharded_copy(collection: Collection, init_fn: Any = None) -> Any:
 
 
 def leave_uninitialized(weight: torch.Tensor) -> None:
+    """Initializer that leaves a weight as it is, for tables whose rows a move writes."""
     pass
 
 
@@ -45,7 +46,7 @@ class WithoutInit(torch.overrides.TorchFunctionMode):
 
 
 def restore_table_configs(module: Any, old: Collection) -> None:
-    """Give a new collection the configs of the old one, with their initialization."""
+    """Set a rebuilt collection's table configs to those of the old collection, with their initializers."""
     configs = old.table_configs
     setattr(module, "_embedding_bag_configs" if old.is_pooled else "_embedding_configs", configs)
     module._table_name_to_config = {c.name: c for c in configs}

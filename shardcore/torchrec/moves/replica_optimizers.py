@@ -13,7 +13,7 @@ from shardcore.torchrec.moves.rows import DenseOptimizer
 
 
 def replica_parameter_groups(model: nn.Module, optimizer: DenseOptimizer) -> list[tuple[Any, dict[str, Any]]]:
-    """The optimizer and group of parameters that replicas of a job have or would have: one, if that is clear."""
+    """Dense optimizers and parameter groups that could train a job's replicated tables: one entry if that is clear."""
     replicas = [
         module.weight
         for collection in collections_of_model(model, refuses_others=False)
@@ -31,7 +31,7 @@ def replica_parameter_groups(model: nn.Module, optimizer: DenseOptimizer) -> lis
 def replica_parameter_group(
     collection: Collection, table: str, optimizer: DenseOptimizer, groups: list[tuple[Any, dict[str, Any]]]
 ) -> tuple[Any, dict[str, Any]]:
-    """The optimizer and group of parameters of a table's replica, now or in the new plan.
+    """Dense optimizer and parameter group that train a table's replica, before or after a move.
 
     Raises ShardCoreError if there is none, or if several could be meant.
     """
@@ -51,7 +51,9 @@ def replica_parameter_group(
 def replace_parameter(
     given: Any, group: tuple[Any, dict[str, Any]], parameters: tuple[Any, Any], name: str
 ) -> None:
-    """Exchange a parameter of an optimizer, or add or remove one (None)."""
+    """Replace a parameter in an optimizer's group and in TorchRec's wrappers of the optimizer; None adds or removes
+    one.
+    """
     before, after = parameters
     optimizer, params = group[0], group[1]["params"]
     # In place, so that the group and its order stay, and other references see the change.
@@ -67,7 +69,7 @@ def replace_parameter(
 
 
 def _optimizer_wrappers(optimizer: Any) -> Iterator[Any]:
-    """TorchRec's wrappers of an optimizer, the inner ones first."""
+    """TorchRec's wrappers around an optimizer, innermost first."""
     if hasattr(optimizer, "optimizers"):
         for _, inner in optimizer.optimizers:
             yield from _optimizer_wrappers(inner)
@@ -78,7 +80,7 @@ def _optimizer_wrappers(optimizer: Any) -> Iterator[Any]:
 
 
 def refresh_optimizer_wrappers(optimizer: Any) -> None:
-    """Let TorchRec's wrappers of optimizers see the parameters of what they wrap."""
+    """Copy parameters, state and groups of inner optimizers to TorchRec's wrappers around them."""
     from torchrec.optim.keyed import OptimizerWrapper
 
     for keyed in _optimizer_wrappers(optimizer):
@@ -88,7 +90,7 @@ def refresh_optimizer_wrappers(optimizer: Any) -> None:
 
 
 def renew_fused_optimizer(model: Any) -> None:
-    """Let the job's fused optimizer, which it may have wrapped, be that of the new shards."""
+    """Rebuild the model's fused optimizer from the new shards, in the list that the job's wrappers refer to."""
     from torchrec.distributed.model_parallel import get_unwrapped_module
 
     # The list is changed in place, as the job's wrappers refer to it.

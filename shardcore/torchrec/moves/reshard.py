@@ -124,7 +124,7 @@ class Moved:
 
     @property
     def pause_s(self) -> float:
-        """Seconds that training stood still."""
+        """Seconds for which the move stopped training."""
         return sum(self.seconds.values())
 
 
@@ -135,7 +135,7 @@ def reshard(
     pipeline: Any = None,
     config: MoveConfig = MoveConfig(),
 ) -> Moved:
-    """Move a job's tables to a plan. All ranks call it, between the same two steps.
+    """Move a running job's tables to a new plan. All ranks call it, between the same two training steps.
 
     model: a DistributedModelParallel.
     new_plan: plan of the same model, such as of `to_torchrec`.
@@ -226,6 +226,7 @@ class _Clock:
         self._last = time.perf_counter()
 
     def lap(self, phase: str) -> None:
+        """Record the seconds since the last lap under a phase's name."""
         now = time.perf_counter()
         self.seconds[phase], self._last = now - self._last, now
 
@@ -256,12 +257,13 @@ class _OldCollection:
 
     @property
     def changed_keys(self) -> list[Key]:
+        """Keys of the tables whose regions the new plan changes."""
         return [key for key, (old, new) in self.regions.items() if old != new]
 
     def build_new_shards(
         self, model: Any, optimizer: DenseOptimizer, counts: _OptimizerProgress
     ) -> _NewCollection:
-        """The collection under the new plan, with state of 0."""
+        """Build the collection under the new plan, with optimizer state of 0."""
         start = Collection(self.path, unsharded_copy(self.old, leave_uninitialized))
         for table, settings in self.old.fused_params.items():
             weight = start.table_modules[table].weight
@@ -283,7 +285,7 @@ class _OldCollection:
         return _NewCollection(built, parts, state)
 
     def _restore_fused_optimizers(self, built: Collection, counts: _OptimizerProgress) -> None:
-        """Set learning rates and steps of fused ops to those of the tables so far."""
+        """Set learning rates and step counts of new fused ops to those that their tables had."""
         for kernel in fused_kernels(built):
             tables = [t.name for t in kernel._config.embedding_tables]
             names = [key_name((self.path, t)) for t in tables]
@@ -300,6 +302,7 @@ class _OldCollection:
                 set_fused_step(kernel.emb_module, max(steps))
 
     def _require_planned_shards(self, parts: Mapping[Any, Part]) -> None:
+        """Raise ShardCoreError if TorchRec built other shards, or other tensors of a shard, than planned."""
         rank = dist.get_rank()
         planned = {
             (key, r.rows, r.columns)
@@ -320,7 +323,7 @@ class _OldCollection:
                 )
 
     def swap_into_model(self, model: Any, built: _NewCollection, optimizer: DenseOptimizer) -> None:
-        """Use the new shards. Nothing here waits or allocates much."""
+        """Replace the old collection in the model and in optimizers by the new one, without waits."""
         before, now = self.old, built.collection
         for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
             getattr(now.module, hooks).update(getattr(before.module, hooks))
@@ -354,6 +357,7 @@ class _OptimizerProgress:
 
     @staticmethod
     def merge_ranks(shared: Sequence[Mapping[str, Any]]) -> _OptimizerProgress:
+        """Optimizer settings and step counts of all tables, from what each rank shared. The largest count wins."""
         groups = {name: group for of in shared for name, group in of["groups"].items()}
         rising = sorted((step, name) for of in shared for name, step in of["steps"].items())
         return _OptimizerProgress(groups, {name: step for step, name in rising})
@@ -387,7 +391,9 @@ class _Move:
 
     @staticmethod
     def plan_move(model: Any, new_plan: ShardingPlan, optimizer: DenseOptimizer, config: MoveConfig) -> _Move:
-        """Raises ShardCoreError for a plan that the model cannot run, and for more memory than there is."""
+        """Prepare a move of a model's tables to a plan. Raises ShardCoreError if the model cannot run it, or lacks
+        memory.
+        """
         rank = dist.get_rank()
         changed = _changed_collections(model, new_plan, optimizer)
         regions = {key: pair for c in changed for key, pair in c.regions.items()}
@@ -427,7 +433,9 @@ class _Move:
         )
 
     def facts_for_other_ranks(self) -> dict[str, Any]:
-        """A rank's own knowledge that all ranks need: steps and learning rates of its fused ops."""
+        """Facts that other ranks need of this one: step counts and learning rates of its fused ops, and the move's
+        digest.
+        """
         groups: dict[str, Any] = {}
         steps = {key_name(p.key): p.step for c in self.collections for p in c.parts if p.step is not None}
         for c in self.collections:
@@ -440,6 +448,7 @@ class _Move:
     def fill_new_shards(
         self, built: Sequence[_NewCollection], group: dist.ProcessGroup, config: MoveConfig
     ) -> None:
+        """Copy rows and optimizer state from the old shards of all ranks to the new ones."""
         for part in (p for b in built for p in b.parts.values()):
             for name, tensor in part.tensors.items():
                 if name != WEIGHTS:
@@ -464,7 +473,7 @@ class _Move:
         ).fill_new_parts(self.pieces, int(config.piece_mib * 2**20))
 
     def formats_to_verify(self) -> dict[Key, Format]:
-        """Tensors that are the same before and after, by table."""
+        """Formats of each table with the tensors that a move leaves unchanged: all but inexact optimizer state."""
         return {
             key: replace(new.format, states=()) if key_name(key) in self.inexact else new.format
             for c in self.collections
@@ -472,7 +481,7 @@ class _Move:
         }
 
     def require_equal_digests(self, found: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-        """Digests of all tensors. Raises ShardCoreError for one that is other after the move than before."""
+        """Digests of all tensors. Raises ShardCoreError for a tensor whose digest the move has changed."""
         totals: dict[str, int] = {}
         pairs = (pair for c in self.collections for pair in c.regions.items())
         replicas = tuple(f"{key_name(key)}." for key, (_, new) in pairs if new.replicas)
@@ -489,6 +498,7 @@ class _Move:
         return totals
 
     def bytes_by_link_level(self) -> dict[str, int]:
+        """Bytes that the move copies within ranks, within hosts and between hosts."""
         by_way: dict[str, int] = dict.fromkeys((LOCAL, WITHIN, BETWEEN), 0)
         for piece in self.pieces:
             a, b = piece.source.rank, piece.target.rank
@@ -500,7 +510,7 @@ class _Move:
 def _changed_collections(
     model: Any, new_plan: ShardingPlan, optimizer: DenseOptimizer
 ) -> list[_OldCollection]:
-    """Collections whose sharding changes. Raises ShardCoreError for a plan that the model cannot run."""
+    """Collections that the new plan shards differently. Raises ShardCoreError for a plan that the model cannot run."""
     import torchrec
     from torchrec.distributed import DistributedModelParallel
     from torchrec.distributed.model_parallel import get_unwrapped_module

@@ -50,7 +50,7 @@ _COMPLETE = "rows-complete"
 
 
 def save_rows(model: nn.Module, folder: str | Path, optimizer: Any = None) -> None:
-    """Write the rows of a model's tables to a folder. All ranks call it.
+    """Write the rows and optimizer state of a model's tables to a folder. All ranks call it.
 
     optimizer: the job's, of replicas and hot rows. Their state is written too, with that of fused optimizers.
 
@@ -89,7 +89,7 @@ def save_rows(model: nn.Module, folder: str | Path, optimizer: Any = None) -> No
 
 
 def load_rows(model: nn.Module, folder: str | Path, optimizer: Any = None, approximate: bool = False) -> None:
-    """Fill a model's tables with rows that `save_rows` wrote. All ranks call it.
+    """Fill a model's tables with rows and optimizer state that `save_rows` wrote. All ranks call it.
 
     optimizer: the job's, of replicas and hot rows. It gets their state.
     approximate: True to load optimizer state as well as it can be where it has another form here: a mean over
@@ -126,7 +126,7 @@ def load_rows(model: nn.Module, folder: str | Path, optimizer: Any = None, appro
 def _copy_rows(
     part: Part, missing: dict[str, np.ndarray], saved: Part, approximate: bool, path: Path
 ) -> None:
-    """Copy the rows of a part that a file has. path: of the file, for errors."""
+    """Copy rows that a saved part and a table part of this rank share. path: the file, for errors."""
     table, columns = key_name(part.key), saved.columns
     rows, into = _positions_of_shared_rows(saved, part)
     lo, hi = max(columns[0], part.columns[0]), min(columns[1], part.columns[1])
@@ -167,7 +167,7 @@ def _copy_rows(
 
 
 def _positions_of_shared_rows(saved: Part, part: Part) -> tuple[Any, Any]:
-    """Positions in both of the rows that both have: slices where ids are consecutive."""
+    """Positions in the saved part and in this rank's part of the rows that both have; slices if ids are consecutive."""
     if saved.ids is None and part.ids is None:
         lo, hi = max(saved.rows[0], part.rows[0]), min(saved.rows[1], part.rows[1])
         own, other = (slice(lo - first, max(lo, hi) - first) for first in (saved.rows[0], part.rows[0]))
@@ -185,7 +185,7 @@ def _positions_of_shared_rows(saved: Part, part: Part) -> tuple[Any, Any]:
 def _parts_of_model(
     model: nn.Module, optimizer: Any, replicas: bool, filling: bool = False
 ) -> Iterator[Part]:
-    """Rows of all tables on this rank.
+    """Parts of all tables that this rank holds.
 
     replicas: True to count tables and hot rows that all ranks have.
     filling: True to give replicas the state that their optimizer has not made yet.
@@ -221,7 +221,7 @@ def _parts_of_model(
 
 
 def _replicated_part_of_job(key: Key, weight: nn.Parameter, optimizer: DenseOptimizer, filling: bool) -> Part:
-    """A table, or hot rows, under the job's dense optimizer."""
+    """Part with all rows of a replicated table or of hot rows, under the job's dense optimizer."""
     if (found := optimizer.parameter_group(weight)) is not None:
         states = dense_state_granularity(*found)
         # Torch makes state at the first step. Loading needs it before.
@@ -257,7 +257,7 @@ class _Manifest:
 
 
 def _read_manifest(folder: Path) -> dict[Path, _File]:
-    """Files of rows by their paths. Raises ShardCoreError for a folder that is not whole."""
+    """Files of rows that complete.json lists, by path. Raises ShardCoreError if one is missing or not listed."""
     path, names = folder / "complete.json", {p.name for p in folder.glob("rows-*.safetensors")}
     if not path.exists():
         raise ShardCoreError(
@@ -273,7 +273,7 @@ def _read_manifest(folder: Path) -> dict[Path, _File]:
 
 
 def _read_rows_file(path: Path, file: _File) -> Part:
-    """The rows of a file. Raises ShardCoreError for a file that does not match its digest."""
+    """Read one file of rows. Raises ShardCoreError if the file does not match its digest in complete.json."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -306,7 +306,7 @@ def _read_rows_file(path: Path, file: _File) -> Part:
 
 @contextmanager
 def _raise_on_all_ranks() -> Iterator[None]:
-    """Raise an error of one rank on all ranks, so that none waits for it."""
+    """Context that raises an error of one rank on all ranks, so that no rank waits for another."""
     failure: ShardCoreError | None = None
     try:
         yield
@@ -321,7 +321,7 @@ def _raise_on_all_ranks() -> Iterator[None]:
 
 
 def _gather_from_ranks(value: Any) -> list[Any]:
-    """A value of each rank."""
+    """List of the values that all ranks pass, by rank."""
     values = [value] * rank_and_world_size()[1]
     if len(values) > 1:
         dist.all_gather_object(values, value)

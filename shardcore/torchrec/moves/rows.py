@@ -41,7 +41,7 @@ Key = tuple[str, str]
 
 
 def key_name(key: Key) -> str:
-    """A key in words: path and name, joined by a dot."""
+    """Text of a table's key: collection path and table name, joined by a dot."""
     return ".".join(filter(None, key))
 
 
@@ -59,12 +59,13 @@ class Format:
     state: torch.dtype
 
     def tensor_formats(self) -> dict[str, tuple[bool, torch.dtype]]:
-        """By name: True if it has a number a row, and its type."""
+        """Granularity and type of each tensor of a table, by name: True if it has one number a row, and its dtype."""
         return {WEIGHTS: (False, self.weights)} | {
             name: (per == "row", self.state) for name, per in self.states
         }
 
     def n_bytes(self, rows: int, columns: int) -> int:
+        """Bytes of weights and optimizer state of a number of rows and columns."""
         return sum(
             rows * (1 if flat else columns) * of.itemsize for flat, of in self.tensor_formats().values()
         )
@@ -93,6 +94,7 @@ class Part:
 
     @property
     def row_ids(self) -> np.ndarray:
+        """[N] ids in the whole table of this part's rows."""
         return np.arange(*self.rows) if self.ids is None else self.ids
 
     @property
@@ -115,7 +117,7 @@ class DenseOptimizer:
         object.__setattr__(self, "plain", list(_torch_optimizers(self.given)))
 
     def parameter_group(self, weight: torch.Tensor) -> tuple[torch.optim.Optimizer, dict[str, Any]] | None:
-        """The optimizer that steps over a parameter, and its group of parameters."""
+        """Optimizer and parameter group that train a parameter; None if no optimizer does."""
         for optimizer in self.plain:
             for group in optimizer.param_groups:
                 # Identity: comparing tensors would compare their values.
@@ -124,11 +126,12 @@ class DenseOptimizer:
         return None
 
     def parameter_state(self, weight: torch.Tensor) -> dict[str, Any]:
+        """Optimizer state of a parameter; empty before its first step."""
         return next((o.state[weight] for o in self.plain if weight in o.state), {})
 
 
 def _torch_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
-    """Torch's optimizers within TorchRec's wrappers, without fused ones."""
+    """torch.optim optimizers within TorchRec's wrappers, without fused ones."""
     from torchrec.optim.fused import FusedOptimizer
 
     if hasattr(optimizer, "optimizers"):  # CombinedOptimizer
@@ -148,7 +151,10 @@ def _torch_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
 def dense_state_granularity(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any]
 ) -> tuple[tuple[str, str], ...]:
-    """State that a dense optimizer keeps. Raises ShardCoreError for one that is not known."""
+    """Pairs of name and granularity ("row" or "cell") of the state that a dense optimizer keeps.
+
+    Raises ShardCoreError for an optimizer whose state is not known.
+    """
     kind = type(optimizer).__name__
     if kind not in _DENSE or group.get("momentum") or group.get("amsgrad"):
         raise ShardCoreError(
@@ -159,7 +165,12 @@ def dense_state_granularity(
 
 
 def fused_state_granularity(optimizer: str) -> tuple[tuple[str, str], ...]:
-    """State that a fused optimizer keeps. optimizer: FBGEMM's name. Raises ShardCoreError for an unknown one."""
+    """Pairs of name and granularity ("row" or "cell") of the state that a fused optimizer keeps.
+
+    optimizer: FBGEMM's name.
+
+    Raises ShardCoreError for an unknown optimizer.
+    """
     # By FBGEMM's names, as ops report them.
     known = {o.theirs: o.states for o in OPTIMIZERS.values()}
     if optimizer not in known:
@@ -169,7 +180,9 @@ def fused_state_granularity(optimizer: str) -> tuple[tuple[str, str], ...]:
 
 
 def movable_kernels(collection: Collection) -> Iterator[Any]:
-    """The kernels of a sharded collection on this rank. Raises ShardCoreError for rows that are no tensors."""
+    """Kernels of a sharded collection on this rank. Raises ShardCoreError for a kernel whose rows are not plain
+    tensors.
+    """
     for kernel in collection.kernels():
         name = kernel._config.compute_kernel.value
         if name not in _KERNELS:
@@ -181,7 +194,7 @@ def movable_kernels(collection: Collection) -> Iterator[Any]:
 
 
 def fused_kernels(collection: Collection) -> Iterator[Any]:
-    """Those of `movable_kernels` whose tables train under a fused optimizer."""
+    """Kernels of a sharded collection on this rank whose tables train under a fused optimizer."""
     return (kernel for kernel in movable_kernels(collection) if not is_dense_kernel(kernel))
 
 
@@ -192,7 +205,7 @@ def is_dense_kernel(kernel: Any) -> bool:
 def parts_on_rank(
     collection: Collection, optimizer: DenseOptimizer, new_state: dict[nn.Parameter, dict] | None = None
 ) -> Iterator[Part]:
-    """All rows of a collection on this rank.
+    """Rows and columns of a collection's tables that this rank holds, with optimizer state.
 
     new_state: state of replicas by their parameter, which the optimizer does not have yet.
     """
@@ -233,7 +246,10 @@ def parts_on_rank(
 def replicated_part(
     key: Key, weight: torch.Tensor, optimizer: DenseOptimizer, state: Mapping[str, Any] | None = None
 ) -> Part:
-    """A whole table under a dense optimizer. state: default that of the optimizer."""
+    """Part with a whole replicated table under a dense optimizer.
+
+    state: the weight's optimizer state. None: as the optimizer has it.
+    """
     state = optimizer.parameter_state(weight) if state is None else state
     # A count is no state of rows.
     states = {k: view_by_row(v, len(weight)) for k, v in state.items() if torch.is_tensor(v) and k != _STEP}
@@ -245,7 +261,7 @@ def replicated_part(
 
 
 def set_fused_step(op: Any, step: int) -> None:
-    """Set the count of steps of FBGEMM's op, if it counts them."""
+    """Set the step count of a fused FBGEMM op, if the op keeps one."""
     if hasattr(op, "iter"):
         # FBGEMM keeps the count on the device and on the CPU.
         op.iter.fill_(step)
@@ -255,7 +271,7 @@ def set_fused_step(op: Any, step: int) -> None:
 def zero_optimizer_state(
     kind: Any, group: Mapping[str, Any], weight: torch.Tensor, step: int
 ) -> dict[str, Any]:
-    """State of a dense optimizer for a new parameter, of 0."""
+    """State of a dense optimizer for a new parameter: zeros, after a number of steps."""
     states = dense_state_granularity(kind, group)
     if not states:
         return {}
@@ -271,6 +287,6 @@ def zero_optimizer_state(
 
 
 def view_by_row(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """State of cells [N, W], or of rows [N], as a view."""
+    """View of optimizer state by row: [N, W] for state of cells, [N] for state of rows."""
     tensor = tensor.detach()
     return tensor.view(rows) if tensor.numel() == rows else tensor.view(rows, -1)

@@ -58,10 +58,11 @@ class TableRegions:
     format: Format
 
     def regions_on_rank(self, rank: int) -> list[Region]:
+        """Regions of the table that a rank holds."""
         return [r for r in self.regions if r.rank == rank]
 
     def bytes_on_rank(self, rank: int) -> int:
-        """Bytes of weights and state on a rank."""
+        """Bytes of weights and optimizer state that a rank holds of the table."""
         return sum(
             self.format.n_bytes(r.rows[1] - r.rows[0], r.columns[1] - r.columns[0])
             for r in self.regions_on_rank(rank)
@@ -101,7 +102,9 @@ class Piece:
 
 
 def inexact_state_reason(old: TableRegions, new: TableRegions) -> str:
-    """The reason why a table's optimizer state cannot be carried over as it is. "": it can be.
+    """Reason why a table's optimizer state cannot move unchanged between two shardings; "" if it can.
+
+    Inexact state is not refused: `transfer_pieces` carries it over as well as possible.
 
     Raises nothing: what is inexact is carried over by `pieces` as well as it can be.
     """
@@ -122,7 +125,7 @@ def inexact_state_reason(old: TableRegions, new: TableRegions) -> str:
 
 
 def transfer_pieces(key: Key, old: TableRegions, new: TableRegions, most_bytes: int) -> Iterator[Piece]:
-    """All rectangles of a table that its regions in the new plan take, on all ranks.
+    """Rectangles of a table that the new plan's regions take from the old plan's, on all ranks.
 
     most_bytes: limit of a rectangle. A row may have more.
     """
@@ -157,7 +160,7 @@ def _range_overlap(a: Range, b: Range) -> Range:
 
 
 def exchange_rounds(sent: Iterable[Piece], most_bytes: int) -> Iterator[list[Piece]]:
-    """Pieces in rounds, in which no rank sends or receives more than most_bytes, or one piece."""
+    """Pieces in rounds: in each, no rank sends or receives more than most_bytes, or one piece."""
     # Pairs of ranks take turns, so that the pieces of a round are between many.
     count: dict[tuple[int, int], int] = defaultdict(int)
     ordered = []
@@ -198,7 +201,7 @@ class Exchange:
     device: torch.device
 
     def fill_new_parts(self, moved: Iterable[Piece], most_bytes: int) -> None:
-        """Fill the new parts. Their state needs to be 0."""
+        """Fill this rank's new parts from the old parts of all ranks. Optimizer state has to be 0 before."""
         remote = []
         for piece in moved:
             if piece.source.rank != piece.target.rank:
@@ -215,7 +218,7 @@ class Exchange:
                 self._write_piece(piece, view)
 
     def _pieces_by_peer(self, of_round: Sequence[Piece], sending: bool) -> list[list[Piece]]:
-        """Pieces that this rank sends or receives, by the other rank."""
+        """Pieces of a round that this rank sends or receives, by the other rank."""
         by_peer: list[list[Piece]] = [[] for _ in range(self.ranks)]
         for piece in of_round:
             here, there = (piece.source, piece.target) if sending else (piece.target, piece.source)
@@ -229,6 +232,7 @@ class Exchange:
     def _piece_views(
         self, buffer: torch.Tensor, by_peer: list[list[Piece]]
     ) -> Iterator[tuple[Piece, torch.Tensor]]:
+        """Views of a buffer, one for each piece in it, in the pieces' shapes."""
         at = 0
         for piece in (p for of_peer in by_peer for p in of_peer):
             view = buffer[at : at + piece.bytes].view(piece.type)
@@ -236,19 +240,20 @@ class Exchange:
             at += piece.aligned_bytes
 
     def _piece_cells(self, part: Part, piece: Piece, region: Region) -> torch.Tensor:
-        """A view of a piece in a part, which has a region: [N, W], or [N] of a tensor with a number a row."""
+        """View of the cells of a piece within a part: [N, W], or [N] of a tensor with one number a row."""
         tensor = part.tensors[piece.name]
         lo, left = piece.rows[0] - region.rows[0], piece.columns[0] - region.columns[0]
         rows = tensor[lo : lo + piece.rows[1] - piece.rows[0]]
         return rows if tensor.ndim == 1 else rows[:, left : left + piece.columns[1] - piece.columns[0]]
 
     def _read_piece(self, piece: Piece) -> torch.Tensor:
-        """A piece of the old part, as it is sent."""
+        """Values of a piece in the old part, reduced to one number a row if the piece is flat."""
         source = piece.source
         cells = self._piece_cells(self.old[piece.key, source.rows, source.columns], piece, source)
         return cells.mean(1) if piece.flat and cells.ndim == 2 else cells
 
     def _write_piece(self, piece: Piece, value: torch.Tensor) -> None:
+        """Write received values of a piece into the new part."""
         target = piece.target
         cells = self._piece_cells(self.new[piece.key, target.rows, target.columns], piece, target)
         if cells.ndim == 1:
@@ -262,7 +267,7 @@ class Exchange:
 
 
 def tensor_digest(tensor: torch.Tensor, row: int, column: int, kind: torch.dtype) -> int:
-    """A sum over a tensor's numbers of their bits times a key of their row and one of their column, mod 2^64.
+    """Digest of a tensor: the sum, mod 2^64, of each number's bits times a key of its row and one of its column.
 
     Parts of a table add up to the same, however it is cut. Keys are odd, so that any change of one number
     changes the sum, and random, so that numbers that change places do.
@@ -282,7 +287,7 @@ def tensor_digest(tensor: torch.Tensor, row: int, column: int, kind: torch.dtype
 
 
 def _random_odd_keys(first: int, n: int, device: torch.device, stream: int) -> torch.Tensor:
-    """[n] odd random numbers, a function of their index (SplitMix64, Steele et al. 2014)."""
+    """[n] odd pseudo-random keys, a function of their index and stream (SplitMix64, Steele et al. 2014)."""
     x = np.arange(first, first + n, dtype=np.uint64) * np.uint64(2) + np.uint64(stream)
     x = (x + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -291,7 +296,7 @@ def _random_odd_keys(first: int, n: int, device: torch.device, stream: int) -> t
 
 
 def tensor_digests(parts: Iterable[Part], formats: Mapping[Key, Format]) -> dict[str, int]:
-    """Digests of tensors by the names of table and tensor, summed over the parts of a table.
+    """Digests of tensors, keyed by table and tensor name, summed over the parts of each table.
 
     formats: formats of tables. Their tensors are digested, in their types, and no others.
     """
