@@ -166,8 +166,10 @@ class SharderConformance:
 
     def test_infeasible_names_what_does_not_fit_and_what_would_help(self) -> None:
         for case, (problem, words) in NOTHING_FITS.items():
-            roomy = with_room_for_batch(problem)
-            message = require_error(Infeasible, lambda: self.search_checked_plan(roomy))  # noqa: B023
+            message = require_error(
+                Infeasible,
+                lambda: self.search_checked_plan(with_room_for_batch(problem)),  # noqa: B023
+            )
             for word in words if self.names_remedies else ():
                 assert word in message, f"{case}: {word!r} is not in {message!r}"
 
