@@ -58,12 +58,14 @@ class Plans(Protocol):
 
     def version(self) -> str:
         """Name of the store's current plan version."""
+        ...
 
     def read(self, version: str) -> Any:
         """Plan and problem of a version in the store, with the longest step that its prediction allows."""
 
     def roll_back(self, version: str, reason: str) -> str:
         """Mark a version as slower than predicted, for a reason in words. Returns the version that is current then."""
+        ...
 
     def report(self, report: Mapping[str, Any]) -> None:
         """Keep a job's report, a JSON mapping, in the store."""
