@@ -286,7 +286,7 @@ def test_killed_and_resumed_it_has_every_sample_once(started, command, live, fol
     wait_for(run, "^groups: (8|9|1[0-9]) of")  # a part was written
     run.kill()
     run.communicate(timeout=60)  # its measuring process sees that it is alone
-    kept, disturbed = dataset.read_ids(folder, "compute"), dataset.disturbed_ids(folder, 0.9)
+    kept = dataset.read_ids(folder, "compute")
     assert kept
     unfinished = folder / ".compute-cut-short.parquet.1.tmp"
     unfinished.write_bytes(b"half")
@@ -297,6 +297,7 @@ def test_killed_and_resumed_it_has_every_sample_once(started, command, live, fol
     samples, repeats = dataset.read_compute(folder), dataset.repeated(dataset.read_timings(folder))
     assert kept <= {s.id for s in samples} and len(samples) == 31  # with the reference op
     assert not list(folder.glob(".*.tmp"))
-    reference = reference_request(live, SETTING, SHAPE)
-    # no other was measured twice
-    assert {s[0].id for s in repeats} <= disturbed | {dataset.compute_id(SETTING, reference)}
+    reference = dataset.compute_id(SETTING, reference_request(live, SETTING, SHAPE))
+    # Others were measured twice only if they were disturbed, which half may be on a busy machine.
+    twice = [sorted(each, key=lambda s: s.measured_at) for each in repeats if each[0].id != reference]
+    assert all(len(each) == 2 and each[0].relative_ci > 2 * 0.9 for each in twice)
