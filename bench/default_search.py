@@ -10,7 +10,6 @@ proved bound. Costs are predicted.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -115,7 +114,7 @@ def table_of(rows: list[dict[str, Any]]) -> str:
     )
 
 
-def main() -> int:
+def main() -> None:
     parser = common.parser(__doc__, problems=20, evals=20_000, out=(Path, "a line of JSON for each problem"))
     args = parser.parse_args()
     rows = common.lines_of(args.out)
@@ -123,8 +122,7 @@ def main() -> int:
         rows.append(searched(i, Budget(evals=args.evals)))
         common.write_lines(args.out, rows)
     print(table_of(rows[: args.problems]))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -13,7 +13,6 @@ again. One that was cut off goes on where its benches can. One that fails does n
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -28,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench import common
 from shardcore.core.errors import ShardCoreError
 from shardcore.io import writing
 from shardcore.io.schema import build
@@ -210,19 +210,15 @@ def _taken(figure: Figure, out: Path, given: Mapping[str, str], commit: str) -> 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.figures",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = common.parser(
+        __doc__,
+        out=Path(".figures"),
+        headlines=(False, "those with an interval, and a verdict on each"),
+        list=(False, "what there is"),
+        table=(TABLE, "of the figures"),
     )
-    parser.add_argument("--out", type=Path, default=Path(".figures"), help="default: %(default)s")
     parser.add_argument("--only", nargs="+", metavar="NAME")
     parser.add_argument("--with", dest="given", action="append", default=[], metavar="NAME=FOLDER")
-    parser.add_argument(
-        "--headlines", action="store_true", help="those with an interval, and a verdict on each"
-    )
-    parser.add_argument("--list", action="store_true")
-    parser.add_argument("--table", type=Path, default=TABLE, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     try:
         figures = read(args.table)

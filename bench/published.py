@@ -277,15 +277,14 @@ def main() -> None:
         ask=(Path, "another CSV file of published timings"),
         reduce=(Path, "a CSV file of published timings"),
         write=(False, "write the profiles"),
-        plans=(Path, "folder of the public inputs"),
-        only=("", "plans of problems with this word in their name"),
+        regrets=(False, "show what plans lose where a profile's rates are off"),
     )
     args = parser.parse_args()
     if args.reduce:
         reduce(args.reduce)
         return
-    if args.plans:
-        published_plans.show(args.plans, args.only)
+    if args.regrets:
+        print(published_plans.regrets())
         return
     path, folder = TIMINGS, TemporaryDirectory()
     if args.ask:

@@ -1,4 +1,4 @@
-"""Steps and plans under hardware profiles: MLPerf's systems, and plans for 8 to 128 H100.
+"""Steps and plans under hardware profiles: MLPerf's systems, and plans if the rates are others.
 
 A published step of MLPerf is a whole one, with its dense part, and parts of it run side by side. So the
 embeddings of a plan may take no longer.
@@ -7,36 +7,26 @@ embeddings of a plan may take no longer.
 from __future__ import annotations
 
 import csv
-import json
-import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 
 import numpy as np
 
-from bench import common
 from bench.published_cards import profile_of
+from bench.workloads import FP16, H100, workloads
 from shardcore import report
-from shardcore.core.access_statistics import Zipf
-from shardcore.core.errors import Infeasible
-from shardcore.core.job import Job
-from shardcore.core.types import Placement, Plan, Problem, Shard, Table
+from shardcore.core.types import Plan, Problem
 from shardcore.cost.model import price, total_ms
-from shardcore.cost.profile import Profile, load_profile
+from shardcore.cost.profile import Profile
 from shardcore.cost.profile_fit import scaled
-from shardcore.io import files
-from shardcore.measure.sampling.placements import deal_columns
 from shardcore.search import DEFAULT_SHARDER, SHARDERS, Budget
-from shardcore.step.kinds import WHOLE_ROWS
 from shardcore.step.lower import lower
 from shardcore.tables.public import public_pool
 
 STEP = "training step (DLRM-DCNv2, whole model)"
 """Op of MLPerf's steps in tables of timings."""
-H100 = "nvidia-h100-sxm"
 _PCIE = {"switch_generation": 1, "network_gbps": 25}
 SHEETS: Mapping[str, Mapping[str, float]] = {
     "H100 PCIe": {"hbm_gbps": 2039, "sm_ghz": 200.1, "nvlink_gbps": 64, **_PCIE},
@@ -58,13 +48,8 @@ SHEETS: Mapping[str, Mapping[str, float]] = {
     },
 }
 """Cards of MLPerf's systems without a profile, by their data sheets. Their links within a host are PCIe."""
-_FP16 = Job(forward_payload="fp16", backward_payload="fp16")
 _EVALS = 10_000
 _DRAWS = 6
-_SECONDS = 30.0
-"""Budget of a search for the production list."""
-_BUDGETS = {"torchrec": Budget(seconds=1200)}
-"""TorchRec's planner sweeps its options. It gets to the end for all but Merlin's medium and large."""
 
 
 # --- MLPerf -------------------------------------------------------------------------------------------------
@@ -118,7 +103,7 @@ def _step(profile: Profile, hosts: int, ranks: int, batch: int) -> tuple[float, 
     """Predicted ms of our plan's embeddings, and the band."""
     tables = public_pool("mlperf-dlrm-dcnv2")
     problem = Problem(
-        "mlperf", tables, profile.topology(hosts, ranks // hosts), batch, "exact_adagrad", job=_FP16
+        "mlperf", tables, profile.topology(hosts, ranks // hosts), batch, "exact_adagrad", job=FP16
     )
     model = profile.model().for_problem(problem)
     workload = lower(SHARDERS[DEFAULT_SHARDER](problem, model, budget=Budget(evals=_EVALS)), problem)
@@ -130,98 +115,11 @@ def _step(profile: Profile, hosts: int, ranks: int, batch: int) -> tuple[float, 
 # --- plans --------------------------------------------------------------------------------------------------
 
 
-def problems(inputs: Path, profile: Profile) -> Iterator[tuple[Problem, Plan | None]]:
-    """Problems for 8 to 128 H100, and a published plan where there is one."""
-    pool = public_pool("mlperf-dlrm-dcnv2")
-    for hosts, batch in ((1, 55_296), (2, 65_536), (8, 135_168), (16, 135_168)):
-        topology = profile.topology(hosts, 8)
-        yield Problem(f"mlperf-{8 * hosts}", pool, topology, batch, "exact_adagrad", job=_FP16), None
-    merlin = json.loads((inputs / "merlin_synthetic_tables_tiny_to_large.json").read_text())
-    for name, hosts in (("tiny", 1), ("small", 1), ("medium", 2), ("large", 4)):
-        tables = tuple(Table(**t, access=Zipf(1.05)) for t in merlin[name])
-        yield (
-            Problem(
-                f"merlin-{name}-{8 * hosts}", tables, profile.topology(hosts, 8), 65_536, "exact_adagrad"
-            ),
-            None,
-        )
-    given = files.read_problem(inputs / "problems" / "r04-production-1935-tables-96-ranks.json")
-    problem = replace(
-        given,
-        name="production-96",
-        tables=tuple(replace(t, precision="fp16") for t in given.tables),
-        topology=profile.topology(12, 8),
-        # The profile counts 80 GB, 5.1 GiB less than the card reports. With 8 GiB reserved the tables do not
-        # fit.
-        constraints=replace(given.constraints, reserved_bytes=0),
-    )
-    yield problem, _published(inputs, problem)
-
-
-def _published(inputs: Path, problem: Problem) -> Plan:
-    """TorchRec's published placements of the production list. The file has the problem's tables, in their order.
-
-    Several shards that it put on one rank are one here, as its kernels need it.
-    """
-    placements, ranks = [], problem.topology.ranks
-    with open(inputs / "torchrec_stats_example_96ranks.csv", encoding="utf-8") as lines:
-        for row, table in zip(csv.DictReader(lines), problem.tables, strict=True):
-            if row["sharding"] == "RW":
-                placements.append(Placement("row", Shard.whole(table), ranks))
-                continue
-            shards = Counter(int(rank) for rank in row["ranks"].split(","))
-            widths = {rank: n * int(row["cw_dim"]) for rank, n in shards.items()}
-            placements += [Placement(WHOLE_ROWS.name, s, (rank,)) for rank, s in deal_columns(table, widths)]
-    return Plan(tuple(placements))
-
-
-def show(inputs: Path, only: str = "") -> None:
-    """Plans of all arms, and what the default one loses if rates are others.
-
-    only: a word in the names of the problems.
-    """
-    profile = load_profile(H100)
-    rows, lost = [], []
-    for problem, theirs in (x for x in problems(inputs, profile) if only in x[0].name):
-        rows.append(_arms(problem, theirs, profile))
-        common.say(*rows[-1])
-        if len(problem.topology) <= 16 and len(problem.tables) < 200:
-            lost.append(_regrets(problem, profile))
-            common.say(*lost[-1])
-    print(
-        report.markdown_table(("problem", "tables", *ARMS, "ours below TorchRec's", "band", "seconds"), rows),
-        "\n",
-    )
+def regrets() -> str:
+    """A table of what our plans of workloads on at most two hosts lose, if rates are drawn within their bands."""
+    cells = [_regrets(problem, profile) for problem, profile in workloads() if len(problem.topology) <= 16]
     headers = ("problem", "mean regret", "worst regret", "cost of the plan over the draws")
-    print(report.markdown_table(headers, lost))
-
-
-ARMS = (DEFAULT_SHARDER, "torchrec", "size_lookup_greedy", "dim_greedy", "random")
-
-
-def _arms(problem: Problem, theirs: Plan | None, profile: Profile) -> tuple[str, ...]:
-    """Cells: ms of each arm, and how much ours is below TorchRec's."""
-    model = profile.model().for_problem(problem)
-    cells, costs, band, began = [], {}, 0.0, time.perf_counter()
-    for arm in ARMS:
-        try:
-            if arm == "torchrec" and theirs is not None:
-                plan = theirs  # its published placements: to sweep its planner here takes an hour
-            else:
-                large = len(problem.tables) > 700
-                budget = Budget(seconds=_SECONDS) if large else _BUDGETS.get(arm, Budget(evals=_EVALS))
-                plan = SHARDERS[arm](problem, model, budget=budget)
-            workload = lower(plan, problem)
-        except Infeasible:
-            cells.append("does not fit")
-            continue
-        costs[arm] = total_ms(workload, model)
-        band = band or model.band(workload)
-        cells.append(f"{costs[arm]:.3f}")
-    ours, torchrec = costs.get(DEFAULT_SHARDER), costs.get("torchrec")
-    gain = f"{1 - ours / torchrec:.1%}" if ours and torchrec else "-"
-    took = time.perf_counter() - began
-    return (problem.name, str(len(problem.tables)), *cells, gain, f"±{band:.0%}", f"{took:.0f}")
+    return report.markdown_table(headers, cells)
 
 
 def _regrets(problem: Problem, profile: Profile) -> tuple[str, ...]:

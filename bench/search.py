@@ -15,8 +15,7 @@ seconds. Nothing is compiled or imported while a clock runs: all sharders run on
 the cheapest of the greedy orders, with the seconds of all.
 `halves` is annealing in NeuroShard's own space: columns, halved. The bound is that of
 search/bound/lower_bound.py.
-`torchrec, from 16 columns` is TorchRec's planner swept without cuts to 4 and 8 columns, as before 24 November
-2026: what those cuts are worth to it. --two-ranks plans what bench.replays replays, with the links of MODEL.
+--two-ranks plans what bench.replays replays, with the links of MODEL.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -46,11 +44,9 @@ from shardcore.search.bound.lower_bound import bound
 from shardcore.search.portfolio import annealing as anneal
 from shardcore.step.lower import lower
 from shardcore.tables.generate import generate_pool
-from shardcore.torchrec.baseline import TorchRecConfig
 from tasks import evaluate
 
 EVALS = (2_000, 20_000, 200_000)
-FROM_16 = TorchRecConfig(min_partition=(None, 16, 32, 64))
 
 
 def problems(
@@ -112,8 +108,6 @@ def main() -> None:
     model = neural.load(args.model)
     args.devices = 2 if args.two_ranks else args.devices
     planners = {**SHARDERS, **PEERS}
-    if "torchrec" in planners:
-        planners["torchrec, from 16 columns"] = partial(planners["torchrec"], config=FROM_16)
     sharders = [
         n
         for n in planners

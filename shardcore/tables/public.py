@@ -26,13 +26,12 @@ def public_pool(name: str, zipf_alpha: float | None = None) -> tuple[Table, ...]
     Raises ShardCoreError for an unknown name.
     """
     entry = _public_list(name)
-    alpha = entry.get("zipf_alpha") if zipf_alpha is None else zipf_alpha
-    access = DEFAULT_ACCESS if alpha is None else Zipf(alpha)
+    listed = entry.get("zipf_alpha", DEFAULT_ACCESS.alpha)
+    access = Zipf(listed if zipf_alpha is None else zipf_alpha)
+    tables = [row for row in entry["tables"] for _ in range(row.pop("count", 1))]
     # Equally many digits in all names, so that they sort in the order of tables.
-    digits = max(2, len(str(len(entry["tables"]) - 1)))
-    return tuple(
-        Table(**{"name": f"c{i:0{digits}d}", "access": access} | t) for i, t in enumerate(entry["tables"])
-    )
+    digits = max(2, len(str(len(tables) - 1)))
+    return tuple(Table(**{"name": f"c{i:0{digits}d}", "access": access} | t) for i, t in enumerate(tables))
 
 
 def public_optimizer(name: str) -> str:
@@ -42,8 +41,9 @@ def public_optimizer(name: str) -> str:
 
 def _public_list(name: str) -> dict:
     if name not in public_pool_sources():
-        known = ", ".join(public_pool_sources())
-        raise ShardCoreError(f"there is no public list of tables {name!r}; known are {known}")
+        raise ShardCoreError(
+            f"there is no public list of tables {name!r}; known are {', '.join(public_pool_sources())}"
+        )
     return _read_public_lists()[name]
 
 

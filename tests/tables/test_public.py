@@ -5,7 +5,18 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.tables.public import DEFAULT_ACCESS, public_pool, public_pool_sources
 
 
-@pytest.mark.parametrize("name, tables, gib", [("mlperf-dlrm-dcnv2", 26, 97), ("hugectr-180", 177, None)])
+@pytest.mark.parametrize(
+    "name, tables, gib",
+    [
+        ("mlperf-dlrm-dcnv2", 26, 97),
+        ("hugectr-180", 177, None),
+        ("hugectr-7", 7, 1662),
+        ("merlin-tiny", 55, 4.2),
+        ("merlin-small", 107, 26.3),
+        ("merlin-medium", 311, 206.2),
+        ("merlin-large", 612, 773.8),
+    ],
+)
 def test_public_lists(name, tables, gib):
     pool = public_pool(name)
     assert len(pool) == tables and len({t.name for t in pool}) == tables
