@@ -29,7 +29,7 @@ from shardcore.search.budget import Budget
 from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
 from shardcore.search.portfolio import annealing
 from shardcore.search.sharders import DEFAULT_SHARDER, SPACE_OF
-from shardcore.search.state.halves import halves_of
+from shardcore.search.state.column_parts import parts_of_plan
 from shardcore.search.state.packing import roomiest
 from shardcore.search.state.shards import CONCESSION, priced
 from shardcore.step.kinds import WHOLE_ROWS, device_names
@@ -364,11 +364,11 @@ def _staying_plan(old: Plan, problem: Problem) -> Plan:
     Where a device would hold more than it may, tables leave it: the smallest that is enough, or the largest.
     """
     remaining = _remaining_plan(old, problem)
-    tables, halves = remaining.by_table(), halves_of(remaining, problem)
+    tables, parts = remaining.by_table(), parts_of_plan(remaining, problem)
     fixed = [p for t in problem.tables if on_all_devices(t, problem) for p in tables.pop(t.name, [])]
-    searched = halves.split(Plan(tuple(chain(*tables.values()))))
-    for table in Reshard(searched).old_places(halves.problem).new:
-        tables.pop(halves.tables[table.name][0].name if table.name in halves.tables else table.name, None)
+    searched = parts.split(Plan(tuple(chain(*tables.values()))))
+    for table in Reshard(searched).old_places(parts.problem).new:
+        tables.pop(parts.tables[table.name][0].name if table.name in parts.tables else table.name, None)
     while tables:
         stays = tuple(chain(*tables.values()))
         # The device with the largest excess gives up tables first.

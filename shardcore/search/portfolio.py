@@ -2,8 +2,8 @@
 
 1. The first round of annealing (anneal/), in the whole space.
 2. The greedy baselines.
-3. The first round again with the hottest table in halves, and with the two hottest, where one host is too few for
-   them, or one device for sequences (state/halves.py).
+3. The first round again with hot tables in parts by columns: those that take more than half of a host's mean load, or
+   sequences of a device's (state/column_parts.py).
 4. Further rounds of annealing, of the better half of all these plans, each with twice the trials.
 5. NeuroShard's beam, once annealing has taken about as long as the beam takes. Annealing improves its plan.
 
@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import islice
+from math import ceil
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,8 +32,8 @@ from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.beam import Beam
 from shardcore.search.budget import Budget, Meter
 from shardcore.search.neuroshard import GreedyGrid, NeuroShardConfig
+from shardcore.search.state.column_parts import even_cuts, may_cut
 from shardcore.search.state.feasible import fitting
-from shardcore.search.state.halves import may_halve
 from shardcore.search.state.shards import priced
 from shardcore.search.ties import ranks
 from shardcore.step.access import output_bytes
@@ -44,12 +46,15 @@ if TYPE_CHECKING:
 DEFAULT_EVALS = 1_000_000
 """The budget where none is given."""
 _BEAM = NeuroShardConfig()
-_HALVED, _HOT = 2, 0.5
-"""The most tables in halves, and the least share of a host's mean load, or of a device's for sequences."""
+_HOT, _LEVELS = 0.5, (2.0, 4.0, 1.0)
+"""Least load of a hot table, in mean loads of a host, or of a device for sequences. Parts for each such load.
+
+The hottest table alone is also cut in two.
+"""
 _GRIDS = tuple(layout for layout in LAYOUTS.values() if layout.divides_rows and layout.cuts_columns)
-"""Kinds by which a group may share the half of a table."""
+"""Kinds by which a group may share the part of a table."""
 _SPARE = 3.0
-"""Greedy baselines and rounds with tables in halves need this multiple of the first round's seconds, and the beam that
+"""Greedy baselines and rounds with tables in parts need this multiple of the first round's seconds, and the beam that
 of all rounds before."""
 
 
@@ -140,11 +145,10 @@ class _Anytime:
                 for name, sharder in greedy.ORDERS.items() if others else ():
                     if self.meter.left() and self.meter.has_time(_SPARE * took_s):
                         self._add(name, partial(sharder, self.problem, self.model, seed=self.seed))
-                hottest = self._hottest() if space == "all" and reshard is None else []
-                for n in range(1, 1 + min(_HALVED, len(hottest))):
+                for cuts in self._cuts() if space == "all" and reshard is None else ():
                     # Of very many tables, the first round takes most of the time.
                     if self.meter.left() and self.meter.has_time(_SPARE * took_s):
-                        search.halve(hottest[:n])
+                        search.cut(cuts)
             if beam_evals is not None and self.meter.evals >= beam_evals:
                 beam_evals = None
                 has_time = self.meter.has_time(_SPARE * (self.meter.seconds() - began_s))
@@ -158,24 +162,27 @@ class _Anytime:
         if search.best is not None and is_less(search.best.ms, self.best_ms):
             self._keep(search.best.placements, self.name, search.best.ms)
 
-    def _hottest(self) -> list[str]:
-        """Tables too hot for a host, and sequences too hot for a device, that may be in halves. The hottest first."""
+    def _cuts(self) -> list[dict[str, list[int]]]:
+        """Ways to have tables in parts that are too hot for a host, or sequences that are for a device (`in_parts`)."""
         topology, tables = self.problem.topology, searched_tables(self.problem)
         in_grids = any(1 < len(group) < len(topology) for y in _GRIDS for group in y.groups(topology))
-        is_sequence = np.array([table.sequence for table in tables])
         whole = [Shard.whole(table) for table in tables]
         ms = group_costs([[shard] for shard in whole], self.model)
         n_bytes = np.array([output_bytes(shard, self.problem.global_batch) for shard in whole])
-        work, outputs = (x / max(x.sum(), 1e-300) for x in (ms, n_bytes))
-        # Outputs of a sequence are not pooled, so it may be hot by these as well as by compute.
-        share = np.where(
-            is_sequence, np.maximum(work, outputs) * len(topology), work * len(topology.hosts) * in_grids
-        )
-        return [
-            tables[i].name
-            for i in np.argsort(ranks(-share), kind="stable").tolist()
-            if share[i] > _HOT and may_halve(tables[i], self.problem)
-        ]
+        # Outputs of a sequence are not pooled, and those of a table with few lookups may be wide: hot by either.
+        share = np.maximum(*(x / max(x.sum(), 1e-300) for x in (ms, n_bytes)))
+        most = [len(topology) if table.sequence else len(topology.hosts) * in_grids for table in tables]
+        loads = share * most
+        hot = {
+            tables[i]: float(loads[i])
+            for i in np.argsort(ranks(-loads), kind="stable").tolist()
+            if loads[i] > _HOT and may_cut(tables[i], self.problem)
+        }
+        ways = [{t.name: even_cuts(t, 2, self.problem) for t in islice(hot, 1)}]
+        for level in _LEVELS:
+            n_parts = {t: ceil(level * load) for t, load in hot.items() if level * load > 1}
+            ways.append({t.name: even_cuts(t, n, self.problem) for t, n in n_parts.items()})
+        return [cuts for i, cuts in enumerate(ways) if cuts and cuts not in ways[:i]]
 
     def _add(self, name: str, other: Callable[[], Plan]) -> Plan | None:
         """Keep the plan of another search. None if it has none, or not in time."""

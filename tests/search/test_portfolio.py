@@ -23,10 +23,11 @@ from shardcore.plans.replan import ReplanConfig, forced_moves, replan
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.portfolio import annealing, portfolio
-from shardcore.search.state.halves import halved, may_halve
+from shardcore.search.state.column_parts import even_cuts, in_parts, may_cut, parts_of_plan
 from shardcore.step.lower import lower
 from shardcore.step.memory import used_bytes
 from shardcore.tables.generate import PoolConfig, generate_pool
+from shardcore.tables.public import public_pool
 from shardcore.testing.plans import all_plans, check_plan
 from shardcore.testing.problems import draw_random_problem, small_problem_model
 
@@ -189,7 +190,7 @@ def test_rows_of_a_plan_that_is_to_be_kept_stay_where_they_are():
     assert kept("aabb", host_row(LARGE, (2, 3)))
 
 
-# --- tables in halves ---------------------------------------------------------------------------------------
+# --- tables in parts ----------------------------------------------------------------------------------------
 
 
 def skewed(**constraints) -> Problem:
@@ -207,11 +208,11 @@ def test_two_hosts_share_the_halves_of_a_table_that_is_hot_for_one():
     halves = [p for p in plan.placements if p.shard.table.name == "hot"]
     assert {p.kind for p in halves} == {"host_row"} and [p.shard.width for p in halves] == [32, 32]
     assert cost(plan) == price(lower(plan, problem), gpu(problem)).total_ms
-    # A constraint on a table keeps it out of halves, and a name that is too long with its columns.
-    assert may_halve(problem.tables[0], problem) and not may_halve(Table("x" * 195, 8, 64, 1.0), problem)
+    # A constraint on a table keeps it whole, and a name that is too long with its columns.
+    assert may_cut(problem.tables[0], problem) and not may_cut(Table("x" * 195, 8, 64, 1.0), problem)
     first = problem.tables[0]
     twin = replace(first, name=f"{first.name}[0:{first.dim // 2}]")
-    assert not may_halve(first, replace(problem, tables=(*problem.tables, twin)))
+    assert not may_cut(first, replace(problem, tables=(*problem.tables, twin)))
     whole = skewed(min_widths=(("hot", 64),))
     assert cost(plan) < 0.95 * cost(portfolio(whole, gpu(whole), budget=budget))
 
@@ -234,7 +235,7 @@ def test_a_sequence_that_is_hot_for_a_device_is_in_halves():
 @pytest.mark.parametrize(
     "dim, payload, may", [(32, "int8", False), (64, "int8", True), (48, "mx4", False), (48, "fp16", True)]
 )
-def test_a_table_is_in_halves_only_where_codecs_take_them(dim, payload, may):
+def test_a_table_is_in_parts_only_where_codecs_take_them(dim, payload, may):
     """Codecs take whole blocks of columns of a sequence."""
     profile = load_profile("nvidia-h100-sxm")
     hot = Table("hot", 1_000, dim, 40.0, sequence=True)
@@ -242,7 +243,7 @@ def test_a_table_is_in_halves_only_where_codecs_take_them(dim, payload, may):
     problem = Problem("hot", tables, profile.topology(1, 4), 4096, job=Job(forward_payload=payload))
     plan = portfolio(problem, profile.model().for_problem(problem), budget=Budget(evals=2_000))
     check_plan(plan, problem)
-    assert may_halve(hot, problem) == may
+    assert may_cut(hot, problem) == may
 
 
 def test_tables_without_lookups_are_not_hot():
@@ -252,22 +253,55 @@ def test_tables_without_lookups_are_not_hot():
     check_plan(portfolio(problem, profile.model().for_problem(problem), budget=Budget(evals=500)), problem)
 
 
-def test_halves_of_sequences_are_as_wide_as_those_of_others():
+def test_parts_of_sequences_are_as_wide_as_those_of_others():
     """TorchRec needs all parts of cut sequences of a collection equally wide."""
     wide, narrow = (Table(f"{dim}", 1_000, dim, 9.0, sequence=True) for dim in (32, 16))
-    halves = halved(Problem("two", (wide, narrow), on_hosts("aaa", GIB), 96), ["32", "16"])
-    first, second, third, fourth = halves.problem.tables
-    assert halves.may_run([column(first, 0), column(second, 1), column(third, 2), column(fourth, 2)])
-    assert not halves.may_run([column(first, 0), column(second, 1), column(third, 1), column(fourth, 2)])
+    parts = in_parts(Problem("two", (wide, narrow), on_hosts("aaa", GIB), 96), {"32": [16], "16": [8]})
+    first, second, third, fourth = parts.problem.tables
+    assert parts.may_run([column(first, 0), column(second, 1), column(third, 2), column(fourth, 2)])
+    assert not parts.may_run([column(first, 0), column(second, 1), column(third, 1), column(fourth, 2)])
 
 
-def test_halves_of_a_table_run_by_one_kind():
+def test_parts_of_a_table_run_by_one_kind():
     """TorchRec shards a table by one."""
-    halves = halved(skewed(), ["hot"])
-    left, right = (t for t in halves.problem.tables if t.name in halves.tables)
+    parts = in_parts(skewed(), {"hot": [32]})
+    left, right = (t for t in parts.problem.tables if t.name in parts.tables)
     shared = host_row(left, tuple(range(8)))
-    assert halves.may_run([shared, host_row(right, tuple(range(8, 16)))])
-    assert not halves.may_run([shared, column(right, 8)])
+    assert parts.may_run([shared, host_row(right, tuple(range(8, 16)))])
+    assert not parts.may_run([shared, column(right, 8)])
+
+
+def test_parts_are_nearly_as_wide_as_each_other_and_those_of_sequences_equal():
+    problem = skewed()
+    hot = problem.tables[0]
+    assert even_cuts(hot, 3, problem) == [20, 40] and even_cuts(hot, 1, problem) == []
+    # No part is narrower than FBGEMM takes.
+    assert even_cuts(hot, 99, problem) == list(range(4, 64, 4))
+    assert even_cuts(replace(hot, sequence=True), 3, problem) == [16, 32, 48]
+
+
+def test_a_plan_is_in_parts_as_groups_of_devices_share_them():
+    problem = skewed()
+    hot, cold, *_ = problem.tables
+    hosts = [tuple(range(low, low + 8)) for low in (0, 8, 16)]
+    cut = [host_row(hot, hosts[i], low, high) for i, (low, high) in enumerate([(0, 12), (12, 40), (40, 64)])]
+    plan = Plan((*cut, column(cold, 0, 0, 32), column(cold, 1, 32)))
+    parts = parts_of_plan(plan, problem)
+    assert [t.dim for t in parts.problem.tables[:3]] == [12, 28, 24] and len(parts.tables) == 3
+    assert set(parts.joined(parts.split(plan).placements)) == set(plan.placements)
+
+
+@pytest.mark.long
+def test_few_huge_tables_on_many_hosts_cost_no_more_than_in_torchrecs_plan():
+    """The hottest of HugeCTR's seven tables has seven times the work of a host."""
+    profile = load_profile("nvidia-h100-sxm")
+    problem = Problem("few", public_pool("hugectr-7"), profile.topology(14, 8), 57_344)
+    model = profile.model().for_problem(problem)
+    ours, theirs = (
+        cost(SHARDERS[name](problem, model, budget=budget))
+        for name, budget in (("portfolio", Budget(evals=100_000)), ("torchrec", Budget(seconds=60)))
+    )
+    assert ours < theirs
 
 
 def test_halves_that_hosts_share_stay_where_they_are_if_nothing_may_move():

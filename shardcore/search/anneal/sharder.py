@@ -19,7 +19,7 @@ Shapes: S strips, D devices. Strips and units are defined in step/options.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -38,8 +38,8 @@ from shardcore.search.anneal.reshard import Reshard, rebind_tables
 from shardcore.search.anneal.search_space import LARGE
 from shardcore.search.anneal.starts import Start, Starts
 from shardcore.search.budget import Meter
+from shardcore.search.state.column_parts import ColumnParts, in_parts, parts_of_plan
 from shardcore.search.state.feasible import feasible_shards, fitting
-from shardcore.search.state.halves import Halves, halved, halves_of
 from shardcore.search.state.shards import CONCESSION, priced
 from shardcore.search.ties import sort_by_cost
 from shardcore.step.engine.arrays import ADDED_MS, LOAD, LOG, OVER
@@ -104,8 +104,8 @@ class Search:
     """
 
     def __init__(self, problem: Problem, model: CostModel, meter: Meter, seed: int) -> None:
-        # At first no table is in halves.
-        self.starts = Starts(Halves(problem, {}), model, meter)
+        # At first no table is in parts.
+        self.starts = Starts(ColumnParts(problem, {}), model, meter)
         self.head = self.starts.head
         self.problem, self.model, self.meter = problem, model, meter
         self.best: Start | None = None
@@ -135,9 +135,9 @@ class Search:
         maker = self.starts
         if reshard:
             plan = rebind_tables(reshard.plan, self.problem)
-            halves = halves_of(plan, self.problem)
-            maker = Starts(halves, self.model, self.meter)
-            self._note([maker.resharded(replace(reshard, plan=halves.split(plan)), space)])
+            parts = parts_of_plan(plan, self.problem)
+            maker = Starts(parts, self.model, self.meter)
+            self._note([maker.resharded(replace(reshard, plan=parts.split(plan)), space)])
         # Fresh starts would move more than the limits.
         fresh = not (reshard and reshard.limited)
         if fresh:
@@ -186,11 +186,14 @@ class Search:
         """Let the next round improve a plan by columns that another search found."""
         self._note([self.starts.of_plan(list(placements), space)])
 
-    def halve(self, names: Sequence[str]) -> None:
-        """Let the next round also improve plans with some tables in halves, once these had a first round."""
+    def cut(self, cuts: Mapping[str, Sequence[int]]) -> None:
+        """Let the next round also improve plans with some tables in parts, once these had a first round.
+
+        cuts: columns before which to cut tables, by name.
+        """
         waiting, self._waiting = self._waiting, []
         with suppress(Infeasible):
-            self._make("all", Starts(halved(self.problem, names), self.model, self.meter))
+            self._make("all", Starts(in_parts(self.problem, cuts), self.model, self.meter))
             self._cool(*(self._chain(start, self._first_trials, _HOT) for start in self._waiting))
         self._waiting += waiting
 

@@ -28,8 +28,8 @@ from shardcore.search.anneal.search_space import (
     without_ranges,
 )
 from shardcore.search.budget import Meter
+from shardcore.search.state.column_parts import ColumnParts
 from shardcore.search.state.feasible import fitting
-from shardcore.search.state.halves import Halves
 from shardcore.search.state.refusal import shown
 from shardcore.search.ties import least, ranks
 from shardcore.step.engine.arrays import (
@@ -89,13 +89,13 @@ class Start:
     @property
     def placements(self) -> tuple[Placement, ...]:
         """The plan as placements of whole tables."""
-        return self.maker.halves.joined(self.space.placements(self.state.held, self.state.group))
+        return self.maker.parts.joined(self.space.placements(self.state.held, self.state.group))
 
     @property
     def may_run(self) -> bool:
         """True if TorchRec runs the plan."""
-        halves = self.maker.halves
-        return not halves.tables or halves.may_run(self.space.placements(self.state.held, self.state.group))
+        parts = self.maker.parts
+        return not parts.tables or parts.may_run(self.space.placements(self.state.held, self.state.group))
 
     @property
     def by_columns(self) -> bool:
@@ -117,11 +117,11 @@ class Cut(NamedTuple):
 class Starts:
     """Makes starts in the spaces of a problem. Encodings of one start are kept for the next.
 
-    halves: the problem, with some tables in halves or none.
+    parts: the problem, with some tables in parts or none.
     """
 
-    def __init__(self, halves: Halves, model: CostModel, meter: Meter) -> None:
-        self.halves, self.problem, self.model, self.meter = halves, halves.problem, model, meter
+    def __init__(self, parts: ColumnParts, model: CostModel, meter: Meter) -> None:
+        self.parts, self.problem, self.model, self.meter = parts, parts.problem, model, meter
         self.head = model.compiled().head
         self.cache: Options | None = None  # of the last shards
         self._rates: dict[tuple[Layout, ...], np.ndarray] = {}  # of exchanges, by runs

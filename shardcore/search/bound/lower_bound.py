@@ -9,7 +9,7 @@ of a convex one, a chord of a concave one. Groups within units count by their wo
 The proof is a linear program over options (program.py). It holds for sequences, several collections and too little
 memory, too. Where an even division may not be the cheapest one, it is without exchanges and ids.
 
-Plans in which groups share halves of tables (search/state/halves.py) are outside of the space, and may cost less.
+Plans in which groups share parts of tables (search/state/column_parts.py) are outside of the space, and may cost less.
 
 Constraints count that keep tables whole, together or on some devices, or that name kinds.
 """

@@ -83,7 +83,7 @@ def cuts_any_width(problem: Problem) -> bool:
 def space_words(problem: Problem, runs: Sequence[Run]) -> str:
     """The plans that options make up, in words."""
     widths = f"multiples of {MIN_WIDTH}" if cuts_any_width(problem) else f"{MIN_WIDTH} times powers of two"
-    # Groups share whole tables here. Searches also let them share halves (state/halves.py).
+    # Groups share whole tables here. Searches also let them share parts (state/column_parts.py).
     others = dict.fromkeys(
         run.layout.words + " (no halves)" * run.layout.cuts_columns for run in runs if not run.columns
     )

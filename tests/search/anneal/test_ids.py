@@ -55,7 +55,7 @@ def test_what_exchanges_carry_is_that_of_the_plan_whatever_moved_before(
         costs = exact(search, start, states)
         for state, was, ms in zip(states, kept, costs, strict=True):
             assert all(map(np.array_equal, was, (getattr(state, name) for name in names)))
-            # The hottest sequences may be in halves, each a table of the search's problem.
+            # The hottest sequences may be in parts, each a table of the search's problem.
             require_exact(start.maker.problem, replace(start, state=state), ms)
         return costs
 

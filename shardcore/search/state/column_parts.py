@@ -1,0 +1,143 @@
+"""Tables cut into parts by columns, each part a table like any other.
+
+Annealing lets groups of devices share whole tables only. Where a table is too hot for one host, its parts may be shared
+by the groups of several (TorchRec's grid_shard). Annealing never cuts sequences that fit whole, either: their parts
+have to be equally wide. Parts of one that is too hot for a device are.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from shardcore.core.types import Placement, Plan, Problem, Table
+from shardcore.core.validation import MOST_NAME
+from shardcore.search.state.packing import equally_wide
+from shardcore.step.kinds import LAYOUTS, layout_of
+from shardcore.step.ways import consolidate
+
+_CUT = tuple(name for name, layout in LAYOUTS.items() if layout.cuts_columns)
+"""Kinds of sharding that may run some of a table's columns."""
+
+
+@dataclass(frozen=True, eq=False)
+class ColumnParts:
+    """A problem with some tables in parts.
+
+    problem: with the parts in place of these tables.
+    tables: of each part, by its name: the whole table, and the part's first column there.
+    """
+
+    problem: Problem
+    tables: Mapping[str, tuple[Table, int]]
+
+    def may_run(self, placements: Sequence[Placement]) -> bool:
+        """Tell if TorchRec runs the placements: parts of a table by one kind, cut sequences in parts of one width."""
+        kinds = {
+            (self.tables[p.shard.table.name][0].name, p.kind)
+            for p in placements
+            if p.shard.table.name in self.tables
+        }
+        return len(kinds) == len({whole for whole, _ in kinds}) and equally_wide(
+            [tuple(p.shard for p in self.joined(placements))]
+        )
+
+    def joined(self, placements: Iterable[Placement]) -> tuple[Placement, ...]:
+        """The placements with whole tables in place of parts."""
+        return consolidate(
+            moved
+            for p in placements
+            for moved in (
+                _moved(p, *self.tables[p.shard.table.name]) if p.shard.table.name in self.tables else [p]
+            )
+        )
+
+    def split(self, plan: Plan) -> Plan:
+        """A plan of whole tables as one of parts."""
+        parts: dict[str, list[tuple[Table, int]]] = defaultdict(list)
+        for part in (t for t in self.problem.tables if t.name in self.tables):
+            whole, column = self.tables[part.name]
+            parts[whole.name].append((part, -column))
+        placements = (
+            moved
+            for p in plan.placements
+            for part, columns in parts.get(p.shard.table.name, [(p.shard.table, 0)])
+            for moved in _moved(p, part, columns)
+        )
+        return replace(plan, placements=tuple(placements))
+
+
+def in_parts(problem: Problem, cuts: Mapping[str, Sequence[int]]) -> ColumnParts:
+    """A problem with tables of some names cut before these columns. Each has to be one of `may_cut`."""
+    # Of each such table: the parts, and their first columns.
+    parts = {
+        t: [
+            (replace(t, name=_part_name(t, low, high), dim=high - low), low)
+            for low, high in pairwise((0, *cuts[t.name], t.dim))
+        ]
+        for t in problem.tables
+        if cuts.get(t.name)
+    }
+    tables = tuple(part for t in problem.tables for part, _ in parts.get(t, [(t, 0)]))
+    wholes = {part.name: (t, column) for t, several in parts.items() for part, column in several}
+    if not wholes:
+        return ColumnParts(problem, {})
+    # A part is a table here, but kinds that need all columns of the real one cannot run it.
+    kinds = (*problem.constraints.kinds, *((name, _CUT) for name in wholes))
+    return ColumnParts(
+        replace(problem, tables=tables, constraints=replace(problem.constraints, kinds=kinds)), wholes
+    )
+
+
+def may_cut(table: Table, problem: Problem) -> bool:
+    """Tell if a table may be in parts.
+
+    No constraint names it, FBGEMM, files and codecs take parts of it, and no other table is named like one.
+    """
+    constraints = problem.constraints
+    pairs = (*constraints.pinned, *constraints.kinds, *constraints.min_widths)
+    named = {*constraints.unsplit, *problem.bundle_of, *(name for name, _ in pairs)}
+    # A part is whole units, which the job's codecs take.
+    longest = _part_name(table, table.dim, table.dim)
+    fits = table.dim >= 2 * problem.unit_width(table) and len(longest) <= MOST_NAME
+    is_new = not any(other.name.startswith(f"{table.name}[") for other in problem.tables)
+    # TorchRec needs each map of ids once.
+    return table.managed_collision is None and fits and is_new and table.name not in named
+
+
+def even_cuts(table: Table, n: int, problem: Problem) -> list[int]:
+    """Columns before which to cut a table into n parts, or as many as it has units. Parts of a sequence are equal."""
+    unit = problem.unit_width(table)
+    n_units = table.dim // unit
+    n = next(m for m in range(min(n, n_units), n_units + 1) if n_units % m == 0 or not table.sequence)
+    return [n_units * i // n * unit for i in range(1, n)]
+
+
+def parts_of_plan(plan: Plan, problem: Problem) -> ColumnParts:
+    """The problem with those tables in parts of which groups of devices share parts in a plan, cut as there.
+
+    plan: of the problem's tables.
+    """
+    cuts: dict[str, list[int]] = {}
+    for table in problem.tables:
+        placements = plan.by_table().get(table.name, ())
+        shared = any(layout_of(p.kind).divides_rows and p.kind in _CUT for p in placements)
+        columns = sorted({p.shard.col_lo for p in placements} - {0})
+        if shared and may_cut(table, problem) and all(c % problem.unit_width(table) == 0 for c in columns):
+            cuts[table.name] = columns
+    return in_parts(problem, cuts)
+
+
+def _part_name(table: Table, low: int, high: int) -> str:
+    return f"{table.name}[{low}:{high}]"
+
+
+def _moved(placement: Placement, table: Table, columns: int) -> list[Placement]:
+    """A placement with its shard in another table, so many columns further. Empty if that has none of them."""
+    shard = placement.shard
+    low, high = max(0, shard.col_lo + columns), min(table.dim, shard.col_hi + columns)
+    if low >= high:
+        return []
+    return [replace(placement, shard=replace(shard, table=table, col_lo=low, col_hi=high))]
