@@ -85,7 +85,7 @@ def space_words(problem: Problem, runs: Sequence[Run]) -> str:
     widths = f"multiples of {MIN_WIDTH}" if cuts_any_width(problem) else f"{MIN_WIDTH} times powers of two"
     # Groups share whole tables here. Searches also let them share parts (state/column_parts.py).
     others = dict.fromkeys(
-        run.layout.words + " (no halves)" * run.layout.cuts_columns for run in runs if not run.columns
+        run.layout.words + " (not in parts)" * run.layout.cuts_columns for run in runs if not run.columns
     )
     return ", or with ".join([f"each table whole or cut by columns ({widths})", *others])
 
