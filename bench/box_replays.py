@@ -37,7 +37,7 @@ from shardcore.core.job import Job
 from shardcore.core.links import host_names, links_of
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Table
-from shardcore.cost import collective_fit, metrics, neural, replay_metrics, replay_records, step_factors
+from shardcore.cost import collective_fit, metrics, neural, replay_metrics, step_factors
 from shardcore.cost.collective_model import OWN_WORK
 from shardcore.cost.model import CostModel, price
 from shardcore.io import dataset, files, replays
@@ -237,7 +237,7 @@ def main() -> None:
                     ),
                 )
             )
-        rows = replay_records.judge(kept[-1:], own)
+        rows = replay_metrics.judge(kept[-1:], own)
         said = ", ".join(f"{r.algorithm} {r.replayed_ms:.1f} ({r.predicted_ms:.1f})" for r in rows)
         say(
             f"problem {i + 1} of {args.problems}, {where.hosts} x {where.ranks_per_host}"
@@ -246,7 +246,7 @@ def main() -> None:
         )
     if args.known:
         return
-    rows = replay_records.judge(kept, model)
+    rows = replay_metrics.judge(kept, model)
     noise = np.median([r.noise_ms / r.replayed_ms for r in rows])
     print(
         one_host.write(

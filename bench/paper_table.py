@@ -46,7 +46,7 @@ from bench.peers import PEERS
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import PRECISION_BYTES, Plan, Problem, Setting, Shard, Table
-from shardcore.cost import metrics, neural, replay_records
+from shardcore.cost import metrics, neural, replay_metrics
 from shardcore.cost.neural import NeuralModel
 from shardcore.cost.replay_metrics import OURS, ReplayRecord
 from shardcore.io import dataset, model_files, replays, writing
@@ -349,7 +349,7 @@ def replayed(args: argparse.Namespace, model: NeuralModel) -> str:
             "a table needs them all: the same command goes on"
         )
     kept = kept[: n * len(cells)]
-    records = replay_records.judge(kept, model)
+    records = replay_metrics.judge(kept, model)
     noise = np.median([r.noise_ms / r.replayed_ms for r in records])
     head = (
         f"{model.setting}; 2 processes, {n} tasks a cell, seed {args.seed}, {args.repeats} "

@@ -32,7 +32,7 @@ from bench.common import say
 from shardcore import report
 from shardcore.core.job import Job
 from shardcore.core.types import Plan, Problem
-from shardcore.cost import metrics, neural, replay_metrics, replay_records
+from shardcore.cost import metrics, neural, replay_metrics
 from shardcore.cost.model import at_confidence, price
 from shardcore.io import dataset, replays, writing
 from shardcore.measure.replay import ReplayConfig, replay_all
@@ -178,8 +178,8 @@ def _rivals_table(rivals: dict[str, replay_metrics.SharderComparison]) -> str:
 
 def write(folder: Path, kept: Sequence[replays.ReplaySet], model: neural.NeuralModel, head: str) -> str:
     """Everything that FOLDER holds beside the problems' own; the report."""
-    rows = replay_records.judge(kept, model)
-    writing.write_csv(folder / "replays.csv", replay_records.csv_rows(rows))
+    rows = replay_metrics.judge(kept, model)
+    writing.write_csv(folder / "replays.csv", replay_metrics.csv_rows(rows))
     for name, figure in (
         ("predicted", model_report.replay_scatter_figure(rows, "Replayed plans")),
         (
@@ -231,7 +231,7 @@ def main() -> None:
                 lambda workloads: replay_all(workloads, model.setting, config, reference=reference),
             )
         )
-        [mine] = (r for r in replay_records.judge(kept[-1:], model) if r.algorithm == replay_metrics.OURS)
+        [mine] = (r for r in replay_metrics.judge(kept[-1:], model) if r.algorithm == replay_metrics.OURS)
         say(
             f"problem {i + 1} of {args.problems}: {len(problem.tables)} tables, {replay_metrics.OURS} "
             f"{mine.replayed_ms:.2f} ms replayed (± {mine.noise_ms:.2f}), "
@@ -241,7 +241,7 @@ def main() -> None:
 
 
 def _head(args: argparse.Namespace, kept: Sequence[replays.ReplaySet], model: neural.NeuralModel) -> str:
-    noise = np.median([r.noise_ms / r.replayed_ms for r in replay_records.judge(kept, model)])
+    noise = np.median([r.noise_ms / r.replayed_ms for r in replay_metrics.judge(kept, model)])
     dense = f", a dense part of {sum(args.dense_ms):g} ms" if args.dense_ms else ""
     dense += f", {args.sequences:.0%} of the tables not pooled" if args.sequences else ""
     shared = any(cost.oversubscribed for one in kept for cost in one.costs.values())

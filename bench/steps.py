@@ -45,7 +45,7 @@ from bench.steps_training import LARGE, TIMEOUT_S, TURN, Steps, combine, work
 from shardcore import report
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import PRECISION_BYTES, Plan, Problem, Setting
-from shardcore.cost import metrics, neural, replay_metrics, replay_records
+from shardcore.cost import metrics, neural, replay_metrics
 from shardcore.io import dataset, files, replays, schema, writing
 from shardcore.io.dataset import ReferenceOp
 from shardcore.io.measurements import Spread
@@ -332,7 +332,7 @@ def write(out: Path, trained: Sequence[Trained], model: neural.NeuralModel) -> s
     replayed = [
         r
         for t in trained
-        for r in replay_records.judge([t.kept], model, ids=False)
+        for r in replay_metrics.judge([t.kept], model, ids=False)
         if r.algorithm in ALGORITHMS and r.plan in t.steps
     ]
     embedding, whole = (stepped(trained, replayed, part) for part in ("embedding", "whole"))

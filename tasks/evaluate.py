@@ -15,7 +15,7 @@ from prefect import get_run_logger, task
 from shardcore.core.progress import listening
 from shardcore.core.types import Problem, Setting, Table
 from shardcore.core.validation import MOST_COUNT, MOST_REPEATS, MOST_SEED, require, require_within
-from shardcore.cost import accuracy, neural, replay_metrics, replay_records, study, training
+from shardcore.cost import accuracy, neural, replay_metrics, study, training
 from shardcore.cost.model import CostModel
 from shardcore.io import dataset, files, replays, writing
 from shardcore.measure.replay import ReplayConfig, replay_all
@@ -253,8 +253,8 @@ def replay_plans(
             logger.warning("no plans are replayed: %s", reason)
             return {}
         reference = dataset.reference_op(measurements, model.setting)
-        rows = replay_records.judge(_replayed(model, problems, reference, config, out, transport), model)
-    writing.write_csv(out / "replays.csv", replay_records.csv_rows(rows))
+        rows = replay_metrics.judge(_replayed(model, problems, reference, config, out, transport), model)
+    writing.write_csv(out / "replays.csv", replay_metrics.csv_rows(rows))
     writing.write_atomic(
         out / "replays.png",
         figures.png_bytes(model_report.replay_scatter_figure(rows, f"Replayed, {model.setting.hardware}")),
@@ -329,7 +329,7 @@ def _replayed(
         keep = partial(replays.keep, where, problem, plans, model.setting, steps, replay)
         if not failures.attempt(problem.name, lambda keep=keep: kept.append(keep())):
             continue
-        found = replay_metrics.figures(replay_records.judge(kept[-1:], model))
+        found = replay_metrics.figures(replay_metrics.judge(kept[-1:], model))
         get_run_logger().info(
             "problem %d of %d %s: %d plans of %d tables on %d devices, error %.1f%%, bias %+.1f%%, noise %.1f%%",
             i + 1,

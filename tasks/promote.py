@@ -21,7 +21,6 @@ from shardcore.cost import (
     known_errors,
     neural,
     replay_metrics,
-    replay_records,
     study,
     traced_training,
     training,
@@ -115,7 +114,7 @@ def promote_model(
     champion = None if before is None else str(before.version)
     kept = replays.read_all(replayed, model.setting)
     if kept:
-        _log_replay_metrics(client, challenger, replay_records.judge(kept, model))
+        _log_replay_metrics(client, challenger, replay_metrics.judge(kept, model))
 
     def end(champion: str | None, reason: str) -> Promotion:
         logger.info("%s: %s", name, reason, extra=console.RESULT)
@@ -200,7 +199,7 @@ def _log_replay_metrics(
     client: mlflow.MlflowClient, version: ModelVersion, rows: Sequence[replay_metrics.ReplayRecord]
 ) -> None:
     """Log a model's replay metrics (replays/*) and a plot to its run, once for each set of replays."""
-    known = files.digest(replay_records.csv_rows(rows))
+    known = files.digest(replay_metrics.csv_rows(rows))
     if version.tags.get(_REPLAYS_TAG) == known or version.run_id is None:
         return
     now_ms = int(1000 * time.time())
@@ -274,7 +273,7 @@ def _verdict(
     new: Score, kept: Sequence[replays.ReplaySet], before: ModelVersion | None, config: PromoteConfig
 ) -> tuple[bool, str]:
     """True if a challenger passes the gate, and the reason."""
-    rows = replay_records.judge(kept, new.model)
+    rows = replay_metrics.judge(kept, new.model)
     found = replay_metrics.figures(rows) if rows else None
     if found and replay_metrics.excess(found) > config.may_lose:
         return False, f"errs on replayed plans: {replay_metrics.verdict(found)}"
@@ -291,6 +290,6 @@ def _verdict(
     old_error, old_model = judged
     if new.error > old_error + config.may_lose:
         return False, f"lost by {new.error - old_error:.2f} points: {new.text} against {old_error:.2f}%"
-    if lost := kept and replay_metrics.lost(rows, replay_records.judge(kept, old_model)):
+    if lost := kept and replay_metrics.lost(rows, replay_metrics.judge(kept, old_model)):
         return False, f"lost by replayed plans: {lost}"
     return True, f"{new.text} against {old_error:.2f}% of champion {before.version}"

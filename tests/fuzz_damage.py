@@ -25,7 +25,7 @@ from safetensors.numpy import load, save
 from sealing import sealed
 
 from shardcore.io import files
-from shardcore.io.tensor_files import tensor_sha256
+from shardcore.io.model_files import tensor_sha256
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 """`draw` of Hypothesis's st.data()."""

@@ -17,7 +17,7 @@ from fuzz_files import Sound
 from fuzz_formats import FORMATS
 from sealing import sealed
 
-from shardcore.cli.declarations import Field, options_of
+from shardcore.cli.options import Field, options_of
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.validation import typed
 from shardcore.io import files, schema

@@ -24,7 +24,7 @@ from shardcore.cost import fit, neural
 from shardcore.cost.model import CostModel, price
 from shardcore.cost.move_rates import MoveRates, write_move_rates
 from shardcore.cost.profile import load_profile, write_profile
-from shardcore.io import dataset, files, grouped_plans, job_folder, replays, traced_samples
+from shardcore.io import dataset, files, job_folder, replays, traced_samples
 from shardcore.io.hot_ids import HotIds, write_hot_ids
 from shardcore.io.measurements import Spread, StepSample
 from shardcore.io.row_counts import RowCounts, write_row_counts
@@ -215,7 +215,7 @@ def make(folder: Path) -> None:
     # One device could not hold all tables.
     grouping = Grouping(2, CONTIGUOUS, 5)
     one = GroupedPlan(grouping, plan, problem_of_group(problem, grouping))
-    grouped_plans.write_grouped(folder / "grouped.json", one, problem)
+    files.write_grouped(folder / "grouped.json", one, problem)
     if HAS_TORCHREC:
         plan_files.write_torchrec(folder / "torchrec.json", to_torchrec(plan, problem, "model.bags", "cpu"))
         dmp_collection.write_dmp_collection(

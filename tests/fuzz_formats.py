@@ -36,14 +36,14 @@ from flows.refresh import SECTIONS, overrides_of
 from shardcore.cli import published
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Placement, Plan, Problem, Shard
-from shardcore.cost import accuracy, neural, ranges, replay_records, traced_training
+from shardcore.cost import accuracy, neural, ranges, replay_metrics, traced_training
 from shardcore.cost.model import CostModel, group_costs, price
 from shardcore.cost.move_rates import read_move_rates
 from shardcore.cost.nccl_tests import read_logs
 from shardcore.cost.profile import load_profile, read_profile
 from shardcore.cost.profile_fit import Predictor, read_timings
 from shardcore.cost.profile_model import ProfileModel
-from shardcore.io import dataset, files, grouped_plans, model_files, replays, schema, traced_samples
+from shardcore.io import dataset, files, model_files, replays, schema, traced_samples
 from shardcore.io.dlrm_datasets import dlrm_datasets_pool
 from shardcore.io.hot_ids import read_hot_ids
 from shardcore.io.row_counts import read_row_counts
@@ -144,13 +144,13 @@ def use_plan(folder: Path, sound: Sound) -> None:
 
 @reads(
     "grouped",
-    "shardcore/io/grouped_plans.py:is_grouped",
-    "shardcore/io/grouped_plans.py:read_grouped",
+    "shardcore/io/files.py:is_grouped",
+    "shardcore/io/files.py:read_grouped",
     seal=True,
 )
 def use_grouped(folder: Path, sound: Sound) -> None:
-    grouped_plans.is_grouped(folder / "grouped.json")
-    found = grouped_plans.read_grouped(folder / "grouped.json", sound.problem)
+    files.is_grouped(folder / "grouped.json")
+    found = files.read_grouped(folder / "grouped.json", sound.problem)
     lower(found.plan, found.problem)
     assert members(sound.problem.topology, found.grouping), "there are no groups"
 
@@ -165,6 +165,7 @@ def use_dmp(folder: Path, sound: Sound) -> None:
     "model",
     "shardcore/cost/neural.py:load",
     "shardcore/io/model_files.py:read_model",
+    "shardcore/io/model_files.py:read_trained",
     "shardcore/io/model_files.py:model_digest",
     parts=("model",),
     damage=lambda folder, draw: damage_model(folder, draw, "model"),
@@ -222,7 +223,7 @@ def use_plans(folder: Path, sound: Sound) -> None:
     damage=json_of("replays/replays.json", seal=True),
 )
 def use_replays(folder: Path, sound: Sound) -> None:
-    rows = replay_records.judge([replays.read(folder / "replays")], sound.model)
+    rows = replay_metrics.judge([replays.read(folder / "replays")], sound.model)
     assert _is_cost([(r.predicted_ms, r.replayed_ms, r.noise_ms) for r in rows]), "a replay's time is none"
 
 
@@ -343,7 +344,7 @@ def use_towers(folder: Path, sound: Sound) -> None:
 @reads(
     "hot_ids",
     "shardcore/io/hot_ids.py:read_hot_ids",
-    "shardcore/io/tensor_files.py:read_tensors",
+    "shardcore/io/model_files.py:read_tensors",
     parts=("hot.safetensors",),
     damage=lambda folder, draw: damage_tensors(folder / "hot.safetensors", draw),
 )

@@ -20,6 +20,7 @@ DOOR = {
     "open_document",
     "is_document",
     "read_model",
+    "read_trained",
     "read_tensors",
 }
 RAW = {

@@ -65,7 +65,7 @@ RECORDS: dict[str, tuple[str, ...]] = {
     ),
     "pool": ("io.files:_Pool",),
     "plan": ("io.files:_Plan", "core.types:Placement", "core.types:Shard"),
-    "grouped-plan": ("io.grouped_plans:_GroupedPlan", "step.sharding_groups:Grouping"),
+    "grouped-plan": ("io.files:_GroupedPlan", "step.sharding_groups:Grouping"),
     "model": ("cost.neural:_Meta", "core.types:Setting"),
     "policy": ("search.learned.policy:_Meta",),
     "towers": ("io.towers:Towers",),

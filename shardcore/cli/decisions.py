@@ -222,7 +222,7 @@ def offers_files(path: Path, offers: Iterable[Offer]) -> list[Path]:
 def _start(args: PlanOptions, path: Path, problem: Problem, stored: Problem) -> Start:
     """The start of a search: the plan of a file. Raises ShardCoreError if it is no plan of its problem."""
     from shardcore.cost.move_rates import read_move_rates
-    from shardcore.io import files, grouped_plans
+    from shardcore.io import files
     from shardcore.plans.replan import ReplanConfig, Start
     from shardcore.search import DEFAULT_SHARDER
     from shardcore.step.sharding_groups import problem_of_group
@@ -238,8 +238,8 @@ def _start(args: PlanOptions, path: Path, problem: Problem, stored: Problem) -> 
     # The plan is checked against the problem that it was made for. It need not fit: memory may have been
     # counted otherwise then, and the plan that is found has to fit anyway.
     before, group = files.read_problem(args.start_problem) if args.start_problem else stored, None
-    if args.groups is not None and grouped_plans.is_grouped(path):
-        grouped = grouped_plans.read_grouped(path, before)
+    if args.groups is not None and files.is_grouped(path):
+        grouped = files.read_grouped(path, before)
         old, before, group = grouped.plan, grouped.problem, problem_of_group(problem, grouped.grouping)
         if args.without:
             raise ShardCoreError(
@@ -337,7 +337,7 @@ def band_text(found: Found, model: CostModel) -> str:
 def write(args: PlanOptions, found: Found) -> None:
     """Write the plan and its problem, if paths are given."""
     from shardcore.io import files
-    from shardcore.io.grouped_plans import write_grouped
+    from shardcore.io.files import write_grouped
     from shardcore.search.decisions.groups import FoundGroups
 
     grouped = found if isinstance(found, FoundGroups) else None

@@ -59,7 +59,7 @@ def extrapolated(grouped: GroupedPlan, problem: Problem, model: CostModel) -> li
 
 def export(args: ExportOptions, problem: Problem) -> None:
     """Write a grouped plan as DMPCollection's arguments."""
-    from shardcore.io.grouped_plans import read_grouped
+    from shardcore.io.files import read_grouped
     from shardcore.torchrec.dmp_collection import to_dmp_collection, write_dmp_collection
 
     grouped = read_grouped(args.plan, problem)

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from shardcore.cli.declarations import Flat
 from shardcore.cli.options import (
     DatasetFolder,
+    Flat,
     Group,
     Natural,
     Optimizer,

@@ -13,8 +13,9 @@ import dataclasses
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import NoneType
 from typing import (
@@ -29,10 +30,9 @@ from typing import (
     get_type_hints,
 )
 
-from shardcore.cli.declarations import Field, config_from, declarations_of, options_of
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import OPTIMIZERS, PRECISION_BYTES
-from shardcore.core.validation import MOST_BYTES, Rule, one_of, type_words, within
+from shardcore.core.validation import MOST_BYTES, Rule, marks, one_of, type_hints, type_words, within
 from shardcore.io.schema import MOST_INT
 
 if TYPE_CHECKING:
@@ -41,6 +41,71 @@ if TYPE_CHECKING:
 MOST_GIB = MOST_BYTES >> 30
 _FIELD = re.compile(r"^(\w+): (.+(?:\n  .+)*)\n?", re.M)
 """Lines of a field in a docstring. All but the first are indented."""
+
+
+# --- declarations of fields, from which options are made ----------------------------------------------------
+
+
+class Flat(tuple[str, ...]):
+    """Mark of a field that holds a config, some of whose fields are options: Flat(("seed", "repeats"))."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """The declaration of a field.
+
+    kind: its type, without marks.
+    marks: rules, Flat, and a text: the placeholder of an option.
+    default: MISSING if it is required.
+    """
+
+    name: str
+    kind: Any
+    marks: tuple[Any, ...]
+    default: Any
+
+    @property
+    def rules(self) -> list[Rule]:
+        return [mark for mark in self.marks if isinstance(mark, Rule)]
+
+    @property
+    def flat(self) -> Sequence[str]:
+        """Fields of its config that are options."""
+        return next((mark for mark in self.marks if isinstance(mark, Flat)), ())
+
+
+@cache
+def declarations_of(cls: type) -> Mapping[str, Field]:
+    """The declarations of a dataclass's fields, by name."""
+    plain, hints = type_hints(cls), get_type_hints(cls, include_extras=True)
+    found = {}
+    for f in dataclasses.fields(cls):
+        default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+        found[f.name] = Field(f.name, plain[f.name], marks(hints[f.name]), default)
+    return found
+
+
+@cache
+def options_of(cls: type) -> Mapping[str, Field]:
+    """The declarations of a dataclass's options: fields, with those of configs in the place of these."""
+    found: dict[str, Field] = {}
+    for name, field in declarations_of(cls).items():
+        for key in field.flat:
+            found[key] = dataclasses.replace(
+                declarations_of(field.kind)[key], default=getattr(field.default, key)
+            )
+        if not field.flat:
+            found[name] = field
+    return found
+
+
+def config_from(cls: Any, values: Mapping[str, Any]) -> Any:
+    """A dataclass's instance of values of its options (see `options_of`)."""
+    own = dict(values)
+    for name, field in declarations_of(cls).items():
+        if field.flat:
+            own[name] = dataclasses.replace(field.default, **{key: own.pop(key) for key in field.flat})
+    return cls(**own)
 
 
 # --- types of options ---------------------------------------------------------------------------------------
@@ -228,7 +293,7 @@ def _argument(field: Field, positional: bool) -> dict[str, Any]:
     given: dict[str, Any] = {} if field.default is dataclasses.MISSING else {"default": field.default}
     if field.kind is bool:
         return given | {"action": "store_true"}
-    kind, marks = field.kind, field.marks
+    kind = field.kind
     if NoneType in get_args(kind):
         [kind] = set(get_args(kind)) - {NoneType}
     if get_origin(kind) is list:
@@ -236,13 +301,12 @@ def _argument(field: Field, positional: bool) -> dict[str, Any]:
         kind = get_args(kind)[0]
     if get_origin(kind) is Literal:
         return given | {"choices": get_args(kind)}
-    rules = [mark for mark in marks if isinstance(mark, Rule)]
-    if choices := next((rule.known for rule in rules if rule.known), ()):
+    if choices := next((rule.known for rule in field.rules if rule.known), ()):
         return given | {"type": kind, "choices": tuple(choices)}
-    if placeholders := [mark for mark in marks if type(mark) is str]:
+    if placeholders := [mark for mark in field.marks if type(mark) is str]:
         given["metavar"] = placeholders[0]
-    parsers = [mark.parse for mark in marks if isinstance(mark, Parser)]
-    return given | {"type": parsers[0] if parsers else path if kind is Path else _parser(kind, rules)}
+    parsers = [mark.parse for mark in field.marks if isinstance(mark, Parser)]
+    return given | {"type": parsers[0] if parsers else path if kind is Path else _parser(kind, field.rules)}
 
 
 def _parser(kind: type, rules: Sequence[Rule]) -> Callable[[str], Any]:

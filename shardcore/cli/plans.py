@@ -211,7 +211,7 @@ def price(args: PriceOptions) -> None:
     from shardcore.cost import known_errors
     from shardcore.cost.model import at_confidence
     from shardcore.cost.model import price as predicted
-    from shardcore.io import files, grouped_plans, writing
+    from shardcore.io import files, writing
     from shardcore.plans.decisions import Version
     from shardcore.report import decisions_report, plan_report
     from shardcore.report.text import rounded_json
@@ -220,7 +220,7 @@ def price(args: PriceOptions) -> None:
     from shardcore.step.lower import lower, require_cover
 
     whole = own = files.read_problem(args.problem)
-    of_groups = grouped_plans.read_grouped(args.plan, whole) if grouped_plans.is_grouped(args.plan) else None
+    of_groups = files.read_grouped(args.plan, whole) if files.is_grouped(args.plan) else None
     if of_groups:
         own = of_groups.problem
     found = of_groups.plan if of_groups else files.read_plan(args.plan, own)
@@ -286,7 +286,7 @@ class ExportOptions:
 @command
 def export(args: ExportOptions) -> None:
     from shardcore.io import files
-    from shardcore.io.grouped_plans import is_grouped
+    from shardcore.io.files import is_grouped
     from shardcore.torchrec import baseline as torchrec
     from shardcore.torchrec.plan_files import write_torchrec
     from shardcore.torchrec.sharding_plan import to_torchrec

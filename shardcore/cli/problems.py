@@ -7,8 +7,8 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Annotated
 
-from shardcore.cli.declarations import Flat
 from shardcore.cli.options import (
+    Flat,
     Group,
     Natural,
     Optimizer,

@@ -9,10 +9,10 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from shardcore.cli.declarations import Flat
 from shardcore.cli.options import (
     DatasetFolder,
     Device,
+    Flat,
     Group,
     Output,
     PlanFile,

@@ -8,8 +8,7 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from shardcore.cli.declarations import Flat
-from shardcore.cli.options import Device, Group, Output, ProblemFile
+from shardcore.cli.options import Device, Flat, Group, Output, ProblemFile
 from shardcore.core.errors import ShardCoreError
 from shardcore.measure.config import PairConfig
 

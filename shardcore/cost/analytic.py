@@ -75,13 +75,8 @@ class AnalyticModel(CostModel):
 
     def in_device_memory(self, problem: Problem) -> AnalyticModel:
         """The model at the batch and with the payloads of a problem. Its formulas hold for any."""
-        job = problem.job
-        setting = replace(
-            self.setting,
-            batch=problem.global_batch,
-            forward_payload=job.forward_payload,
-            backward_payload=job.backward_payload,
-        )
+        own = self.setting
+        setting = replace(problem.setting(own.hardware), precision=own.precision, optimizer=own.optimizer)
         return replace(self, setting=setting)
 
     def encode(self, shards: Sequence[Shard], batch: int | None = None) -> np.ndarray:

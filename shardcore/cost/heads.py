@@ -91,11 +91,12 @@ class ContendedHead:
 
     def parts(self, sums: np.ndarray) -> np.ndarray:
         """[..., 3] ms as of CostModel.parts, from summed encodings [..., F]."""
-        ms = nets.parts(self.weights, sums)
+        # None is of the link: rows below device memory are priced by another head (composite.Links).
+        ms = np.zeros((*sums.shape[:-1], 3))
+        ms[..., :2] = nets.parts(self.weights, sums)
         if self.confidence is not None:
-            ms = ms * quantiles.factor(self.weights, ms.sum(-1), self.confidence)[..., None]
-        # Rows below device memory are priced by another head (composite.Links).
-        return np.concatenate([ms, np.zeros_like(ms[..., :1])], -1)
+            ms *= quantiles.factor(self.weights, ms.sum(-1), self.confidence)[..., None]
+        return ms
 
     def compiled(self) -> Compiled:
         """`parts` of one op at a time."""

@@ -92,9 +92,10 @@ class CostModel(ExchangeLaw, Protocol):
 
     def _of_heads(self, sums: np.ndarray) -> Iterator[tuple[Head, np.ndarray]]:
         """The heads, and the sums [..., F] of each."""
-        ends = np.cumsum([head.width for head in self.heads])
-        parts = np.split(np.asarray(sums, dtype=float), ends[:-1], axis=-1)
-        return zip(self.heads, parts, strict=True)
+        sums, first = np.asarray(sums, dtype=float), 0
+        for head in self.heads:
+            yield head, sums[..., first : first + head.width]
+            first += head.width
 
     def parts(self, sums: np.ndarray) -> np.ndarray:
         """[..., 3] ms of ops from summed encodings [..., F]: forward, backward, and of the link. 0 for a row of zeros.

@@ -24,7 +24,7 @@ from shardcore.cost import collective_model, features, nets, ranges, weight_chec
 from shardcore.cost.composite import Composite, composed
 from shardcore.cost.heads import ContendedHead, Head
 from shardcore.cost.model import CostModel, round_encodings
-from shardcore.io import files, model_files, schema
+from shardcore.io import model_files, schema
 from shardcore.step.exchanges import ChannelTerms
 from shardcore.step.kinds import Channel
 from shardcore.step.lower import Workload
@@ -60,20 +60,11 @@ class NeuralModel(CostModel):
         return composed((self.in_device_memory(problem),), problem)
 
     def in_device_memory(self, problem: Problem) -> NeuralModel:
-        """The model at the batch of a problem, and with its job's payloads, as if no rows were elsewhere."""
-        job = problem.job
-        return self.for_batch(problem.global_batch).for_payloads(job.forward_payload, job.backward_payload)
-
-    def for_payloads(self, forward: str, backward: str) -> NeuralModel:
-        """The model of jobs with these data types of outputs and gradients (types.PAYLOADS)."""
-        setting = dataclasses.replace(self.setting, forward_payload=forward, backward_payload=backward)
-        return dataclasses.replace(self, setting=setting)
-
-    def for_batch(self, batch: int) -> NeuralModel:
-        """The model of problems with another global batch.
+        """The model at the batch of a problem, and with its job's payloads, as if no rows were elsewhere.
 
         Raises SettingMismatch for a batch beyond those that it was measured at.
         """
+        batch = problem.global_batch
         # Models without a range of batches were measured at the setting's alone.
         low, high = self.meta["ranges"].get("batch", (self.setting.batch,) * 2)
         if not low <= batch <= high:
@@ -82,7 +73,11 @@ class NeuralModel(CostModel):
                 f"global batch {batch} was not measured; the cost model for ({self.setting}) is good for {measured}: "
                 f"measure with --batch {batch}"
             )
-        return dataclasses.replace(self, setting=dataclasses.replace(self.setting, batch=batch))
+        own = self.setting
+        setting = dataclasses.replace(
+            problem.setting(own.hardware), precision=own.precision, optimizer=own.optimizer
+        )
+        return dataclasses.replace(self, setting=setting)
 
     def encode(self, shards: Sequence[Shard], batch: int | None = None) -> np.ndarray:
         """[N, K + 2] drivers, forward ms and backward ms of shards in an op over `batch` samples.
@@ -151,44 +146,6 @@ def _with_lookups(shard: Shard, pooling: float) -> Shard:
 
 # --- files --------------------------------------------------------------------------------------------------
 
-_NAMES = {
-    "drivers": list(features.DRIVERS),
-    "conditions": list(features.CONDITIONS),
-    "exchange_terms": list(collective_model.EXCHANGE_TERMS),
-}
-
-
-def save(model: NeuralModel, folder: str | Path) -> None:
-    """Write model.json and weights.safetensors. Raises ShardCoreError for weights that `load` would refuse."""
-    # What load would refuse is refused here, while the training's results still exist.
-    weight_checks.require_weights(model.weights)
-    meta = {**model.meta, **_NAMES, "setting": files.setting_to_json(model.setting)}
-    model_files.write_model(folder, meta, model.weights)
-
-
-def load(folder: str | Path) -> NeuralModel:
-    """Read a model that `save` wrote, bit for bit.
-
-    Raises ShardCoreError for a file that is missing, cut short or edited, and for a model trained on other
-    features than this ShardCore computes.
-    """
-    require_type(folder, (str, os.PathLike), "folder of a model", "a path")
-    meta, weights = model_files.read_model(folder)
-    setting = files.setting_from_json(meta.pop("setting", None), f"{folder}: setting")
-    # Weights are matrices by position, so names have to agree in order too.
-    for noun, names in _NAMES.items():
-        trained_on = meta.pop(noun, None)
-        if trained_on != names:
-            raise ShardCoreError(
-                f"model in {folder} was trained on {noun} {shown(trained_on)}; this ShardCore computes "
-                f"{shown(names)}: train again"
-            )
-    # Building _Meta checks types. Only provenance has further rules.
-    files.require_provenance(schema.build(_Meta, meta, str(folder)).provenance, f"{folder}: provenance")
-    with schema.errors_named(f"model in {folder}"):
-        weight_checks.require_weights(weights)
-    return NeuralModel(setting, weights, {"provenance": {}, **meta})
-
 
 @dataclass(frozen=True)
 class _Meta:
@@ -205,3 +162,31 @@ class _Meta:
     def __post_init__(self) -> None:
         for name, (low, high) in self.ranges.items():
             require(low <= high, f"range of {shown(name)} is {low:g} to {high:g}; it needs to rise")
+
+
+# Weights are matrices by position, so names have to agree in order too.
+_FORMAT = model_files.TrainedFormat(
+    "model",
+    _Meta,
+    {
+        "drivers": features.DRIVERS,
+        "conditions": features.CONDITIONS,
+        "exchange_terms": collective_model.EXCHANGE_TERMS,
+    },
+)
+
+
+def save(model: NeuralModel, folder: str | Path) -> None:
+    """Write model.json and weights.safetensors. Raises ShardCoreError for weights that `load` would refuse."""
+    # What load would refuse is refused here, while the training's results still exist.
+    weight_checks.require_weights(model.weights)
+    _FORMAT.write_trained(folder, model.setting, model.meta, model.weights)
+
+
+def load(folder: str | Path) -> NeuralModel:
+    """Read a model that `save` wrote, bit for bit. Raises ShardCoreError as read_trained, and for its weights."""
+    require_type(folder, (str, os.PathLike), "folder of a model", "a path")
+    setting, meta, weights = _FORMAT.read_trained(folder)
+    with schema.errors_named(f"model in {folder}"):
+        weight_checks.require_weights(weights)
+    return NeuralModel(setting, weights, {"provenance": {}, **meta})

@@ -1,9 +1,8 @@
 """Files: each is read strictly, and written under a temporary name and then renamed.
 
 schema, envelope, writing    strict reading, the schema and digest of each JSON file, and writing
-files, problem_parts         problems, pools and plans
-grouped_plans, towers        plans of sharding groups, and towers
-model_files, tensor_files    folders of models, and sealed tensors
+files, towers                problems, pools, plans, also of sharding groups, and towers
+model_files                  folders of models and policies, and sealed tensors
 measurements                 samples
 dataset, dataset_parts       samples of ops and collectives in a folder that only grows
 replays                      replayed steps of a problem's plans

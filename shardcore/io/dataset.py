@@ -126,8 +126,8 @@ def write_compute(folder: str | Path, samples: Sequence[ComputeSample], pool: st
                 }
                 for x in s.request.shards
             ],
-            "forward": _spread_row(s.forward),
-            "backward": _spread_row(s.backward),
+            "forward": s.forward and dataclasses.asdict(s.forward),
+            "backward": s.backward and dataclasses.asdict(s.backward),
             "slowdown": s.slowdown,
             "relative_ci": s.relative_ci,
             "order": s.order,
@@ -151,8 +151,8 @@ def write_comm(folder: str | Path, samples: Sequence[CollectiveSample]) -> Path:
             "emulated_pod_gbit_s": s.request.emulated and s.request.emulated.pod_gbit_s,
             "widths": list(s.request.widths),
             "start_ms": list(s.request.start_ms),
-            "forward": s.forward and [_spread_row(x) for x in s.forward],
-            "backward": s.backward and [_spread_row(x) for x in s.backward],
+            "forward": s.forward and [dataclasses.asdict(x) for x in s.forward],
+            "backward": s.backward and [dataclasses.asdict(x) for x in s.backward],
             "waiting_ms": s.waiting_ms and list(s.waiting_ms),
             "order": s.order,
             "oversubscribed": s.oversubscribed,
@@ -176,10 +176,6 @@ def _common(sample: ComputeSample | CollectiveSample, kind: str) -> Row:
         "error": sample.error,
         "batch": sample.request.batch,
     }
-
-
-def _spread_row(spread: Spread | None) -> Row | None:
-    return spread and dataclasses.asdict(spread)
 
 
 # --- reading ------------------------------------------------------------------------------------------------

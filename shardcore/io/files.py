@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import itertools
+import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
@@ -23,12 +25,12 @@ from shardcore.core.job import Job
 from shardcore.core.topology import Device, Topology, default_reserve
 from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.core.validation import MOST_DEVICES, Rule, require, require_type, shown
-from shardcore.io import problem_parts
-from shardcore.io.envelope import digest, document, open_document, seal, unseal
+from shardcore.io.envelope import digest, document, is_document, open_document, seal, unseal
 from shardcore.io.schema import Readable, build, each, errors_named, is_whole, read, require_once
 from shardcore.io.writing import write_json
 from shardcore.step.kinds import LAYOUTS, layout_of
 from shardcore.step.lower import require_plan
+from shardcore.step.sharding_groups import GroupedPlan, Grouping, problem_of_group
 
 DIGEST = re.compile(r"[0-9a-f]{16}")
 """Form of a `digest`. ShardCore writes no other names of versions."""
@@ -244,6 +246,53 @@ class _Pool:
     tables: tuple[Any, ...]
 
 
+# --- parts of a problem ----------------------------------------------------------------------------------------
+# Their digests are kept with plans. When a plan is for another problem, they show what differs.
+
+_PART_DIGITS = 8
+"""Hex digits of a part's digest. Few are enough, as the digest of the whole problem detects differences."""
+
+
+def parts_of(problem: Problem) -> dict[str, str]:
+    """Digest of each part: the problem's own fields, and those of its topology, devices and tables."""
+    topology, by_name = problem.topology, sorted(problem.tables, key=lambda t: t.name)
+    fields_of_table = [f.name for f in dataclasses.fields(Table) if f.name != "name"]
+    values = {
+        **{name: getattr(problem, name) for name in ("global_batch", "optimizer", "constraints")},
+        **{f"job.{name}": value for name, value in dataclasses.asdict(problem.job).items()},
+        **{
+            f"topology.{f.name}": getattr(topology, f.name)
+            for f in dataclasses.fields(topology)
+            if f.name != "devices"
+        },
+        "number of devices": len(topology),
+        **{
+            f"{name} of devices": [getattr(d, name) for d in topology.devices]
+            for name in ("memory_bytes", "speed", "host")
+        },
+        "name of tables": [t.name for t in by_name],
+        "order of tables": [t.name for t in problem.tables],
+        **{f"{name} of tables": [getattr(t, name) for t in by_name] for name in fields_of_table},
+    }
+    texts = {
+        name: json.dumps(value, default=dataclasses.asdict, sort_keys=True) for name, value in values.items()
+    }
+    return {name: hashlib.sha256(text.encode()).hexdigest()[:_PART_DIGITS] for name, text in texts.items()}
+
+
+def parts_that_differ(kept: Mapping[str, str], problem: Problem) -> str:
+    """Names of the parts that differ, for the end of a message. "" if none differs.
+
+    kept: digests of a problem's parts, from `parts_of`.
+    """
+    names = [name for name, digest in parts_of(problem).items() if kept.get(name, digest) != digest]
+    # If names or the number of devices differ, so do all lists in their order.
+    for first, rest in (("name of tables", " of tables"), ("number of devices", " of devices")):
+        if first in names:
+            names = [name for name in names if name == first or not name.endswith(rest)]
+    return f"; they differ in {', '.join(names[:5])}{', ...' * (len(names) > 5)}" if names else ""
+
+
 # --- plans --------------------------------------------------------------------------------------------------
 
 
@@ -261,7 +310,7 @@ def plan_to_json(plan: Plan, problem: Problem) -> dict[str, Any]:
             {
                 "problem": problem.name,
                 "problem_digest": problem_digest(problem),
-                "problem_parts": problem_parts.parts_of(problem),
+                "problem_parts": parts_of(problem),
                 "provenance": dict(plan.provenance),
                 "placements": [
                     {
@@ -390,8 +439,64 @@ def require_same_problem(written: ForProblem, problem: Problem, what: str) -> No
     if written.problem_digest != (own := problem_digest(problem)):
         raise ShardCoreError(
             f"{what} for problem {shown(written.problem)} with digest {shown(written.problem_digest)}; "
-            f"problem {problem.name!r} here has {own}{problem_parts.refusal(written.problem_parts, problem)}"
+            f"problem {problem.name!r} here has {own}{parts_that_differ(written.problem_parts, problem)}"
         )
+
+
+# --- grouped plans ------------------------------------------------------------------------------------------
+# The plan of one sharding group, and the division of devices into groups. Their schema is separate, so that no reader
+# of plans takes one for a plan of all devices. A file has the digest of the whole problem, and that of a group's
+# problem, which follows from it.
+
+_GROUPED = "grouped-plan"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _GroupedPlan(ForProblem):
+    """A grouped plan's file."""
+
+    groups: Mapping[str, Any]
+    plan: Mapping[str, Any]
+
+
+def is_grouped(path: str | Path) -> bool:
+    """Tell if a file has the schema of a grouped plan."""
+    return is_document(path, _GROUPED)
+
+
+def write_grouped(path: str | Path, grouped: GroupedPlan, problem: Problem) -> None:
+    """Write a grouped plan. problem: the whole problem, of all devices."""
+    of_group = plan_to_json(grouped.plan, grouped.problem)
+    write_json(
+        path,
+        document(
+            _GROUPED,
+            seal(
+                {
+                    "problem": problem.name,
+                    "problem_digest": problem_digest(problem),
+                    "problem_parts": parts_of(problem),
+                    "groups": dataclasses.asdict(grouped.grouping),
+                    "plan": {k: v for k, v in of_group.items() if k not in ("schema", "version", "digest")},
+                }
+            ),
+        ),
+    )
+
+
+def read_grouped(path: str | Path, problem: Problem) -> GroupedPlan:
+    """The grouped plan of a whole problem.
+
+    Raises ShardCoreError if it was made for another one, was edited, or would be refused by `lower`.
+    """
+    written = build(_GroupedPlan, unseal(open_document(path, _GROUPED), path), str(path))
+    require_same_problem(written, problem, f"{path} is a grouped plan")
+    grouping = build(Grouping, written.groups, f"{path}: groups")
+    with errors_named(path):
+        of_group = problem_of_group(problem, grouping)
+        plan = plan_from_json(dict(written.plan), of_group, "its plan")
+        require_plan(plan, of_group)
+    return GroupedPlan(grouping, plan, of_group)
 
 
 # --- settings -----------------------------------------------------------------------------------------------

@@ -18,8 +18,8 @@ import numpy as np
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.validation import shown
+from shardcore.io.model_files import read_tensors, write_tensors
 from shardcore.io.schema import build
-from shardcore.io.tensor_files import read_tensors, write_tensors
 
 _SCHEMA = "hot-ids"
 

@@ -1,23 +1,65 @@
-"""Models and policies on disk: a folder of safetensors and JSON."""
+"""Tensors on disk: trained models and policies, and files of named tensors.
+
+A trained model or policy is a folder of safetensors and JSON, of one format for both. Rows of tables are one file of
+safetensors with metadata. All are sealed by digests: a flipped bit is refused. These formats hold data only, so reading
+a file runs none of its code.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.validation import require
-from shardcore.io import writing
-from shardcore.io.envelope import digest, document, open_document, seal, unseal
-from shardcore.io.schema import names_in, read_bytes
+from shardcore.core.types import Setting
+from shardcore.core.validation import require, shown
+from shardcore.io import files, writing
+from shardcore.io.envelope import digest, document, open_document, opened, seal, unseal
+from shardcore.io.schema import build, names_in, parse_json, read, read_bytes, require_file
 
 MODEL_JSON, MODEL_WEIGHTS = "model.json", "weights.safetensors"
+_META, _DIGESTS = "shardcore", "tensors_sha256"
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, OverflowError)
 """Errors of safetensors, in addition to SafetensorError, for types that numpy does not have."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """Declaration of a named tensor: its shape, the ends of its numbers, and their type."""
+
+    shape: tuple[int, ...]
+    ends: tuple[float, float]
+    dtype: type[np.generic] = np.float64
+    is_optional: bool = False
+
+
+def require_tensors(found: Mapping[str, np.ndarray], declared: Mapping[str, Tensor]) -> None:
+    """Raise ShardCoreError for a weight that is missing, unknown, of another shape or type, or out of its ends."""
+    for name, right in declared.items():
+        require(name in found or right.is_optional, f"weight {name!r} is missing")
+    # An unknown weight would be ignored silently, so refuse it.
+    unknown = sorted(set(found) - set(declared))
+    require(not unknown, f"weight {', '.join(map(repr, unknown[:3]))} is not known")
+    for name, right in declared.items():
+        if name in found:
+            values, (low, high) = found[name], right.ends
+            require(
+                values.shape == right.shape and values.dtype == right.dtype,
+                f"weight {name!r} is {values.dtype} {list(values.shape)}; it needs to be "
+                f"{np.dtype(right.dtype)} {list(right.shape)}",
+            )
+            # Negated, so that comparisons with NaN, which are False, count as wrong.
+            wrong = values[~((values >= low) & (values <= high))].tolist()
+            require(not wrong, f"weight {name!r} has {sum(wrong[:1]):g}; it needs {low:g} to {high:g}")
+
+
+# --- folders of what was trained ----------------------------------------------------------------------------
 
 
 def write_model(
@@ -58,6 +100,52 @@ def read_model(folder: str | Path, schema: str = "model") -> tuple[dict[str, Any
         raise ShardCoreError(f"{path} is not safetensors: {error}") from None
 
 
+@dataclass(frozen=True)
+class TrainedFormat:
+    """A kind of what was trained.
+
+    schema: "model" or "policy".
+    about: dataclass of its JSON, without the setting and names. It has `provenance`.
+    names: names by position in its tensors, such as of features, by noun. Other ones would be read as these.
+    """
+
+    schema: str
+    about: type[Any]
+    names: Mapping[str, Sequence[str]]
+
+    def write_trained(
+        self,
+        folder: str | Path,
+        setting: Setting,
+        meta: Mapping[str, Any],
+        tensors: Mapping[str, np.ndarray],
+    ) -> None:
+        """Write the folder."""
+        names = {noun: list(of) for noun, of in self.names.items()}
+        meta = {**meta, **names, "setting": files.setting_to_json(setting)}
+        write_model(folder, meta, tensors, self.schema)
+
+    def read_trained(self, folder: str | Path) -> tuple[Setting, dict[str, Any], dict[str, np.ndarray]]:
+        """The setting, other JSON, and tensors, bit for bit.
+
+        Raises ShardCoreError for files that are missing, cut short or edited, of another schema, or trained on other
+        names than this ShardCore computes.
+        """
+        meta, tensors = read_model(folder, self.schema)
+        for noun, names in self.names.items():
+            trained_on = meta.pop(noun, None)
+            require(
+                trained_on == list(names),
+                f"{self.schema} in {folder} was trained on {noun} {shown(trained_on)}; this ShardCore computes "
+                f"{shown(list(names))}: train again",
+            )
+        # Without a setting nobody knows which hardware the weights are for.
+        setting = files.setting_from_json(meta.pop("setting", None), f"{folder}: setting")
+        about = build(self.about, meta, str(folder))
+        files.require_provenance(about.provenance, f"{folder}: provenance")
+        return setting, meta, tensors
+
+
 def model_folders(folder: str | Path) -> list[Path]:
     """Folders of the models in a folder: itself, or the subfolders of a mixed model, one for each precision."""
     inner = [] if (Path(folder) / MODEL_JSON).exists() else sorted(Path(folder).glob(f"*/{MODEL_JSON}"))
@@ -77,3 +165,43 @@ def model_digest(folder: str | Path, schema: str = "model") -> str:
         digest({k: v for k, v in content.items() if k not in ("provenance", "digest")})
         for content in contents
     )
+
+
+# --- one file of named tensors ------------------------------------------------------------------------------
+
+
+def write_tensors(
+    path: str | Path, schema: str, meta: Mapping[str, Any], tensors: Mapping[str, np.ndarray]
+) -> None:
+    from safetensors.numpy import save
+
+    own = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
+    body = seal({**meta, _DIGESTS: {name: tensor_sha256(tensor) for name, tensor in own.items()}})
+    writing.write_atomic(path, save(own, {_META: json.dumps(document(schema, body))}))
+
+
+def read_tensors(path: str | Path, schema: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """The metadata and tensors that `write_tensors` wrote. Raises ShardCoreError for any other file."""
+    from safetensors import SafetensorError, safe_open
+
+    require_file(path)
+    try:
+        with safe_open(path, "np") as file:
+            about = (file.metadata() or {}).get(_META, "null")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+    except (SafetensorError, OSError, *UNREADABLE) as error:
+        raise ShardCoreError(f"{path} is not safetensors: {error}") from None
+    body = unseal(opened(parse_json(about.encode(), path), schema, path), path)
+    digests = read(body.pop(_DIGESTS, None), Mapping[str, str], f"{path}: {_DIGESTS}")
+    if digests != {name: tensor_sha256(tensor) for name, tensor in tensors.items()}:
+        raise ShardCoreError(
+            f"{path} has tensors that do not match their digests; it was cut short or edited"
+        )
+    return body, tensors
+
+
+def tensor_sha256(tensor: np.ndarray) -> str:
+    """Digest of a tensor's type, shape and cells."""
+    sha256 = hashlib.sha256(f"{tensor.dtype.str} {tensor.shape}".encode())
+    sha256.update(tensor.data if tensor.size else b"")
+    return sha256.hexdigest()

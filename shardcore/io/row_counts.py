@@ -13,8 +13,8 @@ import numpy as np
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.validation import MOST_BATCH, require, require_within, shown
+from shardcore.io.model_files import read_tensors, write_tensors
 from shardcore.io.schema import MOST_INT, build
-from shardcore.io.tensor_files import read_tensors, write_tensors
 
 _SCHEMA = "row-counts"
 

@@ -9,7 +9,7 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Plan, Problem, Table
 from shardcore.core.validation import require
 from shardcore.cost.model import CostModel, price_plan
-from shardcore.io.problem_parts import parts_of, refusal
+from shardcore.io.files import parts_of, parts_that_differ
 from shardcore.plans.diff import Diff, diff
 from shardcore.plans.gain import Gain, gain
 from shardcore.plans.replan import ReplanConfig, forced_moves, replan
@@ -104,7 +104,7 @@ def refreshed_by(problem: Problem, fresh: Problem) -> Problem:
     # Names, shapes, devices and job have to agree. The order of tables does not matter.
     parts = parts_of(now)
     del parts["order of tables"]
-    if differ := refusal(parts, fresh):
+    if differ := parts_that_differ(parts, fresh):
         raise ShardCoreError(
             f"problem {fresh.name!r} has more than fresh statistics for the plan of "
             f"{problem.name!r}{differ}. Re-plan it: plan --start, with --start-problem"

@@ -9,7 +9,7 @@ from sealing import edit
 
 from shardcore.cli import main
 from shardcore.io import files
-from shardcore.io.grouped_plans import read_grouped
+from shardcore.io.files import read_grouped
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from shardcore.core.tiers import Memory
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Table
 from shardcore.io import files
-from shardcore.io.grouped_plans import read_grouped
+from shardcore.io.files import read_grouped
 from shardcore.search.decisions.towers import as_planned
 from shardcore.step.lower import lower
 

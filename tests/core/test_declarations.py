@@ -9,8 +9,7 @@ from typing import Annotated, get_type_hints
 import pytest
 
 import shardcore
-from shardcore.cli.declarations import Flat, config_from, declarations_of, options_of
-from shardcore.cli.options import Output, Parser
+from shardcore.cli.options import Flat, Output, Parser, config_from, declarations_of, options_of
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.validation import Record, Rule, entries, marks, one_of, within
 

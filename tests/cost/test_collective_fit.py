@@ -13,6 +13,12 @@ from shardcore.cost import accuracy, collective_fit, collective_model, fit
 from shardcore.io.measurements import CollectiveRequest, CollectiveSample, EmulatedLinks
 from shardcore.step.kinds import BUCKETIZED_IDS, IDS, Channel
 
+
+def for_payloads(model, forward, backward):
+    setting = dataclasses.replace(model.setting, forward_payload=forward, backward_payload=backward)
+    return dataclasses.replace(model, setting=setting)
+
+
 OF_IDS = IDS.collective, BUCKETIZED_IDS.collective
 
 
@@ -120,7 +126,7 @@ def test_each_payload_has_its_own_rates():
     assert max(found.values()) < 0.5
     expected = exchange_law(widths, 256)
     for forward, backward in (("fp32", "fp16"), ("fp16", "fp32"), ("fp16", "fp16")):
-        cost = model.for_payloads(forward, backward).comm(columns(widths), np.zeros(4), on_hosts(4))
+        cost = for_payloads(model, forward, backward).comm(columns(widths), np.zeros(4), on_hosts(4))
         for ms, way, payload in zip(
             (cost.forward_ms, cost.backward_ms), expected, (forward, backward), strict=True
         ):
@@ -130,7 +136,7 @@ def test_each_payload_has_its_own_rates():
 def test_a_payload_that_was_not_measured_has_the_rates_of_fp32_with_half_of_the_bytes():
     model, owned = fitted(comm_samples()), columns([64, 64, 64, 64])
     fixed = 0.1 + 0.02 * 3
-    whole, short = (model.for_payloads(p, p).comm(owned, np.zeros(4), on_hosts(4)) for p in ("fp32", "bf16"))
+    whole, short = (for_payloads(model, p, p).comm(owned, np.zeros(4), on_hosts(4)) for p in ("fp32", "bf16"))
     assert short.forward_ms - fixed == pytest.approx((whole.forward_ms - fixed) / 2, rel=0.02)
     assert collective_model.knows_payload(model.weights, ALL_TO_ALL, "forward", "fp32")
     assert not collective_model.knows_payload(model.weights, ALL_TO_ALL, "forward", "bf16")
@@ -142,7 +148,7 @@ def test_a_payload_that_was_not_measured_has_the_rates_of_fp32_with_half_of_the_
 def test_links_that_a_topology_gives_carry_half_of_the_bytes_in_16_bits():
     model, owned = fitted(comm_samples()), columns([64, 64])
     given = on_hosts(2, links=links_of(within_host=1.0, latency_ms=0.0))
-    whole, short = (model.for_payloads(p, p).comm(owned, np.zeros(2), given) for p in ("fp32", "fp16"))
+    whole, short = (for_payloads(model, p, p).comm(owned, np.zeros(2), given) for p in ("fp32", "fp16"))
     assert whole.forward_ms == pytest.approx(np.full(2, 64 * 256 * 4 / 2 / 1e6))
     assert short.forward_ms == pytest.approx(whole.forward_ms / 2)
     assert short.backward_ms == pytest.approx(whole.backward_ms / 2)
@@ -219,7 +225,7 @@ def test_given_links_leave_the_work_of_putting_ids_in_order(given, once, by_byte
 def test_ids_and_gradients_of_replicas_have_no_payload():
     model, owned, nothing = fitted(comm_samples()), np.full(2, 1e6), np.zeros(2)
     for sent in (sends(all_reduce=owned), sends(all_to_all_ids=owned)):
-        whole, short = (model.for_payloads(p, p).comm(sent, nothing, on_hosts(2)) for p in ("fp32", "fp16"))
+        whole, short = (for_payloads(model, p, p).comm(sent, nothing, on_hosts(2)) for p in ("fp32", "fp16"))
         np.testing.assert_array_equal(whole.backward_ms, short.backward_ms)
         np.testing.assert_array_equal(whole.input_ms, short.input_ms)
     assert collective_model.knows_payload(model.weights, ALL_REDUCE, "backward", "fp16")

@@ -179,23 +179,27 @@ def test_a_model_of_other_features_is_refused(model, tmp_path):
 
 def test_a_model_prices_problems_of_all_batches_between_those_that_were_measured():
     table = Table("t", 1000, 8, 2.0)
+
+    def of_batch(model, batch):
+        return model.for_problem(Problem("p", (table,), Topology((Device(1 << 30),)), batch))
+
     model = neural.NeuralModel(SETTING, by_hand().weights, {"ranges": {"batch": [64, 256]}})
-    half = model.for_batch(128)
+    half = of_batch(model, 128)
     assert half.setting == dataclasses.replace(SETTING, batch=128)
     shards = [Shard.whole(table)]
     np.testing.assert_array_equal(half.encode(shards), model.encode(shards, 128))
-    assert half.for_batch(256).setting == SETTING and model.for_batch(64).setting.batch == 64
+    assert of_batch(half, 256).setting == SETTING and of_batch(model, 64).setting.batch == 64
     for batch in (63, 257):
         with pytest.raises(
             SettingMismatch,
             match=rf"global batch {batch} was not measured; .*batch 256.* is "
             rf"good for 64 to 256: measure with --batch {batch}",
         ):
-            model.for_batch(batch)
+            of_batch(model, batch)
     earlier = neural.NeuralModel(SETTING, by_hand().weights, {"ranges": {}})
-    assert earlier.for_batch(256).setting == SETTING
+    assert of_batch(earlier, 256).setting == SETTING
     with pytest.raises(SettingMismatch, match="is good for 256: measure with --batch 128"):
-        earlier.for_batch(128)
+        of_batch(earlier, 128)
 
 
 def test_meta_says_what_was_measured(model):

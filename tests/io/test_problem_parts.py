@@ -13,7 +13,7 @@ from shardcore.core.links import links_of
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Table
 from shardcore.io import files
-from shardcore.io.grouped_plans import read_grouped, write_grouped
+from shardcore.io.files import read_grouped, write_grouped
 from shardcore.step.sharding_groups import GroupedPlan, Grouping, problem_of_group
 
 TABLES = tuple(Table(name, 100, 16, 2.0) for name in ("b", "a", "c"))

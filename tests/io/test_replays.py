@@ -12,7 +12,7 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.step_cost import PARTS
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Setting
-from shardcore.cost import replay_metrics, replay_records
+from shardcore.cost import replay_metrics
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.io import replays
@@ -73,7 +73,7 @@ def test_what_is_kept_is_not_replayed_again_and_reads_as_it_was(problem, made, c
     assert replays.keep(folder, problem, made, SETTING, CONFIG, clock) == kept and len(clock.ran) == 1
     assert replays.read_all(tmp_path, SETTING) == [kept]
     assert replays.read_all(tmp_path, dataclasses.replace(SETTING, batch=64)) == []
-    rows = replay_records.judge([kept], MODEL)
+    rows = replay_metrics.judge([kept], MODEL)
     assert [r.algorithm for r in rows] == [algorithm for algorithm, _ in made]
     for r in rows:  # quartiles 1.4 to 1.6 times what was predicted, of four repeats
         assert r.replayed_ms == pytest.approx(1.5 * r.predicted_ms)

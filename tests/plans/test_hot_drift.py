@@ -10,8 +10,8 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem, Table
 from shardcore.io.hot_ids import HotIds
+from shardcore.io.model_files import write_tensors
 from shardcore.io.row_counts import RowCounts, read_row_counts, write_row_counts
-from shardcore.io.tensor_files import write_tensors
 from shardcore.plans.hot_drift import hot_drift
 from shardcore.tables.hot_rows import with_hot_rows
 

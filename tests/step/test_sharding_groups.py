@@ -12,7 +12,7 @@ from shardcore.core.tiers import Memory
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.io import files
-from shardcore.io.grouped_plans import read_grouped, write_grouped
+from shardcore.io.files import read_grouped, write_grouped
 from shardcore.search.anneal.reshard import rebind_tables
 from shardcore.step.sharding_groups import (
     GroupedPlan,

@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from shardcore.core.errors import SettingMismatch, ShardCoreError
+from shardcore.core.errors import SettingMismatch
 from shardcore.core.types import Plan, Problem, Setting
-from shardcore.core.validation import require, shown
+from shardcore.core.validation import require
 from shardcore.cost.model import CostModel
-from shardcore.io import files, model_files, schema
+from shardcore.io import model_files, schema
+from shardcore.io.model_files import Tensor, require_tensors
 from shardcore.search.beam import TABLE_WISE, Beam, BeamConfig
 from shardcore.search.budget import Budget
 from shardcore.search.learned.nets import FEATURES, AutoShard, DreamShard, Net
@@ -29,8 +30,8 @@ NETS: dict[str, Net] = {
 }
 """Networks by name. dreamshard_direct has no cost network: it sees, and learns from, the CostModel's."""
 POLICY_JSON = "policy.json"
-_MOST_WEIGHT = 1e6
-"""Trained weights are below 100."""
+_MOST, _LEAST_SCALE = 1e6, 1e-30
+"""Largest weight, and the least of those that others are divided by. Trained weights are below 100."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,22 +53,12 @@ class Policy:
         """Raise ShardCoreError for a weight that is missing, unknown, of another shape, or out of range."""
         require(self.name in NETS, f"policy has the name {self.name!r}; known are {', '.join(NETS)}")
         # A file from elsewhere may have any weights, and formulas would fail far from here.
-        for name in sorted(set(self.weights) ^ set(self.net.shapes)):
-            raise ShardCoreError(f"weight {name!r} is {'not known' if name in self.weights else 'missing'}")
-        for name, shape in self.net.shapes.items():
-            array = self.weights[name]
-            require(
-                array.shape == shape and array.dtype == np.float32,
-                f"weight {name!r} is {array.dtype} {list(array.shape)}; it needs to be float32 {list(shape)}",
-            )
-            require(
-                bool((np.abs(array) <= _MOST_WEIGHT).all()),
-                f"weight {name!r} has values beyond {_MOST_WEIGHT:g}, or that are not numbers",
-            )
+        declared = {
             # Features and costs are divided by these.
-            require(
-                name not in ("sd", "scale_ms") or bool((array > 0).all()), f"weight {name!r} is not positive"
-            )
+            name: Tensor(shape, (_LEAST_SCALE if name in ("sd", "scale_ms") else -_MOST, _MOST), np.float32)
+            for name, shape in self.net.shapes.items()
+        }
+        require_tensors(self.weights, declared)
 
     @property
     def net(self) -> Net:
@@ -105,40 +96,6 @@ def place(
     return beam.plan(algorithm=algorithm, seed=seed, policy=policy.name, config=asdict(config))
 
 
-def write_policy(folder: str | Path, policy: Policy) -> None:
-    """Write a policy's folder: its description and its weights."""
-    # The order of features is part of the weights' meaning, so it is written with them.
-    description = {
-        "name": policy.name,
-        "features": list(FEATURES),
-        "setting": files.setting_to_json(policy.setting),
-    }
-    model_files.write_model(folder, {**policy.meta, **description}, policy.weights, "policy")
-
-
-def read_policy(folder: str | Path) -> Policy:
-    """Read what `write_policy` wrote, bit for bit.
-
-    Raises ShardCoreError for files that are missing, cut short or edited, of another schema, or of a policy
-    that was trained on other features than this ShardCore computes.
-    """
-    meta, weights = model_files.read_model(folder, "policy")
-    # Features in another order would be read as others, without an error.
-    trained_on = meta.pop("features", None)
-    require(
-        trained_on == list(FEATURES),
-        f"policy in {folder} was trained on features {shown(trained_on)}; this "
-        f"ShardCore computes {shown(list(FEATURES))}: train again",
-    )
-    # Without a setting nobody knows which hardware the weights are for.
-    setting = files.setting_from_json(meta.pop("setting", None), f"{folder}: setting")
-    name = schema.build(_Meta, meta, str(folder)).name
-    try:
-        return Policy(name, setting, weights, {k: v for k, v in meta.items() if k != "name"})
-    except ShardCoreError as error:
-        raise ShardCoreError(f"policy in {folder}: {error}") from None
-
-
 @dataclass(frozen=True)
 class _Meta:
     """policy.json without the setting and the names of features."""
@@ -147,3 +104,18 @@ class _Meta:
     config: Mapping[str, Any] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)
+
+
+_FORMAT = model_files.TrainedFormat("policy", _Meta, {"features": FEATURES})
+
+
+def write_policy(folder: str | Path, policy: Policy) -> None:
+    """Write a policy's folder: its description and its weights."""
+    _FORMAT.write_trained(folder, policy.setting, {**policy.meta, "name": policy.name}, policy.weights)
+
+
+def read_policy(folder: str | Path) -> Policy:
+    """Read what `write_policy` wrote, bit for bit. Raises ShardCoreError as read_trained, and for its weights."""
+    setting, meta, weights = _FORMAT.read_trained(folder)
+    with schema.errors_named(f"policy in {folder}"):
+        return Policy(meta.pop("name"), setting, weights, meta)

@@ -55,7 +55,7 @@ def rewritten(folder, weights=None, **meta):
     [
         ({"features": ["dim", "rows"]}, r"on features \['dim', 'rows'\]; this ShardCore computes .*train"),
         ({"name": "alphashard"}, "has the name 'alphashard'; known are dreamshard, dreamshard_direct"),
-        ({"name": "dreamshard"}, "weight 'choice.weight' is missing"),
+        ({"name": "dreamshard"}, "weight 'costs.0.weight' is missing"),
         ({"colour": 1}, "unknown key 'colour'"),
         ({"setting": {"hardware": "x"}}, "setting lacks the key 'batch'"),
     ],
@@ -87,8 +87,8 @@ def test_a_cost_model_is_no_policy_and_another_version_is_named(tmp_path):
         ("score.9.weight", np.zeros(1, np.float32), "weight 'score.9.weight' is not known"),
         ("score.3.bias", np.zeros(2, np.float32), r"'score.3.bias' is float32 \[2\]; it needs to be float32"),
         ("score.3.bias", np.zeros(1), r"'score.3.bias' is float64 \[1\]; it needs to be float32"),
-        ("score.3.bias", np.full(1, np.nan, np.float32), "'score.3.bias' has values beyond 1e.06, or that"),
-        ("sd", np.zeros(21, np.float32), "weight 'sd' is not positive"),
+        ("score.3.bias", np.full(1, np.nan, np.float32), "'score.3.bias' has nan; it needs -1e.06 to 1e.06"),
+        ("sd", np.zeros(21, np.float32), "weight 'sd' has 0; it needs 1e-30 to"),
     ],
 )
 def test_weights_that_the_formulas_cannot_use_are_refused(name, value, message, tmp_path):
