@@ -251,7 +251,7 @@ def use_measurements(folder: Path, sound: Sound) -> None:
     dataset.merge_parts(where)
 
 
-@reads("torchrec", "shardcore/torchrec/plan_files.py:_read", seal=True, needs=HAS_TORCHREC)
+@reads("torchrec", "shardcore/torchrec/plan_files.py:_read_plan_file", seal=True, needs=HAS_TORCHREC)
 def use_torchrec(folder: Path, sound: Sound) -> None:
     plan = plan_files.read_torchrec(folder / "torchrec.json")
     plan_files.read_qcomms(folder / "torchrec.json")
@@ -381,8 +381,8 @@ def use_batch(folder: Path, sound: Sound) -> None:
 
 @reads(
     "rows",
-    "shardcore/torchrec/moves/row_files.py:_read_complete",
-    "shardcore/torchrec/moves/row_files.py:_read",
+    "shardcore/torchrec/moves/row_files.py:_read_manifest",
+    "shardcore/torchrec/moves/row_files.py:_read_rows_file",
     parts=("rows",),
     damage=damage_rows,
     needs=HAS_TORCHREC,

@@ -66,16 +66,16 @@ NO_FORMAT = {
     # ShardCore's own files, as they were installed.
     "shardcore/core/jit.py:cache_folder",
     "shardcore/measure/sampling/placements.py:recorded_plans",
-    "shardcore/report/plan_explorer.py:script",
-    "shardcore/tables/public.py:_lists",
-    "shardcore/tables/statistics.py:read_release",
+    "shardcore/report/plan_explorer.py:script_text",
+    "shardcore/tables/public.py:_read_public_lists",
+    "shardcore/tables/statistics.py:read_published_release",
     # The kernel's.
     "shardcore/measure/hosts.py:enter",
     "shardcore/measure/hosts.py:machine_id",
     "shardcore/measure/devices.py:product",
     "shardcore/measure/own_core.py:let_network_wait",
     # Lines of our own processes, a command's argument, and a value written and read again.
-    "shardcore/torchrec/moves/agreement.py:_exchange",
+    "shardcore/torchrec/moves/agreement.py:_exchange_votes",
     "shardcore/testing/decisions.py:test_the_ledger_goes_into_the_plan",
     "tasks/console.py:relayed",
     "flows/refresh.py:setting_of",
