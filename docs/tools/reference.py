@@ -72,7 +72,7 @@ RECORDS: dict[str, tuple[str, ...]] = {
     "offers": ("search.decisions.provision:Offers", "search.decisions.provision:Offer"),
     "hot-ids": ("io.hot_ids:_Meta",),
     "row-counts": ("io.row_counts:RowCounts",),
-    "rows-complete": ("torchrec.moves.row_files:_Complete", "torchrec.moves.row_files:_File"),
+    "rows-complete": ("torchrec.moves.row_files:_Manifest", "torchrec.moves.row_files:_File"),
     "replays": ("io.replays:_Body", "io.replays:_Row"),
     "decision": ("plans.decisions:Decision",),
     "job": ("io.job_folder:JobFacts",),

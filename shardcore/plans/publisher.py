@@ -42,7 +42,7 @@ _EARLIER = 12
 """Earlier decisions that a page is handed."""
 
 Page = Callable[[Version, Problem, Explanation, Sequence[Decision], Diff | None, Version | None], str]
-"""Renderer of a plan's page: report.plan_page.page."""
+"""Renderer of a plan's page: report.plan_page.published_version_page."""
 
 
 def _is_place(text: str) -> bool:

@@ -91,7 +91,8 @@ def plot(plan: Plan, problem: Problem, model: CostModel, before: Plan | None = N
 def device_figure(loads: Sequence[DeviceLoad]) -> Figure:
     """Figure with two panels for each load: stacked step parts by device, and memory used."""
     made, of_loads = figure_with_panels((11, 3.4 * len(loads)), len(loads), 2)
-    made.set_layout_engine("none")
+    # The legends are wider than their panels, for which a constrained layout would leave room.
+    made.set_layout_engine(None)
     made.subplots_adjust(0.06, 0.14 / len(loads), 0.99, 1 - 0.08 / len(loads), 0.16, 0.35)
     for load, costs, memory in zip(loads, of_loads[::2], of_loads[1::2], strict=True):
         _draw_step_parts(costs, load, max(max(x.cost.device_ms) for x in loads))

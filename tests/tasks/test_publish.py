@@ -164,7 +164,7 @@ def killed(*_):
 
 @pytest.mark.long
 def test_a_killed_process_is_named_with_what_to_do(mixed_champion, monkeypatch):
-    monkeypatch.setattr(plan_page, "page", killed)
+    monkeypatch.setattr(plan_page, "published_version_page", killed)
     problems = [of_precisions(name, "fp32") for name in ("one", "other")]
     with pytest.raises(
         ShardCoreError,

@@ -171,11 +171,11 @@ def refusals(rank: int, given: Any, folder: str, waits: bool) -> dict[str, str]:
     job.model._moves_tables = False
     groups = len(dist.distributed_c10d._world.pg_map)
     # On all ranks: one that fails alone may break the job's group, in which TorchRec builds.
-    with mock.patch.object(moving._OldCollection, "build", side_effect=OSError("no new shards here")):
+    with mock.patch.object(moving._OldCollection, "build_new_shards", side_effect=OSError("no new shards here")):
         refused("ranks that cannot build")
     if len(dist.distributed_c10d._world.pg_map) != groups:
         found["ranks that cannot build"] = "a process group is left"
-    write = Exchange._write
+    write = Exchange._write_piece
 
     def fail(self: Any, piece: Any, value: torch.Tensor) -> None:
         if rank == 1:
@@ -183,13 +183,13 @@ def refusals(rank: int, given: Any, folder: str, waits: bool) -> dict[str, str]:
         write(self, piece, value)
 
     if waits:
-        with mock.patch.object(Exchange, "_write", fail):
+        with mock.patch.object(Exchange, "_write_piece", fail):
             refused("a rank that fails", config=MoveConfig(piece_mib=2**-10, timeout_s=1))
 
     def alter(self: Any, piece: Any, value: torch.Tensor) -> None:
         write(self, piece, value + 2.0**-10 if rank == 1 and piece.name == "sum" else value)
 
-    with mock.patch.object(Exchange, "_write", alter):
+    with mock.patch.object(Exchange, "_write_piece", alter):
         refused("other rows")
     if waits:
         if rank == 1:

@@ -156,7 +156,7 @@ def test_state_that_does_not_fit_is_refused():
     """Its weights would."""
     on = {"hbm_cap": 16 * GIB}
     planned(in_backward(model((40_000_000,), 128), torch.optim.SGD), **on)
-    with pytest.raises(Infeasible, match="take 38.. GiB with their outputs; its 2 devices may hold 27.2 GiB"):
+    with pytest.raises(Infeasible, match="take 38.. GiB with outputs; its 2 devices may hold 27.2 GiB"):
         planned(in_backward(model((40_000_000,), 128), torch.optim.Adagrad), **on)
 
 
