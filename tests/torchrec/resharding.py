@@ -171,7 +171,9 @@ def refusals(rank: int, given: Any, folder: str, waits: bool) -> dict[str, str]:
     job.model._moves_tables = False
     groups = len(dist.distributed_c10d._world.pg_map)
     # On all ranks: one that fails alone may break the job's group, in which TorchRec builds.
-    with mock.patch.object(moving._OldCollection, "build_new_shards", side_effect=OSError("no new shards here")):
+    with mock.patch.object(
+        moving._OldCollection, "build_new_shards", side_effect=OSError("no new shards here")
+    ):
         refused("ranks that cannot build")
     if len(dist.distributed_c10d._world.pg_map) != groups:
         found["ranks that cannot build"] = "a process group is left"
