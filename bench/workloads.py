@@ -2,9 +2,9 @@
 
     python -m bench.workloads --out rows.jsonl [--inputs FOLDER] [--only WORD] [--seconds 30]
 
-Prints README's table of the rows that the file then has. A run goes on where one before it ended. All costs are
-predicted: of the embeddings' part of a step, by the card's profile. --inputs: the folder with a production list of
-1,935 tables and TorchRec's plan of it (see docs/benchmarks/2026-11-30-workloads.md).
+Prints a table of the rows that the file then has; README shows some of them. A run goes on where one before it ended.
+All costs are predicted: of the embeddings' part of a step, by the card's profile. --inputs: the folder with a
+production list of 1,935 tables and TorchRec's plan of it (see docs/benchmarks/2026-11-30-workloads.md).
 """
 
 from __future__ import annotations
@@ -116,9 +116,9 @@ def costs(problem: Problem, profile: Profile, seconds: float, published: Plan | 
 
 
 def table(found: Sequence[Mapping[str, Any]]) -> str:
-    """README's table: ms of our plans, and costs of others' relative to ours."""
+    """A row for each problem with a plan of ours: its ms, and costs of others' plans relative to it."""
     cells = []
-    for row in found:
+    for row in (row for row in found if row[DEFAULT_SHARDER]):
         ours = row[DEFAULT_SHARDER]
         greedy = min((row[name] for name in BASELINES if row[name]), default=None)
         others = (*(row[arm] for arm in _OTHERS), greedy)

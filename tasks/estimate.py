@@ -42,7 +42,10 @@ def estimate(pool: Path, setting: SettingConfig, config: MeasureConfig, folder: 
 
 
 def line(kind: str, wanted: int, missing: int, devices: int, measured_at: Sequence[float]) -> str:
-    """What is wanted of a kind, and about how long it takes. measured_at: times of the known samples, Unix s."""
+    """A line on one kind of samples: how many are wanted and missing, and about how long these take.
+
+    measured_at: times of the known samples, Unix s.
+    """
     each_s, basis = _each_s(kind, measured_at)
     time = f"; about {duration(missing * each_s)} ({basis})" if missing else ""
     there = wanted - missing

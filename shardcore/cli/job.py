@@ -275,7 +275,7 @@ def follow(args: FollowOptions) -> None:
     known: set[str] = set()
     while True:
         try:
-            lines = _followed(args)
+            lines = _keyed_lines(args)
         except Unreachable as error:  # it may be back at the next look
             if args.once:
                 raise
@@ -289,7 +289,7 @@ def follow(args: FollowOptions) -> None:
         time.sleep(args.seconds)
 
 
-def _followed(args: FollowOptions) -> list[tuple[str, str]]:
+def _keyed_lines(args: FollowOptions) -> list[tuple[str, str]]:
     """Lines about the current plan and each job, each with a key that changes when the line is news."""
     from shardcore.plans import followed, store
     from shardcore.report import follow_report

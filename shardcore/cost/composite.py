@@ -153,10 +153,9 @@ class Composite(CostModel):
         """The sum of quantiles is an upper bound: errors of models rarely add up. Links have no spread."""
         return replace(self, models=tuple(m.at_confidence(confidence) for m in self.models))
 
-    @property
     def launch_ms(self) -> float:
         # An op may have shards of any one precision only.
-        return min(model.launch_ms for model in self.models)
+        return min(model.launch_ms() for model in self.models)
 
     @property
     def exchange_model(self) -> Any:

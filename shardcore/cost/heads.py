@@ -54,7 +54,6 @@ class LinearHead:
 
         return Compiled(compiled.ready(compiled.linear), self.terms[:2].sum(0), self.terms[1:].sum(0))
 
-    @property
     def launch_ms(self) -> float:
         """ms of a launch."""
         return float(self.terms[:2, 0].sum())
@@ -121,7 +120,6 @@ class ContendedHead:
         )
         return Compiled(compiled.ready(compiled.contended), parameters, fetched)
 
-    @property
     def launch_ms(self) -> float:
         """ms of a launch, forward and backward."""
         return float(np.sum(self.weights["launch"]))

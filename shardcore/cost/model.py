@@ -128,15 +128,14 @@ class CostModel(ExchangeLaw, Protocol):
         )
         return Compiled(compiled.ready(compiled.several), parameters, fetched)
 
-    @property
     def launch_ms(self) -> float:
         """ms that any non-empty op takes beside its rates, of the means."""
-        return min(head.launch_ms for head in self.heads)
+        return min(head.launch_ms() for head in self.heads)
 
     def rates(self, least: np.ndarray) -> np.ndarray:
         """[..., F] ms, 0 or more. They do not fall as `least` [..., F] grows.
 
-        head(sums) >= launch_ms + rates · sums, wherever sums >= least, of non-empty ops and a model of means.
+        head(sums) >= launch_ms() + rates · sums, wherever sums >= least, of non-empty ops and a model of means.
         """
         return np.concatenate([head.rates(own) for head, own in self._of_heads(least)], -1)
 

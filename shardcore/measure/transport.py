@@ -77,8 +77,8 @@ class Transport:
         if self.device == "cuda":
             if (there := device_of(self.device).count()) < ranks:
                 raise NoRoom(f"{name}: {ranks} ranks need as many GPUs; here are {there}")
-            # A rehearsal's stand-in has no GPU to choose.
-            work = partial(_on_own_gpu, work) if torch.cuda.is_available() else work
+            # A rehearsal's stand-in for GPUs has its place on the CPU.
+            work = partial(_on_own_gpu, work) if device_of(self.device).place == "cuda" else work
         return local_ranks.run(name, work, ranks, arguments, timeout_s, self.places or None)
 
     def shares_cores(self, ranks: int) -> bool:

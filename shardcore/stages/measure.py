@@ -142,7 +142,7 @@ def tables_with_lookups(pool: Sequence[Table]) -> list[Table]:
     return live
 
 
-def lacking(
+def requests_to_measure(
     wanted: Iterable[tuple[str, Request]], known: Collection[str], again: int = 0
 ) -> Iterator[Request]:
     """Requests without a sample, and the first `again` in any case: repeats show how far timings agree."""
@@ -151,7 +151,7 @@ def lacking(
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a config asks for, in a setting, of a pool, on the devices of a transport."""
+    """The samples that a config asks for, drawn from a pool, in a setting, for the devices of a transport."""
 
     pool: Sequence[Table]
     setting: Setting
@@ -298,14 +298,14 @@ def measure_groups(wanted: Wanted, folder: Path, progress: Any) -> int:
     config, setting, transport = wanted.config, wanted.setting, wanted.transport
     until = time.monotonic() + 60 * (math.inf if config.minutes is None else config.minutes)
     known = dataset.read_ids(folder, "compute")
-    missing: Iterable[ComputeRequest] = lacking(wanted.groups(), known, config.again)
+    missing: Iterable[ComputeRequest] = requests_to_measure(wanted.groups(), known, config.again)
     total = None
     if config.compute_samples is not None:
         missing = list(missing)
         total = len(missing)
         progress.info("%d compute samples wanted, %d of them to measure", config.compute_samples, total)
 
-    def disturbed() -> list[ComputeRequest]:
+    def disturbed_requests() -> list[ComputeRequest]:
         again = dataset.disturbed_ids(folder, config.kernels().tolerance_on(transport.device))
         if not again:
             return []
@@ -313,7 +313,7 @@ def measure_groups(wanted: Wanted, folder: Path, progress: Any) -> int:
             return [r for key, r in wanted.groups() if key in again]
         return [s.request for s in dataset.read_compute(folder, setting) if s.id in again]
 
-    if total == 0 and not disturbed():
+    if total == 0 and not disturbed_requests():
         return 0
     reference = wanted.reference()
     rows = _STATES * max(t.rows for t in tables_with_lookups(wanted.pool))
@@ -330,7 +330,7 @@ def measure_groups(wanted: Wanted, folder: Path, progress: Any) -> int:
         # This makes the folder. The bench has started by now, so no failed start leaves an empty one.
         measured = _Groups(bench, folder, dataset.write_pool(folder, wanted.pool), config.chunk, until)
         done = measured.measure(missing, Tally("compute", total), progress)
-        if time.monotonic() < until and (again := disturbed()):
+        if time.monotonic() < until and (again := disturbed_requests()):
             progress.info("%d samples were disturbed and are measured once more", len(again))
             measured.measure(again, Tally("compute", len(again), again=True), progress)
     return done
@@ -398,7 +398,7 @@ def measure_exchanges(wanted: Wanted, folder: Path, progress: Any) -> int:
         progress.warning(
             "one GPU cannot exchange: no exchanges are measured, and problems need to give their links"
         )
-    requests = list(lacking(wanted.exchanges(), dataset.read_ids(folder, "comm")))
+    requests = list(requests_to_measure(wanted.exchanges(), dataset.read_ids(folder, "comm")))
     if not requests:
         return 0
     tally = Tally("comm", len(requests))

@@ -96,7 +96,7 @@ class CostModelConformance:
         assert (bounding.head(sums) <= model.head(sums) * slack).all()
         rates = bounding.rates(sums[0])
         assert (rates >= 0).all()
-        assert (bounding.launch_ms + sums @ rates <= bounding.head(sums) * slack).all()
+        assert (bounding.launch_ms() + sums @ rates <= bounding.head(sums) * slack).all()
 
     def test_exchanges_are_as_the_model_for_bounds_says(self) -> None:
         """Even exchanges cost no less than the line by which lower bounds price them, and no more than uneven ones."""

@@ -32,7 +32,7 @@ def test_an_op_is_one_launch_and_its_shards_at_their_rates():
     )
     assert model.head(codes.sum(0)) == pytest.approx(0.5 + 2 * (FORWARD + BACKWARD))
     assert model.parts(codes[0]) == pytest.approx([0.4 + FORWARD, 0.1 + BACKWARD, 0.0])
-    assert model.launch_ms == pytest.approx(0.5)
+    assert model.launch_ms() == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("width, deviation", [(4, -1), (8, 0), (16, 1), (32, 1.5)])

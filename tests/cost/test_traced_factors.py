@@ -259,7 +259,7 @@ def test_a_corrected_model_is_a_model_with_its_lineage(model, tmp_path):
 def test_several_precisions_are_corrected_together(model, tmp_path):
     other = dataclasses.replace(model, setting=dataclasses.replace(model.setting, precision="fp16"))
     both = corrected_model(composite.Composite((other, model)), factors_of(2.0))
-    assert [one.launch_ms for one in both.models] == pytest.approx([2 * model.launch_ms] * 2)
+    assert [one.launch_ms() for one in both.models] == pytest.approx([2 * model.launch_ms()] * 2)
     composite.save(both, tmp_path)
     assert composite.load(tmp_path).setting == both.setting
 

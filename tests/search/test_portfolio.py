@@ -288,15 +288,29 @@ def test_a_plan_is_in_parts_as_groups_of_devices_share_them():
     plan = Plan((*cut, column(cold, 0, 0, 32), column(cold, 1, 32)))
     parts = parts_of_plan(plan, problem)
     assert [t.dim for t in parts.problem.tables[:3]] == [12, 28, 24] and len(parts.tables) == 3
-    assert set(parts.joined(parts.split(plan).placements)) == set(plan.placements)
+    assert set(parts.with_whole_tables(parts.split(plan).placements)) == set(plan.placements)
+
+
+def few_huge_tables(hosts: int, batch: int) -> Problem:
+    """HugeCTR's seven tables. The hottest has half of all work."""
+    profile = load_profile("nvidia-h100-sxm")
+    return Problem("few", public_pool("hugectr-7"), profile.topology(hosts, 8), batch)
+
+
+def test_more_than_two_hosts_share_the_parts_of_the_hottest_table():
+    problem = few_huge_tables(6, 49_152)
+    model = load_profile("nvidia-h100-sxm").model().for_problem(problem)
+    plan = portfolio(problem, model, budget=Budget(evals=6_000))
+    check_plan(plan, problem)
+    parts = plan.by_table()["c00"]
+    assert {p.kind for p in parts} == {"host_row"} and len({p.devices for p in parts}) > 2
+    assert sum(p.shard.width for p in parts) == 256
 
 
 @pytest.mark.long
 def test_few_huge_tables_on_many_hosts_cost_no_more_than_in_torchrecs_plan():
-    """The hottest of HugeCTR's seven tables has seven times the work of a host."""
-    profile = load_profile("nvidia-h100-sxm")
-    problem = Problem("few", public_pool("hugectr-7"), profile.topology(14, 8), 57_344)
-    model = profile.model().for_problem(problem)
+    problem = few_huge_tables(14, 57_344)
+    model = load_profile("nvidia-h100-sxm").model().for_problem(problem)
     ours, theirs = (
         cost(SHARDERS[name](problem, model, budget=budget))
         for name, budget in (("portfolio", Budget(evals=100_000)), ("torchrec", Budget(seconds=60)))

@@ -13,9 +13,9 @@ def alone(sample):
 
 def test_what_is_lacking_is_wanted_and_has_no_sample_or_is_asked_for_again():
     wanted = [(key, key.upper()) for key in "abcde"]
-    assert list(run.lacking(wanted, {"a", "b", "d"})) == ["C", "E"]
-    assert list(run.lacking(wanted, {"a", "b", "d"}, again=2)) == ["A", "B", "C", "E"]
-    endless = run.lacking(((str(i), i) for i in itertools.count()), {"0"})
+    assert list(run.requests_to_measure(wanted, {"a", "b", "d"})) == ["C", "E"]
+    assert list(run.requests_to_measure(wanted, {"a", "b", "d"}, again=2)) == ["A", "B", "C", "E"]
+    endless = run.requests_to_measure(((str(i), i) for i in itertools.count()), {"0"})
     assert next(endless) == 1
 
 

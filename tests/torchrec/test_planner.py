@@ -243,7 +243,7 @@ def test_planner_says_what_is_missing():
         "f0; it needs one",
     ):
         planner({**CONSTRAINTS, "a": ParameterConstraints(pooling_factors=[1.0, 2.0])}).plan(MODULE)
-    measured = neural.NeuralModel(MODEL.setting, {"launch": np.ones(2)}, {"ranges": {}})
+    measured = neural.NeuralModel(MODEL.setting, {}, {"ranges": {}})
     with pytest.raises(
         SettingMismatch,
         match="batch_size 16 on 2 devices: global batch 32 was not measured; .* measure with --batch 32",

@@ -89,7 +89,7 @@ class Start:
     @property
     def placements(self) -> tuple[Placement, ...]:
         """The plan as placements of whole tables."""
-        return self.maker.parts.joined(self.space.placements(self.state.held, self.state.group))
+        return self.maker.parts.with_whole_tables(self.space.placements(self.state.held, self.state.group))
 
     @property
     def may_run(self) -> bool:

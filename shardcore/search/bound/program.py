@@ -162,7 +162,7 @@ class Program:
             # Any op has a launch.
             self.rooms += [
                 _Room(
-                    _COMPUTE, options["alone_ms"], on, devices, lambda ms, s=speed: s * ms - model.launch_ms
+                    _COMPUTE, options["alone_ms"], on, devices, lambda ms, s=speed: s * ms - model.launch_ms()
                 ),
                 _Room(_NO_PART, options["resident"], on, devices, lambda ms, most=most: most),
             ]
@@ -215,7 +215,7 @@ class Program:
         whole = self.options["part"] == 1
         work_ms = sum(self.options[name][whole].sum() for name in ("alone_ms", "mean_ms", "id_ms"))
         # All tables on the slowest device: a time that hardly limits what fits.
-        top = (work_ms + self.latency_ms.sum()) / self.speed.min() + self.model.launch_ms
+        top = (work_ms + self.latency_ms.sum()) / self.speed.min() + self.model.launch_ms()
         low, high, rest = 0.0, np.inf, dict[Part, float]()
         even_ms = value = self._value(top, rest)
         for _ in range(_TOPS):
@@ -315,7 +315,7 @@ class Program:
         most_ms: float,
     ) -> None:
         """Ops take the ms of their shards and launches. most_ms: of a device's ops."""
-        launch_ms = self.model.launch_ms
+        launch_ms = self.model.launch_ms()
         for (r, c), column in np.ndenumerate(compute):
             at, most = np.flatnonzero(options["run"] == r), most_ms * self.speed[c] - launch_ms
             if most <= 0:

@@ -41,16 +41,18 @@ class ColumnParts:
             if p.shard.table.name in self.tables
         }
         return len(kinds) == len({whole for whole, _ in kinds}) and equally_wide(
-            [tuple(p.shard for p in self.joined(placements))]
+            [tuple(p.shard for p in self.with_whole_tables(placements))]
         )
 
-    def joined(self, placements: Iterable[Placement]) -> tuple[Placement, ...]:
+    def with_whole_tables(self, placements: Iterable[Placement]) -> tuple[Placement, ...]:
         """The placements with whole tables in place of parts."""
         return consolidate(
             moved
             for p in placements
             for moved in (
-                _moved(p, *self.tables[p.shard.table.name]) if p.shard.table.name in self.tables else [p]
+                _placement_in(p, *self.tables[p.shard.table.name])
+                if p.shard.table.name in self.tables
+                else [p]
             )
         )
 
@@ -64,7 +66,7 @@ class ColumnParts:
             moved
             for p in plan.placements
             for part, columns in parts.get(p.shard.table.name, [(p.shard.table, 0)])
-            for moved in _moved(p, part, columns)
+            for moved in _placement_in(p, part, columns)
         )
         return replace(plan, placements=tuple(placements))
 
@@ -121,12 +123,12 @@ def parts_of_plan(plan: Plan, problem: Problem) -> ColumnParts:
     plan: of the problem's tables.
     """
     cuts: dict[str, list[int]] = {}
-    for table in problem.tables:
-        placements = plan.by_table().get(table.name, ())
+    for name, placements in plan.by_table().items():
+        table = placements[0].shard.table
         shared = any(layout_of(p.kind).divides_rows and p.kind in _CUT for p in placements)
         columns = sorted({p.shard.col_lo for p in placements} - {0})
         if shared and may_cut(table, problem) and all(c % problem.unit_width(table) == 0 for c in columns):
-            cuts[table.name] = columns
+            cuts[name] = columns
     return in_parts(problem, cuts)
 
 
@@ -134,8 +136,8 @@ def _part_name(table: Table, low: int, high: int) -> str:
     return f"{table.name}[{low}:{high}]"
 
 
-def _moved(placement: Placement, table: Table, columns: int) -> list[Placement]:
-    """A placement with its shard in another table, so many columns further. Empty if that has none of them."""
+def _placement_in(placement: Placement, table: Table, columns: int) -> list[Placement]:
+    """The placement of another table's columns: its shard moved by so many. Empty if the table has none of them."""
     shard = placement.shard
     low, high = max(0, shard.col_lo + columns), min(table.dim, shard.col_hi + columns)
     if low >= high:

@@ -249,7 +249,7 @@ class _MoveTrial:
 
 
 def _amounts(moved: Moved) -> dict[str, Any]:
-    """What a move took, as fields of a JobEvent."""
+    """Tables, bytes and pause of a move, as fields of a JobEvent."""
     return {"tables": len(moved.tables), "bytes": dict(moved.bytes), "pause_s": moved.pause_s}
 
 

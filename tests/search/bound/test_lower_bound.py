@@ -324,7 +324,7 @@ def test_the_properties_that_models_declare_hold(made):
         groups = groups @ codes
         for few, more in zip(groups[:, 0], groups.sum(1), strict=True):
             assert (model.rates(few) <= model.rates(more)).all()
-            assert model.head(more) >= (model.launch_ms + model.rates(few) @ more) * (1 - 1e-12)
+            assert model.head(more) >= (model.launch_ms() + model.rates(few) @ more) * (1 - 1e-12)
         for topology in topologies:
             assert even_is_least(model, topology)
             assert has_equal_transfers(model, topology) == (bool(topology.links) or model_is_linear)

@@ -181,18 +181,18 @@ def test_lines_are_below_all_ops(model):
     rng, run = np.random.default_rng(0), run_of(model)
     curve, whole = curve_of(run, model), run.codes[run.part == 1]
     most_ms = float(model.head(whole.sum(0)[None])[0])
-    lines = curve.lines_below(most_ms, model.launch_ms)
+    lines = curve.lines_below(most_ms, model.launch_ms())
     near = []
     for _ in range(300):
         tables = rng.permutation(8)[: rng.integers(1, 9)]
         op = [int(rng.choice(np.flatnonzero(run.item == t))) for t in tables]
         ms = float(model.head(run.codes[op].sum(0)[None])[0])
-        if ms - model.launch_ms <= most_ms:
+        if ms - model.launch_ms() <= most_ms:
             below = max(slope * curve.load[op].sum() + once for slope, once in lines)
             assert below <= ms * (1 + 1e-9)
             near.append(below / ms)
     assert max(near) > 0.8
-    assert curve.lines_below(0.0, model.launch_ms) == []
+    assert curve.lines_below(0.0, model.launch_ms()) == []
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_no_op_takes_less_than_its_load_does(made):
         for _ in range(300):
             tables = rng.permutation(8)[: rng.integers(1, 9)]
             op = [int(rng.choice(np.flatnonzero(run.item == t))) for t in tables]
-            ms = float(model.head(run.codes[op].sum(0)[None])[0]) - model.launch_ms
+            ms = float(model.head(run.codes[op].sum(0)[None])[0]) - model.launch_ms()
             load = curve.load[op].sum()
             slowdown = curve.slowdown[np.searchsorted(curve.ends, load, side="right") - 1]
             assert slowdown * load <= ms * (1 + 1e-9)
