@@ -236,7 +236,7 @@ def measure(out: Path, box: hosts.Box, n: int, batch: int, seed: int) -> None:
         return emulated_request(i, (box.hosts, box.ranks_per_host), batch, box.links, seed)
 
     wanted = different(draw, lambda request: dataset.comm_id(setting, request), n)
-    missing = list(run.lacking(wanted, dataset.read_ids(out, "comm")))
+    missing = list(run.requests_to_measure(wanted, dataset.read_ids(out, "comm")))
     config = collectives.CollectiveConfig()
     # Ranks share cores, also while they start.
     config = replace(config, timeout_s=config.timeout_s * math.ceil(box.ranks / (os.cpu_count() or 1)))

@@ -2,8 +2,8 @@
 
     python -m bench.pages INPUTS --model MODEL [--pictures FOLDER]
 
-INPUTS is as for bench.published_plans, whose production list has 1,935 tables on 96 devices, with TorchRec's
-published plan. Times are of headless Chromium, the median of five; of moves, one run.
+INPUTS is as for bench.workloads: its production list has 1,935 tables on 96 devices, and TorchRec's published plan.
+Times are of headless Chromium, the median of five; of moves, one run.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from bench import published_plans
+from bench import workloads
 from docs.tools.screenshots import Browser, Page, browser
 from shardcore import report
 from shardcore.core.types import Plan, Problem
 from shardcore.cost import neural
 from shardcore.cost.model import CostModel, price_plan
-from shardcore.cost.profile import load_profile
 from shardcore.io import files
 from shardcore.plans.decisions import Version
 from shardcore.plans.what_if import what_if
@@ -30,7 +29,7 @@ from shardcore.report import plan_page
 from shardcore.search import DEFAULT_SHARDER, SHARDERS, Budget
 
 EVALS = 2000
-_FROM_LISTS = ("mlperf-8", "merlin-medium-16", "production-96")
+_LISTS = ("mlperf-dlrm-dcnv2-8-", "merlin-medium-16-")
 _ACTS = {
     "filter": "const f = document.getElementById('filter'); f.value = '_1' + i; f.dispatchEvent(new Event('input'))",
     "show all again": "const f = document.getElementById('filter'); f.value = ''; f.dispatchEvent(new Event('input'))",
@@ -44,10 +43,11 @@ _ACTS = {
 
 def plans(inputs: Path, folder: Path | None) -> Iterator[tuple[Problem, Plan, CostModel, str]]:
     """Problems with a plan, a model, and its name."""
-    profile = load_profile(published_plans.H100)
-    for problem, theirs in published_plans.problems(inputs, profile):
-        if problem.name in _FROM_LISTS:
-            yield problem, *_planned(problem, theirs, profile.model()), "a profile"
+    for problem, profile in workloads.workloads():
+        if problem.name.startswith(_LISTS):
+            yield problem, *_planned(problem, None, profile.model()), "a profile"
+    problem, profile, theirs = workloads.production(inputs)
+    yield problem, *_planned(problem, theirs, profile.model()), "a profile"
     if folder:
         for path in sorted(Path("problems").glob("pool-7-0[01].json")):
             problem = files.read_problem(path)
@@ -106,7 +106,7 @@ def main() -> None:
             times.append(
                 (problem.name, size, name, moves, f"{page.stat().st_size / 1e3:,.0f}", f"{load:.0f}", *took)
             )
-            if args.pictures and problem.name == _FROM_LISTS[-1]:
+            if args.pictures and problem.name.startswith("production"):
                 for scheme in ("light", "dark"):
                     opened(page, chrome, scheme)("document.querySelector('#tables-body tr').click()")
                     shot = chrome.call("Page.captureScreenshot", format="png")["data"]

@@ -69,7 +69,7 @@ def publish_plans(
     here = wanted.of_dataset_or_local(paths.MEASUREMENTS).hardware
     publisher_of = cache(lambda hardware: _publisher(client, hardware, profile, plans, config))
     by, _ = publisher_of(here)
-    rows, failures = dict[int, list[Any]](), dict[int, str]()  # by number of the problem
+    rows, failures = dict[int, tuple[Any, ...]](), dict[int, str]()  # by number of the problem
     unreached, items = list[str](), dict[int, tuple[Publisher, Problem]]()
     under: dict[str, list[str]] = {}  # names of problems, by the profile that prices them
     work = console.Work("problems", len(problems))

@@ -182,6 +182,17 @@ def test_the_run_of_a_change_is_asked_for_once_and_again_where_it_failed(project
         api.delete_flow_run(run.id)
 
 
+def test_a_run_that_ends_after_the_state_was_read_is_not_asked_for_again(project, api):
+    state, there = publish_claim.PublishState("m", "7", "6", 13.5), len(runs(api, "publish"))
+    watch.publish_once(state, LATER)
+    [run] = [r for r in runs(api, "publish") if not r.state.is_final()]
+    api.set_flow_run_state(run.id, Completed(), force=True)
+    ended = api.read_flow_run(run.id).state.timestamp.timestamp()
+    assert "another one follows" in watch.publish_once(state, ended - 0.5)
+    assert len(runs(api, "publish")) == there + 1
+    api.delete_flow_run(run.id)
+
+
 # --- who changes the champion: one run for each change ------------------------------------------------------
 
 
