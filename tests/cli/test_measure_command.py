@@ -56,7 +56,7 @@ def test_what_cannot_be_is_one_line_before_anything_starts(
     [
         ("--exchanges", "1000000000000", "0 to 1,000,000"),
         ("--steps", "1000000000000", "0 to 1,000,000"),
-        ("--ranks", "1000000", "1 to 1,024"),
+        ("--ranks", "1000000", "0 to 1,024"),
         ("--hang-s", "1e12", "0.001 to 1,000,000"),
         ("--max-repeats", "1000000000000", "1 to 1,000,000"),
         ("--max-shards", "1000000000000", "1 to 65,536"),
@@ -141,9 +141,9 @@ def test_it_says_what_is_missing_measures_it_and_has_it(command, live, folder, c
     assert main([*command, *wanted, "--dry-run"]) == 0
     output = capsys.readouterr().out
     assert output == (
-        "groups: 6 of 6 are missing, about 1 s at the usual rate of two CPU cores\n"
-        "exchanges: 2 of 2 are missing, about 1 s at the usual rate of two CPU cores\n"
-        "steps of plans: 2 of 2 are missing, about 4 s at the usual rate of two CPU cores\n"
+        "groups: 6 of 6 are missing, 1 devices, about 1 s at the usual rate of two CPU cores\n"
+        "exchanges: 2 of 2 are missing, 2 devices, about 1 s at the usual rate of two CPU cores\n"
+        "steps of plans: 2 of 2 are missing, 2 devices, about 4 s at the usual rate of two CPU cores\n"
     )
     assert not folder.exists()
     assert main([*command, *wanted]) == 0
@@ -286,7 +286,7 @@ def test_killed_and_resumed_it_has_every_sample_once(started, command, live, fol
     wait_for(run, "^groups: (8|9|1[0-9]) of")  # a part was written
     run.kill()
     run.communicate(timeout=60)  # its measuring process sees that it is alone
-    kept, disturbed = dataset.read_ids(folder, "compute"), dataset.disturbed_ids(folder, 0.9)
+    kept = dataset.read_ids(folder, "compute")
     assert kept
     unfinished = folder / ".compute-cut-short.parquet.1.tmp"
     unfinished.write_bytes(b"half")
@@ -297,6 +297,7 @@ def test_killed_and_resumed_it_has_every_sample_once(started, command, live, fol
     samples, repeats = dataset.read_compute(folder), dataset.repeated(dataset.read_timings(folder))
     assert kept <= {s.id for s in samples} and len(samples) == 31  # with the reference op
     assert not list(folder.glob(".*.tmp"))
-    reference = reference_request(live, SETTING, SHAPE)
-    # no other was measured twice
-    assert {s[0].id for s in repeats} <= disturbed | {dataset.compute_id(SETTING, reference)}
+    reference = dataset.compute_id(SETTING, reference_request(live, SETTING, SHAPE))
+    # Others were measured twice only if they were disturbed, which half may be on a busy machine.
+    twice = [sorted(each, key=lambda s: s.measured_at) for each in repeats if each[0].id != reference]
+    assert all(len(each) == 2 and each[0].relative_ci > 2 * 0.9 for each in twice)
