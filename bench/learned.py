@@ -40,9 +40,9 @@ from shardcore.search import SHARDERS, Budget, sharder
 from shardcore.search.greedy import ORDERS
 from shardcore.search.learned.policy import NETS, Policy, read_policy, write_policy
 from shardcore.search.learned.training import PolicyConfig, train
+from shardcore.stages import evaluate
 from shardcore.tables.generate import generate_pool
 from shardcore.tables.held_out import is_held_out
-from tasks import evaluate
 
 TRAIN, VALIDATION, SEED = 60, 15, 2026
 FEW, CUTS_MANY = 8, "dreamshard_direct"

@@ -42,9 +42,9 @@ from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
 from shardcore.search import SHARDERS, Budget, greedy
 from shardcore.search.bound.lower_bound import bound
 from shardcore.search.portfolio import annealing as anneal
+from shardcore.stages import evaluate
 from shardcore.step.lower import lower
 from shardcore.tables.generate import generate_pool
-from tasks import evaluate
 
 EVALS = (2_000, 20_000, 200_000)
 

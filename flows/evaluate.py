@@ -1,30 +1,46 @@
 """evaluate: judge models on held-out samples, sharders on held-out problems, and both by replays of plans."""
 
-import argparse
-from contextlib import nullcontext
+from __future__ import annotations
 
-from prefect import flow, get_run_logger
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+from prefect import flow, get_run_logger, task
+
+from flows import program
+from shardcore.cost import neural
 from shardcore.cost.accuracy import summary
 from shardcore.cost.replay_metrics import verdict
-from tasks import console, params, paths, services
-from tasks.evaluate import EvaluateConfig, compare_sharders, evaluate_model, replay_plans, write_metrics
+from shardcore.io import files
+from shardcore.stages import evaluate as stage
+from shardcore.stages.evaluate import Candidate, EvaluateConfig
+from tasks import console, params, paths
+from tasks.progress import RunProgress
 from tasks.ray_cluster import ray_cluster
+from tasks.ray_transport import RayTransport
+
+
+@contextmanager
+def ray_transport() -> Iterator[RayTransport]:
+    """A transport on a cluster, to which the process is connected meanwhile."""
+    with ray_cluster(), RayTransport() as transport:
+        yield transport
+
+
+@task(task_run_name="evaluate")
+def evaluate_model(config: EvaluateConfig) -> dict[str, dict[str, float]]:
+    """Evaluate the trained model. Returns the figures of each section."""
+    model, pool = neural.load(paths.MODEL), files.read_pool(paths.POOL)
+    candidate = Candidate(model, pool, paths.MEASUREMENTS, config, RunProgress())
+    return stage.evaluate(candidate, paths.EVALUATION, ray_transport)
 
 
 @flow(name="evaluate")
 def evaluate() -> None:
-    config = params.section("evaluate", EvaluateConfig)
-    accuracy = evaluate_model(paths.MODEL, paths.MEASUREMENTS, paths.EVALUATION)
-    sharders = compare_sharders(paths.MODEL, paths.POOL, config, paths.EVALUATION)
-    # Only replays need devices.
-    with ray_cluster() if config.replay_problems else nullcontext():
-        replayed = replay_plans(paths.MODEL, paths.POOL, paths.MEASUREMENTS, config, paths.REPLAYS)
-    write_metrics(paths.EVALUATION, accuracy, sharders, replayed)
-    steps = f"; replayed plans: {verdict(replayed)}" if replayed else ""
-    get_run_logger().info("%s%s", summary(accuracy), steps, extra=console.RESULT)
+    found = evaluate_model(params.section("evaluate", EvaluateConfig))
+    steps = f"; replayed plans: {verdict(found['replays'])}" if "replays" in found else ""
+    get_run_logger().info("%s%s", summary(found["accuracy"]), steps, extra=console.RESULT)
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(prog="python -m flows.evaluate", description=__doc__).parse_args()
-    services.run_flow(evaluate)
+    program.run(evaluate)

@@ -1,18 +1,259 @@
 """job: correct the champion by a running job's new traces; the gate and publishing follow."""
 
-import argparse
-import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from prefect import flow
+import mlflow
+from mlflow.entities import Metric
+from prefect import flow, get_run_logger, task
 
+from flows import program
+from shardcore.core.errors import ShardCoreError
+from shardcore.cost import composite, traced_factors, traced_training
+from shardcore.cost.model import total_ms
+from shardcore.cost.profile import write_profile
+from shardcore.cost.profile_model import ProfileModel
+from shardcore.cost.traced_training import Corrected
+from shardcore.io import files, job_folder, traced_samples, writing
 from shardcore.io.model_files import model_folders
-from tasks import console, params, paths, services
+from shardcore.io.traced_samples import TracedSample
+from shardcore.plans import traced_job
+from shardcore.plans.traced_job import CheckedJob, ReadJob
+from shardcore.report import job_page, job_report
+from shardcore.report.job_page import JobRecord
+from shardcore.step.lower import lower
+from tasks import params, paths, registry
 from tasks.artifacts import create_markdown_artifact
-from tasks.job import keep_problem, log_steps, profile_of, read_traces
+from tasks.pricing import Pricing, pricing
 from tasks.promote import PromoteConfig, promote_model
 from tasks.publish import PublishConfig, publish_plans
 from tasks.setting import SettingConfig
+
+JOB_TAG = "shardcore.job"
+MEASURED = "measured_ms"
+"""Metric of each step that was read. It is logged last."""
+LEAST_GAIN = 1.0
+"""Least gain of a correction, in points of error on held-out traces. Publishing all plans anew has to be worth it."""
+MOST_STEPS = 8
+"""Newest traced steps that correct a model. Older ones do not, as a job changes over weeks."""
+_FACTOR = "factor_"
+"""Prefix of the metrics of factors."""
+MODEL, PROFILE_JSON, PROBLEM_JSON, PAGE = "model", "profile.json", "problem.json", "job.html"
+
+
+@dataclass(frozen=True)
+class JobSteps:
+    """Steps of a job that were read.
+
+    measured_ms: measured time by number of the step.
+    lines: a line for each step, and one about the correction.
+    challenger: folder of a corrected model for the gate. None: the champion stays.
+    """
+
+    measured_ms: Mapping[int, float]
+    lines: tuple[str, ...]
+    challenger: Path | None = None
+
+
+@task(task_run_name="read-traces")
+@registry.plain_errors()
+def read_traces(folder: Path, out: Path, wanted: SettingConfig, traced: Path = paths.TRACED) -> JobSteps:
+    """Read the steps of a job that no run has read, and correct the champion by all known steps.
+
+    The steps are added to a dataset of traced steps. The corrected model is written to `out`, or without a champion the
+    corrected profile. A profile that the correction does not improve is written as it is.
+
+    Raises ShardCoreError for a folder without traced steps, and if none of them can be read.
+    """
+    logger, client = get_run_logger(), registry.connect()
+    steps = job_folder.traced_steps(folder)
+    if not steps:
+        raise ShardCoreError(f"{folder} has no traced step of all ranks; ShardCoreProfiler writes them there")
+    name = folder.resolve().name
+    by = pricing(client, wanted.of_dataset_or_local(paths.MEASUREMENTS).hardware)
+    new: dict[int, tuple[ReadJob, CheckedJob]] = {}
+    errors = []
+    with registry.run(run_id=_run_of(folder), run_name=f"job-{name}") as run:
+        mlflow.set_tags({"stage": "job", JOB_TAG: str(folder.resolve()), "model": by.name})
+        known = {m.step for m in client.get_metric_history(run.info.run_id, MEASURED)}
+        for step in steps:
+            if (number := job_folder.step_number(step)) in known:
+                continue
+            try:
+                job = traced_job.read(step)
+                new[number] = job, traced_job.check(job, by.model)
+            except ShardCoreError as error:  # a damaged step must not hide the others
+                errors.append(f"{step.name}: {error}")
+                logger.warning("%s", errors[-1])
+        if not new:
+            if errors:
+                raise ShardCoreError(errors[0])
+            return JobSteps({}, (f"{folder}: no new traced step",))
+        for job, _ in new.values():
+            traced_samples.append(traced, traced_job.sample(job, by.model.setting.hardware))
+        lines = [
+            _log(
+                client,
+                job_folder.step_folder(folder, number),
+                by,
+                _predicted_ms(out, by, checked),
+                job,
+                checked,
+            )
+            for number, (job, checked) in new.items()
+        ]
+    corrected = traced_training.correct(by.model, _samples(by.model, name, traced))
+    lines.append(corrected.words)
+    for line in lines:
+        logger.info("%s", line)
+    measured_ms = {number: job.total_ms for number, (job, _) in new.items()}
+    return JobSteps(measured_ms, tuple(lines), _keep(out, by, corrected))
+
+
+def _samples(model: object, name: str, traced: Path) -> list[TracedSample]:
+    """The newest samples of a job, oldest first."""
+    samples = [s for s in traced_samples.read_all([traced]) if s.job == name]
+    return [s for s in samples if traced_training.is_for(model, s)][-MOST_STEPS:]
+
+
+def _keep(out: Path, by: Pricing, corrected: Corrected) -> Path | None:
+    """Write the corrected model. Returns its folder if the gate should judge it."""
+    if isinstance(corrected.model, ProfileModel):
+        write_profile(out / PROFILE_JSON, corrected.model.profile)
+        return None
+    if corrected.gain < LEAST_GAIN:
+        return None
+    composite.save(corrected.model, out / MODEL)
+    return out / MODEL
+
+
+def _run_of(folder: Path) -> str | None:
+    """The run of a job's folder. None if there is none yet."""
+    wanted = str(folder.resolve()).replace("'", "\\'")
+    runs = mlflow.search_runs(
+        filter_string=f"tags.`{JOB_TAG}` = '{wanted}'", max_results=1, output_format="list"
+    )
+    return runs[0].info.run_id if runs else None
+
+
+def _log(
+    client: mlflow.MlflowClient,
+    step: Path,
+    by: Pricing,
+    predicted_ms: float,
+    job: ReadJob,
+    checked: CheckedJob,
+) -> str:
+    """Log a step in the active run. Returns a line for people."""
+    metrics = {
+        "predicted_ms": predicted_ms,
+        "around_ms": checked.correction.around_ms,
+        "named_share": min(rank.named_share for step in job.traced.steps for rank in step.ranks),
+        **{
+            f"{_FACTOR}{q.words.replace(' ', '_').replace(',', '')}": f.value
+            for q, f in checked.correction.factors.items()
+            if f.units
+        },
+    }
+    if by.champion:
+        metrics["model_version"] = float(by.version)
+    _log_metrics(client, metrics, job_folder.step_number(step), _at_ms(step))
+    mlflow.log_text(job_report.traced_step_text(job.traced), f"{job.name}/parts.txt")
+    mlflow.log_dict(dict(checked.correction.document()), f"{job.name}/correction.json")
+    headline = job_report.step_headline(job.total_ms, predicted_ms, checked.interval_ms)
+    return f"{job.name}: {headline}. {job_report.bottleneck_sentence(job.traced.steps[-1])}"
+
+
+def _predicted_ms(out: Path, by: Pricing, checked: CheckedJob) -> float:
+    """ms of a step, predicted by the model and the dense part of earlier steps. The first step shows its own."""
+    if not (out / PROBLEM_JSON).exists():
+        return checked.before.cost.total_ms
+    around_ms = files.read_problem(out / PROBLEM_JSON).job.dense_ms
+    problem = traced_factors.with_around(checked.problem, around_ms)
+    return total_ms(lower(checked.after.plan, problem, fits=False), by.model.for_problem(problem))
+
+
+@task(task_run_name="keep-problem")
+@registry.plain_errors()
+def keep_problem(folder: Path, out: Path, wanted: SettingConfig, traced: Path = paths.TRACED) -> Path:
+    """Write the job's problem. Its dense part is the time of its newest step that the champion does not predict.
+
+    Call it after the gate, which may have changed the champion. Returns the file.
+    """
+    client, name = registry.connect(), folder.resolve().name
+    by = pricing(client, wanted.of_dataset_or_local(paths.MEASUREMENTS).hardware, profile_of(out))
+    samples = _samples(by.model, name, traced)
+    if not samples:  # the champion has changed meanwhile
+        raise ShardCoreError(f"{by.words} is not for the setting of {name}'s traced steps in {traced}")
+    problem = traced_training.job_problem(by.model, samples[-1])
+    files.write_problem(out / PROBLEM_JSON, replace(problem, name=name))
+    return out / PROBLEM_JSON
+
+
+def profile_of(out: Path) -> Path | None:
+    """The file of a job's corrected profile. None if there is none."""
+    return out / PROFILE_JSON if (out / PROFILE_JSON).exists() else None
+
+
+@task(task_run_name="log-steps")
+@registry.plain_errors()
+def log_steps(folder: Path, out: Path, steps: JobSteps, notes: Sequence[str]) -> Path:
+    """Log steps as read, and write the job's page, which is also logged. Returns the page's file.
+
+    Call it last: until then a rerun reads the steps again.
+    """
+    client, name = registry.connect(), folder.resolve().name
+    with registry.run(run_id=_run_of(folder), run_name=f"job-{name}") as run:
+        for number, ms in steps.measured_ms.items():
+            at_ms = _at_ms(job_folder.step_folder(folder, number))
+            _log_metrics(client, {MEASURED: ms}, number, at_ms)
+        page = job_page.traced_job_page(name, records(client, run.info.run_id), notes)
+        mlflow.log_text(page, PAGE)
+        mlflow.set_tag("mlflow.note.content", "\n\n".join(notes))
+    writing.write_atomic(out / PAGE, page.encode())
+    return out / PAGE
+
+
+def records(client: mlflow.MlflowClient, run_id: str) -> list[JobRecord]:
+    """The steps of a job's run. A step that was read twice counts once."""
+    # If a step was logged several times, the last time counts.
+    history = {
+        name: {m.step: m for m in client.get_metric_history(run_id, name)}
+        for name in client.get_run(run_id).data.metrics
+    }
+
+    def value(name: str, step: int) -> float:
+        return history[name][step].value if step in history.get(name, {}) else float("nan")
+
+    return [
+        JobRecord(
+            step,
+            measured.timestamp / 1000,
+            measured.value,
+            value("predicted_ms", step),
+            value("around_ms", step),
+            value("named_share", step),
+            f"{value('model_version', step):.0f}" if step in history.get("model_version", {}) else "",
+            {
+                name.removeprefix(_FACTOR).replace("_", " "): found[step].value
+                for name, found in history.items()
+                if name.startswith(_FACTOR) and step in found
+            },
+        )
+        for step, measured in sorted(history.get(MEASURED, {}).items())
+    ]
+
+
+def _at_ms(step: Path) -> int:
+    """Time at which a step was traced, Unix ms."""
+    return int(1000 * (step / job_folder.JOB_JSON).stat().st_mtime)
+
+
+def _log_metrics(client: mlflow.MlflowClient, metrics: Mapping[str, float], step: int, at_ms: int) -> None:
+    run = mlflow.active_run()
+    assert run is not None
+    client.log_batch(run.info.run_id, [Metric(k, v, at_ms, step) for k, v in metrics.items()])
 
 
 @flow(name="job")
@@ -38,7 +279,7 @@ def job(folder: str, out: str | None = None, plans: str | None = None, approve: 
     if steps.challenger:
         config = params.section("promote", PromoteConfig)
         model, *others = model_folders(steps.challenger)
-        config = dataclasses.replace(config, also=tuple(map(str, others)) or config.also)
+        config = replace(config, also=tuple(map(str, others)) or config.also)
         lines.append(promote_model(model, paths.MEASUREMENTS, config, approve).reason)
     problem = keep_problem(of_job, where, setting)
     if plans:
@@ -50,25 +291,5 @@ def job(folder: str, out: str | None = None, plans: str | None = None, approve: 
     return text
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m flows.job", description=__doc__)
-    parser.add_argument("folder", metavar="FOLDER", help="folder of ShardCoreProfiler")
-    parser.add_argument(
-        "--out",
-        metavar="FOLDER",
-        help="folder for the corrected model, the problem and the page; default: data/jobs/NAME",
-    )
-    parser.add_argument("--plans", metavar="PLANS", help="publish a plan for the job there")
-    parser.add_argument(
-        "--approve",
-        action="store_true",
-        help="approve a model that passes, if promote.approval asks for a person",
-    )
-    args = parser.parse_args()
-    services.run_flow(
-        lambda: console.show("text", f"\n{job(args.folder, args.out, args.plans, args.approve)}")
-    )
-
-
 if __name__ == "__main__":
-    main()
+    program.run(job, shows_result=True)

@@ -1,15 +1,99 @@
-"""measure: measure the samples that the dataset lacks, on the devices of the Ray cluster."""
+"""measure: measure the samples that the dataset lacks, on the devices of the Ray cluster.
+
+The progress is also a Prefect artifact, and Ray metrics. Ray serves these for Prometheus at the metrics port of the
+flow's node, and adds the prefix "ray_" to their names. Label `run` is the flow run's name. monitoring/grafana.json
+shows them.
+"""
+
+from __future__ import annotations
 
 import argparse
+from pathlib import Path
+from typing import Any
 
-from prefect import flow, get_run_logger
+from prefect import flow, get_run_logger, task
+from prefect.runtime import flow_run
+from ray.util.metrics import Counter, Gauge
 
-from shardcore.stages.measure import MeasureConfig
+from shardcore.io import files
+from shardcore.measure.tally import Tally
+from shardcore.stages import measure as run
+from shardcore.stages.measure import Wanted, estimate
+from shardcore.stages.measure_config import MeasureConfig
 from tasks import console, params, paths, services
-from tasks.estimate import estimate
-from tasks.measure import measure_lacking
+from tasks.artifacts import create_progress_artifact, update_progress_artifact
+from tasks.progress import RunProgress
 from tasks.ray_cluster import ray_cluster
+from tasks.ray_transport import RayTransport
 from tasks.setting import SettingConfig
+
+_EVERY_S = 5.0
+_OF_RUN, _OF_DEVICE = ("run", "kind"), ("run", "kind", "device")
+
+
+class MeasureProgress(RunProgress):
+    """The progress of a flow run that measures."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tally: Tally | None = None
+        self._artifact: Any = None
+        self._shown_s = 0.0
+        self._counted: dict[str, int] = {}
+
+        def gauge(name: str, text: str, tags: tuple[str, ...] = _OF_RUN) -> Gauge:
+            return Gauge(f"shardcore_measure_{name}", text, tag_keys=tags)
+
+        self._samples = Counter(
+            "shardcore_measure_samples_total", "Samples measured or failed", tag_keys=_OF_DEVICE
+        )
+        self._kernel_share = gauge("kernel_share", "Share of a device's time in kernels", _OF_DEVICE)
+        self._wanted = gauge("wanted", "Samples that the run has to measure")
+        self._rate = gauge("samples_per_s", "Samples a second, all devices together")
+        self._left_s = gauge("left_s", "Estimated seconds to the end")
+
+    def show(self, tally: Tally) -> None:
+        """Show the progress. Every few seconds, and at the end, also log and publish it."""
+        if tally is not self._tally:
+            self._begin(tally)
+        super().show(tally)
+        tags = {"run": flow_run.name or "", "kind": tally.kind}
+        for device, samples in tally.by_device.items():
+            if new := samples - self._counted.get(device, 0):
+                self._samples.inc(new, {**tags, "device": device})
+        self._counted = dict(tally.by_device)
+        for device, share in tally.kernel_shares.items():
+            self._kernel_share.set(share, {**tags, "device": device})
+        if tally.elapsed_s - self._shown_s < _EVERY_S and tally.done != tally.total:
+            return
+        self._shown_s = tally.elapsed_s
+        self.info("%s", tally.line)
+        update_progress_artifact(self._artifact, 100.0 * tally.share, description=tally.line)
+        # All are set each time, as Ray forgets a gauge that was not set for 20 s.
+        self._wanted.set(tally.total or 0, tags)
+        self._rate.set(tally.rate, tags)
+        if tally.left_s is not None:
+            self._left_s.set(tally.left_s, tags)
+
+    def _begin(self, tally: Tally) -> None:
+        self._tally, self._shown_s, self._counted = tally, 0.0, {}
+        self._artifact = create_progress_artifact(
+            0.0, key=f"measure-{tally.kind}", description=f"{tally.total} {tally.kind} samples"
+        )
+
+
+@task(task_run_name="measure")
+def measure_lacking(
+    pool: Path, setting: SettingConfig, config: MeasureConfig, folder: Path
+) -> dict[str, int]:
+    """Measure the samples that the dataset lacks, on the devices of the connected cluster.
+
+    Returns the number of samples of each kind that were lacking.
+    """
+    with RayTransport() as transport:
+        wanted = Wanted(files.read_pool(pool), setting.setting(transport.hardware), config, transport)
+        get_run_logger().info("setting: %s", wanted.setting)
+        return run.measure(wanted, folder, MeasureProgress())
 
 
 def given() -> tuple[SettingConfig, MeasureConfig]:
@@ -28,8 +112,11 @@ def measure() -> None:
 
 def dry_run() -> None:
     setting, config = given()
-    with ray_cluster():
-        for line in estimate(paths.POOL, setting, config, paths.MEASUREMENTS):
+    with ray_cluster(), RayTransport() as transport:
+        # Without a device, the hardware is the dataset's, or else this machine's.
+        at_hand = setting.of_dataset_or_local(paths.MEASUREMENTS)
+        wanted = Wanted(files.read_pool(paths.POOL), at_hand, config, transport)
+        for line in estimate(wanted, paths.MEASUREMENTS):
             console.show("text", line)
 
 

@@ -1,11 +1,10 @@
 """promote: register the trained model, and make it champion if it is at least as good."""
 
-import argparse
-
 from prefect import flow
 
+from flows import program
 from shardcore import report
-from tasks import links, params, paths, services
+from tasks import links, params, paths
 from tasks.artifacts import create_markdown_artifact
 from tasks.promote import PromoteConfig, Promotion, promote_model, promote_policy
 
@@ -37,21 +36,5 @@ def page(promotion: Promotion) -> str:
     return f"{promotion.reason}\n\n{report.markdown_table(('alias', 'version'), rows)}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m flows.promote",
-        description="Register the trained model, and make it "
-        "champion if it is at least as good as the champion on the same "
-        "held-out data.",
-    )
-    parser.add_argument(
-        "--approve",
-        action="store_true",
-        help="approve a model that passes, if promote.approval asks for a person",
-    )
-    approve = parser.parse_args().approve
-    services.run_flow(lambda: promote(approve))
-
-
 if __name__ == "__main__":
-    main()
+    program.run(promote)

@@ -1,11 +1,11 @@
 """publish: search plans under the champion and publish them."""
 
-import argparse
 from pathlib import Path
 
 from prefect import flow
 
-from tasks import console, params, paths, services
+from flows import program
+from tasks import params, paths
 from tasks.publish import PublishConfig, publish_plans
 from tasks.setting import SettingConfig
 
@@ -27,5 +27,4 @@ def publish(problems: list[str] | None = None, plans: str | None = None) -> str:
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(prog="python -m flows.publish", description=__doc__).parse_args()
-    services.run_flow(lambda: console.show("text", f"\n{publish()}"))
+    program.run(publish, shows_result=True)

@@ -10,15 +10,18 @@ from prefect import flow, get_run_logger
 
 from flows.promote import promote
 from flows.publish import publish
+from flows.tables import TablesConfig
+from flows.train import TrainConfig
+from flows.train_policy import TrainPolicyConfig
 from shardcore import report
 from shardcore.core.errors import ShardCoreError
 from shardcore.io import schema
-from shardcore.stages.measure import MeasureConfig
+from shardcore.stages.evaluate import EvaluateConfig
+from shardcore.stages.measure_config import MeasureConfig
 from shardcore.stages.screen import open_page
 from tasks import console, links, owned, params, paths, services
 from tasks.artifacts import create_markdown_artifact
 from tasks.commit import git
-from tasks.evaluate import EvaluateConfig
 from tasks.promote import PromoteConfig
 from tasks.publish import PublishConfig, compile_searches, publish_first
 from tasks.refresh import (
@@ -26,16 +29,13 @@ from tasks.refresh import (
     STAGES,
     Stage,
     StageRun,
-    announce,
+    heading,
     override_params,
     push_data,
     repro,
     require_pushable,
 )
 from tasks.setting import SettingConfig
-from tasks.tables import TablesConfig
-from tasks.train import TrainConfig
-from tasks.train_policy import TrainPolicyConfig
 
 SECTIONS = {
     "setting": SettingConfig,
@@ -90,12 +90,12 @@ def refresh(
     done = f"stage {target} is up to date"
     if target == STAGES[-1]:
         # Promote and publish change the registry and the plans, so DVC does not run them.
-        announce("promote", target, stages)
+        get_run_logger().info(heading("promote", target), extra=console.STAGE)
         champion = promote(will_publish=True)
         done = "no model is champion yet: the line of stage promote says what the challenger waits for"
         # Without a champion, a profile prices plans, and they come with the reason why the challenger was refused.
         if champion or not params.section("promote", PromoteConfig).approval:
-            announce("publish", target, stages)
+            get_run_logger().info(heading("publish", target), extra=console.STAGE)
             done = publish()
     create_markdown_artifact(
         page(stages, overrides or {}, commit, done), key="refresh", description=f"refresh of {target}"

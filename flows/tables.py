@@ -1,12 +1,38 @@
 """tables: the pool of tables for all draws."""
 
-import argparse
+from __future__ import annotations
 
-from prefect import flow, get_run_logger
+from dataclasses import dataclass
+from pathlib import Path
 
+from prefect import flow, get_run_logger, task
+
+from flows import program
+from shardcore.core.types import Table
 from shardcore.io import files
-from tasks import console, params, paths, services
-from tasks.tables import TablesConfig, make_pool
+from shardcore.io.dlrm_datasets import dlrm_datasets_pool
+from shardcore.tables.generate import PoolConfig, generate_pool
+from shardcore.tables.public import public_pool
+from tasks import console, params, paths
+
+
+@dataclass(frozen=True)
+class TablesConfig(PoolConfig):
+    """The pool of tables: a generated one, or another source.
+
+    source: "generated" (calibrated to dlrm_datasets), the name of a public list, or a file of dlrm_datasets.
+    """
+
+    source: str = "generated"
+
+
+@task
+def make_pool(config: TablesConfig) -> tuple[Table, ...]:
+    if config.source == "generated":
+        return generate_pool(config)
+    if Path(config.source).suffix in (".pt", ".gz") or Path(config.source).exists():
+        return dlrm_datasets_pool(config.source, dim=config.dim)
+    return public_pool(config.source)
 
 
 @flow(name="tables")
@@ -27,5 +53,4 @@ def tables() -> None:
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(prog="python -m flows.tables", description=__doc__).parse_args()
-    services.run_flow(tables)
+    program.run(tables)

@@ -1,18 +1,45 @@
 """topology: find which devices of the Ray cluster are near each other, and the bandwidths of their links."""
 
-import argparse
 from pathlib import Path
 
-from prefect import flow
+from prefect import flow, task
 
-from shardcore.measure.pairs import PairConfig
-from tasks import console, services
-from tasks.topology import find_links
+from flows import program
+from shardcore.io import files
+from shardcore.measure import pairs
+from shardcore.measure.pairs import PairConfig, PairMeasurement
+from shardcore.report import topology_report
+from tasks import console
+from tasks.ray_cluster import ray_cluster
+from tasks.ray_transport import RayTransport
+
+
+def find_links(problem: Path, out: Path, ranks: Path | None, config: PairConfig) -> str:
+    """Measure with a rank for each device of a problem, and write the problem with its links. Returns a report."""
+    stored = files.read_problem(problem)
+    pairs.require_links(stored)
+    with ray_cluster():
+        measured = measure_pairs(len(stored.topology), config)
+    return topology_report.write_measured_topology(measured, stored, out, ranks)
+
+
+@task(task_run_name="measure-pairs")
+def measure_pairs(ranks: int, config: PairConfig) -> PairMeasurement:
+    """Times of pairs by a gang of the connected cluster. Ray fills a host before it takes another.
+
+    Raises ShardCoreError if the ranks find no room, or one fails, dies or hangs.
+    """
+
+    def note(done: int, of: int) -> None:
+        console.progress(done / of, f"turns of pairs: {done} of {of}")
+
+    with RayTransport() as transport:
+        return pairs.measure(ranks, config, transport, note)
 
 
 @flow(name="topology")
 def topology(
-    problem: str, out: str, ranks: str | None = None, message_kib: int = 1024, repeats: int = 3
+    problem: str, *, out: str, ranks: str | None = None, message_kib: int = 1024, repeats: int = 3
 ) -> str:
     """Time messages between all pairs of ranks, one for each device of a problem, on the Ray cluster. Write
     the problem with the hosts and bandwidths that were found. Returns a report.
@@ -28,30 +55,5 @@ def topology(
     return find_links(Path(problem), Path(out), Path(ranks) if ranks else None, config)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m flows.topology",
-        description="Find which devices of the Ray cluster at RAY_ADDRESS "
-        "are near each other, and the bandwidths of their links. `python -m shardcore topology measure` does so "
-        "without Ray, on this machine or under torchrun.",
-    )
-    parser.add_argument(
-        "problem", metavar="PROBLEM.json", help="problem with as many devices as the job will have"
-    )
-    parser.add_argument(
-        "--out",
-        required=True,
-        metavar="PROBLEM.json",
-        help="write the problem with hosts and bandwidths there",
-    )
-    parser.add_argument(
-        "--ranks",
-        metavar="RANKS.json",
-        help="write the order of ranks, their nodes, their groups and the times of pairs there",
-    )
-    args = parser.parse_args()
-    services.run_flow(lambda: console.show("text", f"\n{topology(args.problem, args.out, args.ranks)}"))
-
-
 if __name__ == "__main__":
-    main()
+    program.run(topology, shows_result=True)

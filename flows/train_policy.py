@@ -1,19 +1,121 @@
 """train_policy: a policy that places tables, trained against the cost model. Off by default (params.yaml)."""
 
-import argparse
+from __future__ import annotations
 
-from prefect import flow, get_run_logger
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
 
-from tasks import console, params, paths, services
-from tasks.train_policy import TrainPolicyConfig
-from tasks.train_policy import train_policy as train_policy_task
+import mlflow
+from mlflow.entities import Metric
+from prefect import flow, get_run_logger, task
+
+from flows import program
+from shardcore.core.errors import ShardCoreError
+from shardcore.cost import neural
+from shardcore.io import files, model_files, writing
+from shardcore.search.learned.policy import NETS, POLICY_JSON, write_policy
+from shardcore.search.learned.training import PolicyConfig, PolicyProblems, make_policy
+from shardcore.stages.progress import Work
+from tasks import console, params, paths, policy_registry, registry
+from tasks.commit import git_commit
+from tasks.progress import RunProgress
+
+CURVES = "curves.csv"
+Part = TypeVar("Part", PolicyConfig, PolicyProblems)
+
+
+@dataclass(frozen=True)
+class TrainPolicyConfig(PolicyConfig, PolicyProblems):
+    """PolicyConfig and PolicyProblems, and the policy.
+
+    algorithm: name of the policy. null: none is trained.
+    """
+
+    algorithm: str | None = None
+
+    def __post_init__(self) -> None:
+        PolicyConfig.__post_init__(self)
+        PolicyProblems.__post_init__(self)
+        if self.algorithm is not None and self.algorithm not in NETS:
+            raise ShardCoreError(
+                f"train_policy config has algorithm {self.algorithm!r}; "
+                f"known are {', '.join(NETS)}, or null for none"
+            )
+
+    def part(self, cls: type[Part]) -> Part:
+        """The fields of one of the two configs."""
+        return cls(**{f.name: getattr(self, f.name) for f in dataclasses.fields(cls)})
+
+
+@task(task_run_name="train-policy")
+@registry.plain_errors()
+def train_against(
+    model_folder: Path, pool: Path, config: TrainPolicyConfig, folder: Path
+) -> dict[str, float]:
+    """Train a policy against a cost model, and log the run. Returns its metrics; {} if none is wanted.
+
+    Writes the policy's files and curves.csv to `folder`. Without a policy, the folder is empty.
+    """
+    progress = RunProgress()
+    folder.mkdir(parents=True, exist_ok=True)
+    # An older policy must not look like the one that is trained now.
+    for name in (POLICY_JSON, model_files.MODEL_WEIGHTS, CURVES):
+        (folder / name).unlink(missing_ok=True)
+    if config.algorithm is None:
+        progress.info("no policy is trained: train_policy.algorithm in params.yaml is null")
+        return {}
+    model, digest = neural.load(model_folder), model_files.model_digest(model_folder)
+    client, work = registry.connect(), Work(progress, "rounds", config.rounds)
+
+    def count(round_: int, values: dict[str, float]) -> None:
+        work.done(round_, ", ".join(f"{k} {v:.4g}" for k, v in values.items() if k != "round"))
+
+    with registry.run(run_name=f"train-policy-{config.algorithm}-{model.setting.hardware}") as run:
+        mlflow.log_params({**dataclasses.asdict(config), "setting_hardware": model.setting.hardware})
+        mlflow.set_tags({"git_commit": git_commit(), policy_registry.COST_MODEL_TAG: digest})
+        trained = make_policy(
+            config.algorithm,
+            files.read_pool(pool),
+            model,
+            config.part(PolicyProblems),
+            config.part(PolicyConfig),
+            progress=count,
+        )
+        policy, metrics = trained.policy, dict(trained.policy.meta["metrics"])
+        client.log_batch(
+            run.info.run_id,
+            metrics=[
+                Metric(k, float(v), 0, int(row["round"]))
+                for row in trained.curves
+                for k, v in row.items()
+                if k != "round"
+            ],
+        )
+        mlflow.log_metrics({f"final_{k}": v for k, v in metrics.items()})
+        # Files come last, so that a failed run leaves no policy that looks trained.
+        writing.write_csv(folder / CURVES, trained.curves)
+        write_policy(
+            folder,
+            dataclasses.replace(
+                policy,
+                meta={
+                    **policy.meta,
+                    "provenance": {"model_digest": digest, "git_commit": git_commit(), "seed": config.seed},
+                },
+            ),
+        )
+        mlflow.log_artifacts(str(folder), policy_registry.POLICY)
+        mlflow.set_tag(registry.DIGEST_TAG, model_files.model_digest(folder, "policy"))
+    return metrics
 
 
 @flow(name="train_policy")
 def train_policy() -> None:
     params.require_section("train_policy")
     config = params.section("train_policy", TrainPolicyConfig)
-    metrics = train_policy_task(paths.MODEL, paths.POOL, config, paths.POLICY)
+    metrics = train_against(paths.MODEL, paths.POOL, config, paths.POLICY)
     if metrics:
         get_run_logger().info(
             "plans cost %.3f of the best greedy order's on unseen tables",
@@ -23,5 +125,4 @@ def train_policy() -> None:
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(prog="python -m flows.train_policy", description=__doc__).parse_args()
-    services.run_flow(train_policy)
+    program.run(train_policy)

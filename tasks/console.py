@@ -27,7 +27,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Ta
 from rich.table import Column
 from rich.text import Text
 
-from shardcore.measure.tally import duration, pace
+from shardcore.measure.tally import duration
 from tasks import paths
 
 LOGS = Path("logs")
@@ -73,38 +73,6 @@ def progress(share: float, message: str) -> None:
     message: description of the work.
     """
     show("progress", message, share)
-
-
-@dataclass
-class Work:
-    """Long work, whose progress is shown.
-
-    what: name of its parts, such as "problems compared".
-    total: number of parts.
-    """
-
-    what: str
-    total: int
-    clock: Callable[[], float] = time.monotonic
-    _began: float = field(init=False)
-    _shown: tuple[float, str] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._began = self.clock()
-        self.done(0)
-
-    def done(self, n: int) -> None:
-        """Show that n parts are done."""
-        self._shown = (
-            n / self.total if self.total else 1.0,
-            f"{self.what}: {pace(n, self.total, self.clock() - self._began)}",
-        )
-        progress(*self._shown)
-
-    def heard(self, phase: str, best_ms: float | None, left_s: float | None) -> None:
-        """Show the phase of the present part (see shardcore.core.progress.Listener)."""
-        share, message = self._shown
-        progress(share, f"{message}; {phase}{'' if best_ms is None else f', best {best_ms:.3f} ms'}")
 
 
 # --- who shows it -------------------------------------------------------------------------------------------

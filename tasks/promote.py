@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import mlflow
 from mlflow.entities import Metric
@@ -14,7 +14,7 @@ from mlflow.entities.model_registry import ModelVersion
 from prefect import get_run_logger, task
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.validation import MOST_COUNT, differences, require_within
+from shardcore.core.validation import MOST_COUNT, Record, differences, within
 from shardcore.cost import (
     accuracy,
     composite,
@@ -37,7 +37,7 @@ _REPLAYS_TAG, _PRECISIONS_TAG = "shardcore.replays_digest", "precisions"
 
 
 @dataclass(frozen=True)
-class PromoteConfig:
+class PromoteConfig(Record):
     """Conditions under which a challenger becomes champion.
 
     may_lose: points of score that a challenger may lose, and by which its error of replayed plans may be beyond the
@@ -47,12 +47,9 @@ class PromoteConfig:
       version without being judged, so that tables of several precisions can be planned.
     """
 
-    may_lose: float = 0.0
+    may_lose: Annotated[float, within(0, MOST_COUNT)] = 0.0
     approval: bool = False
     also: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        require_within(self, "promote config", may_lose=(0, MOST_COUNT))
 
 
 @dataclass(frozen=True)

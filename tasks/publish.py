@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, as_completed
-from contextlib import ExitStack, nullcontext, suppress
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from functools import cache
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +15,7 @@ import mlflow
 from prefect import get_run_logger, task
 
 from shardcore import report
-from shardcore.core.errors import ShardCoreError, Unreachable, redacted
-from shardcore.core.progress import listening
+from shardcore.core.errors import ShardCoreError, redacted
 from shardcore.core.types import Problem, Table
 from shardcore.cost import known_errors
 from shardcore.cost.known_errors import NOT_MEASURED
@@ -27,19 +24,17 @@ from shardcore.cost.profile import load_profile, profile_names
 from shardcore.io import files
 from shardcore.plans import store
 from shardcore.plans.decisions import Decision
-from shardcore.plans.publisher import PublishConfig, Published, Publisher
+from shardcore.plans.publisher import PublishConfig, Publisher
 from shardcore.report import index_page, models_page, plan_page, published_report
 from shardcore.search import DEFAULT_SHARDER, LEARNED, SHARDERS
 from shardcore.search.budget import Budget
+from shardcore.stages.publish import publish, publish_one
 from tasks import console, model_history, owned, paths, policy_registry, publish_claim, registry
 from tasks.artifacts import create_markdown_artifact
 from tasks.commit import git_commit
 from tasks.pricing import Pricing, pricing
+from tasks.progress import RunProgress
 from tasks.setting import SettingConfig
-
-_KILLED = (
-    "a process that searches plans was killed, as for lack of memory; lower publish.processes, publish again"
-)
 
 
 @task(task_run_name="publish-plans")
@@ -64,116 +59,54 @@ def publish_plans(
     Raises ShardCoreError at the end if some problem could not be planned; the others are published. Raises Unreachable
     if a disk or service did not answer; the champion then does not count as published.
     """
-    logger = get_run_logger()
-    client = registry.connect()
+    client, progress = registry.connect(), RunProgress()
     here = wanted.of_dataset_or_local(paths.MEASUREMENTS).hardware
-    publisher_of = cache(lambda hardware: _publisher(client, hardware, profile, plans, config))
-    by, _ = publisher_of(here)
-    rows, failures = dict[int, tuple[Any, ...]](), dict[int, str]()  # by number of the problem
-    unreached, items = list[str](), dict[int, tuple[Publisher, Problem]]()
-    under: dict[str, list[str]] = {}  # names of problems, by the profile that prices them
-    work = console.Work("problems", len(problems))
+    priced = cache(lambda hardware: _publisher(client, hardware, profile, plans, config))
+    by, _ = priced(here)
+    name = registry.model_name(here)
     if by.champion:
         model_history.note_champion(client, by.champion)
-
-    def settle(i: int, found: Published | BaseException) -> None:
-        """Note a problem's decision, or why there is none, which must not stop the others."""
-        path = problems[i]
-        if isinstance(found, BaseException):
-            plain = isinstance(found, ShardCoreError)
-            message = _KILLED if isinstance(found, BrokenExecutor) else str(found) if plain else repr(found)
-            failures[i] = str(
-                ShardCoreError(message if message.startswith(str(path)) else f"{path}: {message}")
-            )
-            unreached.extend([failures[i]] if isinstance(found, Unreachable) else [])
-            logger.warning("%s", failures[i], extra={"problem": path.stem}, exc_info=None if plain else found)
-        else:
-            decision, rows[i] = found.decision, published_report.published_plan_row(found)
-            if "profile" in decision.provenance:
-                under.setdefault(f"{decision.provenance['model']}, {NOT_MEASURED}", []).append(
-                    decision.problem
-                )
-            logger.info(
-                "%s: %s, %s ms: %s",
-                decision.problem,
-                decision.outcome,
-                rows[i][3],
-                decision.reason,
-                extra={"problem": decision.problem},
-            )
-        work.done(len(rows) + len(failures))
-
-    # Under a profile nothing is claimed: plans are published again under the first champion.
+    # In an owned run the guardian ends processes, and `end_with_parent` would not know a parent that owns itself.
+    begin = None if owned.RUN in os.environ else owned.end_with_parent
+    # Under a profile nothing is claimed: plans are published again under the first champion. If a disk or service did
+    # not answer, the version does not count as published, and the watch tries again.
     with publish_claim.publishing(client, by.champion, everything) if by.champion else nullcontext():
-        for i, path in enumerate(problems):
-            try:
-                problem = files.read_problem(path)
-                if problem.name in (other.name for _, other in items.values()):
-                    raise ShardCoreError(
-                        f"another problem of this run is named {problem.name!r} too; give it a name of its own"
-                    )
-                items[i] = publisher_of(problem.topology.hardware or here)[1], problem
-            except Exception as error:
-                settle(i, error)
-        for i, found in _publish_each(items, config.processes, work):
-            settle(i, found)
-        table_rows = [rows[i] for i in sorted(rows)]
-        # Raised here, so that the version does not count as published and the watch tries again.
-        if unreached:
-            raise Unreachable(unreached[0])
+        results = publish(
+            problems, lambda hardware: priced(hardware or here)[1], config.processes, progress, begin
+        )
         # Pages are written before the claim ends: once a version counts as published, its pages are there.
         # Without a champion, the page of models shows the challenger that waits or was refused.
-        name, refused = registry.model_name(here), model_history.refusal(client, registry.model_name(here))
+        refused = model_history.refusal(client, name)
         models = model_history.history(client, name) if by.champion or refused else []
         first = [*([refused] if refused else []), *known_errors.worse_than_usual(by.model)]
         errors = [models_page.errors_sentence(x) for x in models if by.champion and x.version == by.version]
         store.write(plans, store.MODELS, models_page.model_versions_page(name, models, first).encode())
-        notes = [f"{words}: {', '.join(sorted(of))}" for words, of in sorted(under.items())]
-        table = report.markdown_table(published_report.HEADERS, table_rows)
-        lines = [
-            f"# Plans under {by.words}",
-            "",
-            *(f"**{x}.**\n" for x in first),
-            f"Model: {known_errors.label(by.model)}",
-            *(f"\n{x}." for x in errors),
-            "",
-            table,
-            "",
-            *(f"- {note}" for note in notes),
-            *(f"- no new plan: {failures[i]}" for i in sorted(failures)),
-        ]
-        store.write(plans, store.REPORT, "\n".join(lines).encode(errors="replace"))
+        model = f"Model: {by.name} version {by.version}, {known_errors.label(by.model)}"
+        sentences = [f"{x}." for x in (*first, model, *errors)]
+        notes = [*results.notes, *(f"no new plan: {results.failures[i]}" for i in sorted(results.failures))]
+        rows = results.rows
+        table = report.markdown_table(published_report.HEADERS, rows)
+        page = "\n\n".join([f"# Plans under {by.words}", *sentences, table, *(f"- {note}" for note in notes)])
+        store.write(plans, store.REPORT, page.encode(errors="replace"))
         store.write(plans, store.INDEX, index_page.store_index_page(_last_decisions(plans)).encode())
         create_markdown_artifact(
-            "\n\n".join([f"Under {by.link}, in {redacted(str(plans))}", table, *notes]),
+            f"Under {by.link}, in {redacted(str(plans))}\n\n{page}",
             key="published-plans",
             description=f"Plans under {by.words}",
         )
-    if failures:
-        logger.info("published:\n%s", report.text_table(published_report.HEADERS, table_rows))
-        first_failed, *others = sorted(failures)
-        named = f"{', '.join(problems[i].stem for i in others[:3])}{' ...' * (len(others) > 3)}"
-        more = f"; {store.REPORT} and the log say why also of {named}" if others else ""
-        raise ShardCoreError(
-            f"{len(failures)} of {len(problems)} problems have no new plan: {failures[first_failed]}{more}"
-        )
-    logger.info(
+    shown = "\n".join([*sentences, "", report.text_table(published_report.HEADERS, rows), *results.notes])
+    if results.failures:
+        progress.info("published:\n%s", shown)
+    results.require_all()
+    outcomes = Counter(found.decision.outcome for found in results.published.values())
+    progress.info(
         "%d plans under %s: %s",
-        len(table_rows),
+        len(rows),
         by.words,
-        ", ".join(f"{n} {x}" for x, n in Counter(row[-1].split(",")[0] for row in table_rows).items()),
+        ", ".join(f"{n} {outcome}" for outcome, n in outcomes.items()),
         extra=console.RESULT,
     )
-    return "\n".join(
-        [
-            *(f"{x}." for x in first),
-            f"Model: {by.name} version {by.version}, {known_errors.label(by.model)}",
-            *(f"{x}." for x in errors),
-            "",
-            report.text_table(published_report.HEADERS, table_rows),
-            *notes,
-        ]
-    )
+    return shown
 
 
 @task(task_run_name="publish-first")
@@ -192,7 +125,7 @@ def publish_first(problems: Sequence[Path], plans: str | Path, config: PublishCo
         if problem.topology.hardware not in profile_names():
             continue
         by, publisher = _publisher(registry.connect(), problem.topology.hardware, None, plans, config)
-        decision = _publish(publisher, problem).decision
+        decision = publish_one(publisher, problem).decision
         get_run_logger().info(
             "a first plan, under %s: %s, %.2f ms a step; %s",
             by.words,
@@ -243,43 +176,6 @@ def _last_decisions(plans: str | Path) -> dict[str, Decision | None]:
         with suppress(ShardCoreError):
             decisions[name] = store.last(plans, name)
     return decisions
-
-
-def _publish(publisher: Publisher, problem: Problem) -> Published:
-    model = publisher.model.for_problem(problem)
-    problem.require_setting(model.setting)
-    provenance = publisher.provenance
-    if "profile" in provenance:  # a profile gets its setting from the problem
-        provenance = {**provenance, "setting": str(model.setting)}
-    return dataclasses.replace(publisher, model=model, provenance=provenance).publish(problem)
-
-
-def _publish_each(
-    items: Mapping[int, tuple[Publisher, Problem]], processes: int | None, work: console.Work
-) -> Iterator[tuple[int, Published | BaseException]]:
-    """Publish items, at most so many at once (see PublishConfig.processes).
-
-    Yields the number of each item with its result or its error, in the order in which they end.
-    """
-    count = min(processes or len(os.sched_getaffinity(0)), len(items))
-    if count > 1:
-        # In an owned run the guardian ends them, and `end_with_parent` would not know a parent that owns itself.
-        begin = None if owned.RUN in os.environ else owned.end_with_parent
-        # Spawned, as a fork would copy locks that Prefect's threads hold.
-        with ProcessPoolExecutor(count, get_context("spawn"), begin) as pool, ExitStack() as stack:
-            # If this run is stopped, items that wait do not begin. One that was handed to a process may.
-            stack.callback(pool.shutdown, wait=False, cancel_futures=True)
-            numbers = {pool.submit(_publish, *item): i for i, item in items.items()}
-            # A future has no result if a process was killed.
-            yield from ((numbers[x], x.exception() or x.result()) for x in as_completed(numbers))
-        return
-    for i, item in items.items():
-        try:
-            with listening(work.heard):
-                found = _publish(*item)
-        except Exception as error:
-            found = error
-        yield i, found
 
 
 def _provenance(by: Pricing, config: PublishConfig) -> dict[str, Any]:

@@ -24,7 +24,6 @@ from shardcore.io import schema, writing
 from tasks import cache, console, owned, params, paths, processes
 from tasks.artifacts import create_progress_artifact, update_progress_artifact
 from tasks.commit import differs, git
-from tasks.usual_time import usual_s
 
 _PREFECT_PREFIX = re.compile(r"^\d\d:\d\d:\d\d\.\d+ \| \w+ +\| ((Task|Flow) run '[^']*' - )?")
 _DVC_STAGE = re.compile(r"(Running stage|Stage) '(\w+)'")
@@ -35,8 +34,6 @@ AFTER = ("promote", "publish")
 """Stages after DVC's last one. They do not need OPTIONAL."""
 SHIPPED = "shipped"
 """DVC's remote in the repository, .dvc/shipped: results of one run, which `dvc pull` brings."""
-_AS_USUAL_S = 20.0
-"""Seconds at the usual pace that a machine is trusted with, so that a short first stage does not tell all."""
 _LAST_WORDS_S = 3.0
 """Time in which an interrupted stage may end."""
 _HOLDER = re.compile(r"\(PID (\d+)\): (.*)")
@@ -133,7 +130,7 @@ def repro(target: Stage, of: Stage | None = None, done: Sequence[StageRun] = ())
                 errors.append(message)
             if (found := _DVC_STAGE.match(message)) and found[2] in stages:
                 begun[found[2]] = (runs := found[1] == "Running stage", time.monotonic())
-                announce(found[2], of or target, [*done, *_timed(begun)[:-1]], runs)
+                logger.info(heading(found[2], of or target, runs), extra=console.STAGE)
                 percent = 100.0 * stages.index(found[2]) / len(stages)
                 update_progress_artifact(progress, percent, description=f"stage {found[2]}")
         if process.wait():
@@ -228,31 +225,6 @@ def heading(stage: str, target: Stage, runs: bool = True) -> str:
     """A line on a stage that begins, with its number and that of all stages."""
     stages = stages_of(target)
     return f"stage {stages.index(stage) + 1}/{len(stages)}: {stage}{'' if runs else ', nothing changed'}"
-
-
-def left_s(stage: str, target: Stage, done: Sequence[StageRun], usual: Mapping[str, float]) -> float:
-    """Seconds from the start of a stage to the end of a refresh.
-
-    done: stages before. They say how fast this machine is.
-    usual: seconds by stage (tasks.usual_time).
-    """
-    ran = [run for run in done if run.ran]
-    pace = (sum(run.seconds for run in ran) + _AS_USUAL_S) / (
-        sum(usual[run.stage] for run in ran) + _AS_USUAL_S
-    )
-    stages = stages_of(target)
-    return pace * sum(usual[name] for name in stages[stages.index(stage) :])
-
-
-def announce(stage: str, target: Stage, done: Sequence[StageRun], runs: bool = True) -> None:
-    """Show which stage begins, and about how long all that are left take.
-
-    done: stages before. Where nothing changed so far, no time is known: the rest may be done as well.
-    """
-    text = heading(stage, target, runs)
-    if runs and (stage not in AFTER or any(run.ran for run in done)):
-        text += f", about {console.duration(left_s(stage, target, done, usual_s()))} left in all"
-    get_run_logger().info(text, extra=console.STAGE)
 
 
 def require_pushable() -> None:

@@ -10,7 +10,9 @@ which 90% of measurements are; and "extrapolated", sentences on what is beyond t
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import numpy as np
 from mlflow.exceptions import MlflowException
@@ -22,7 +24,7 @@ from pydantic import BaseModel, SkipValidation
 from shardcore.core.errors import SettingMismatch, ShardCoreError
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Setting, Shard
-from shardcore.core.validation import MOST_BATCH, shown
+from shardcore.core.validation import MOST_BATCH, MOST_ROWS, Record, Rule, within
 from shardcore.cost import composite
 from shardcore.cost.neural import NeuralModel
 from shardcore.io import files, schema
@@ -100,27 +102,40 @@ def _answer(
 # --- input --------------------------------------------------------------------------------------------------
 
 
+_LIMITS = Rule(
+    lambda ends: 0 <= min(ends) <= max(ends) <= MOST_ROWS, f"it needs [low, high], 0 to {MOST_ROWS:,}"
+)
+Ends = Annotated[tuple[int, int], _LIMITS]
+
+
+@dataclass(frozen=True)
+class ShardData(Record):
+    """A shard as it is sent. rows, columns: lowest, and the end. None: all."""
+
+    table: Mapping[str, Any]
+    rows: Ends | None = None
+    columns: Ends | None = None
+
+
+@dataclass(frozen=True)
+class GroupData(Record):
+    """A group as it is sent. batch: samples of the op. None: the setting's."""
+
+    shards: tuple[ShardData, ...]
+    batch: Annotated[int | None, within(1, MOST_BATCH)] = None
+
+
 def _group(data: Any, what: str, setting: Setting) -> tuple[tuple[Shard, ...], int]:
     """The shards of a group and the batch of its op."""
-    _check_keys(data, what, "shards", "batch")
-    batch = data.get("batch", setting.batch)
-    if not (schema.is_whole(batch) and 1 <= batch <= MOST_BATCH):
-        raise ShardCoreError(
-            f"{what} has batch {shown(batch)}; it needs a whole number of samples, 1 to {MOST_BATCH}"
-        )
-    if not isinstance(data["shards"], list):
-        raise ShardCoreError(f"{what} has shards {shown(data['shards'])}; it needs a list")
-    shards = tuple(_shard(s, f"{what}, shard {i}", setting) for i, s in enumerate(data["shards"]))
-    try:
+    sent = schema.build(GroupData, data, what)
+    shards = tuple(_shard(s, f"{what}, shard {i}", setting) for i, s in enumerate(sent.shards))
+    with schema.errors_named(what):
         is_sequence(shards)
-    except ShardCoreError as error:
-        raise ShardCoreError(f"{what}: {error}") from None
-    return shards, batch
+    return shards, sent.batch or setting.batch
 
 
-def _shard(data: Any, what: str, setting: Setting) -> Shard:
-    _check_keys(data, what, "table", "rows", "columns")
-    table = files.table_from_json(data["table"], what)
+def _shard(sent: ShardData, what: str, setting: Setting) -> Shard:
+    table = files.table_from_json(sent.table, what)
     if table.precision not in setting.precision.split("+"):
         raise SettingMismatch(
             f"{what}: table {table.name!r} is {table.precision}; the model's tables are {setting.precision}"
@@ -130,28 +145,8 @@ def _shard(data: Any, what: str, setting: Setting) -> Shard:
             f"{what}: table {table.name!r} has load_factor {table.load_factor:g}; a group "
             "has no link to host memory that could be priced, so it needs 1"
         )
-    ends = []
-    for name, size in (("rows", table.rows), ("columns", table.dim)):
-        both = data.get(name, [0, size])
-        if not (isinstance(both, list) and len(both) == 2 and all(map(schema.is_whole, both))):
-            raise ShardCoreError(f"{what} has {name} {shown(both)}; it needs [low, high], two whole numbers")
-        ends += both
-    try:
-        return Shard(table, *ends)
-    except ShardCoreError as error:
-        raise ShardCoreError(f"{what}: {error}") from None
-
-
-def _check_keys(data: Any, what: str, needed: str, *optional: str) -> None:
-    if not isinstance(data, dict):
-        raise ShardCoreError(f"{what} is {shown(data)}; it needs to be an object with the key {needed!r}")
-    unknown = sorted(map(shown, set(data) - {needed, *optional}))
-    if unknown:
-        raise ShardCoreError(
-            f"{what} has an unknown key {unknown[0]}; known are {', '.join((needed, *optional))}"
-        )
-    if needed not in data:
-        raise ShardCoreError(f"{what} lacks the key {needed!r}")
+    with schema.errors_named(what):
+        return Shard(table, *(sent.rows or (0, table.rows)), *(sent.columns or (0, table.dim)))
 
 
 set_model(ServedCostModel())

@@ -282,7 +282,7 @@ def use_params(folder: Path, sound: Sound) -> None:
 @reads(
     "lock",
     "tasks/cache.py:results",
-    "tasks/train.py:data_version",
+    "flows/train.py:data_version",
     parts=("dvc.lock",),
     damage=lambda folder, draw: damage_yaml(folder / "dvc.lock", draw),
 )

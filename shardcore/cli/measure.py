@@ -11,20 +11,18 @@ from shardcore.cli.options import (
     DatasetFolder,
     Flat,
     Group,
-    Natural,
     Optimizer,
     Output,
     Positive,
-    PositiveFloat,
     PositiveGib,
     Precision,
 )
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import PRECISION_BYTES, Setting
-from shardcore.core.validation import Wait, require, within
+from shardcore.core.validation import require
 from shardcore.measure.config import KernelConfig
-from shardcore.measure.sampling import MOST_DRAWS, MOST_RANKS
 from shardcore.measure.sampling.groups import GroupConfig
+from shardcore.stages.measure_config import MeasureConfig, Samples
 
 if TYPE_CHECKING:
     from shardcore.cost.profile import Profile
@@ -36,12 +34,13 @@ command = Group()
 
 _PROGRESS_S = 5.0
 """Seconds between two lines of progress."""
-_CONFIGURED = ("minutes", "again", "seed", "chunk", "hang_s", "ranks", "held_out")
-"""Options that are MeasureConfig's fields of the same names."""
+_OF_CONFIG = ("minutes", "again", "seed", "chunk", "hang_s", "ranks", "held_out")
+"""Fields of MeasureConfig that are options."""
+_CONFIG = MeasureConfig(compute_samples=None, minutes=10.0, chunk=64, ranks=2, actors=1)
 _OF_KERNELS = ("tolerance", "max_repeats", "interleave")
-"""Fields of KernelConfig that are options, and MeasureConfig's fields of the same names."""
+"""Fields of KernelConfig that are options."""
 _OF_GROUPS = ("max_shards", "max_width", "sequences")
-"""Fields of GroupConfig that are options, and MeasureConfig's fields of the same names."""
+"""Fields of GroupConfig that are options."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +48,7 @@ class MeasureOptions:
     """Measure fused embedding ops on this machine's device; a rerun goes on where the last one ended.
 
     device: auto: cuda if there is a GPU, else cpu
-    minutes: time to spend on ops, including start and end
     samples: stop after the first N different draws; 0: measure no ops; default: when the time is up
-    again: measure the first N draws again, even if they are known, to show how far timings agree
     out: dataset folder; it only grows
     pool: tables to draw from; default: the calibrated pool
     batch: global batch; default: 2048 on cpu, 65536 on cuda
@@ -59,22 +56,15 @@ class MeasureOptions:
     hardware: name of the device in the setting; default: its product name
     arena_gib: memory for weights, and so the largest shard that is measured; default: 1 on cpu; on cuda,
       weights and optimizer state take half of the free memory
-    chunk: samples that are written at once; a kill loses at most these and those that run
-    hang_s: time without a finished op after which the measuring process is replaced, and its group recorded
-      as failed
-    ranks: processes (GPUs) of an exchange or a step
-    exchanges: afterwards measure the first M exchanges among --ranks of this machine, into the same dataset
-    steps: afterwards replay a step of each of the first P plans among --ranks, for the times of exchanges in
+    exchanges: afterwards measure the first N exchanges among --ranks of this machine, into the same dataset
+    steps: afterwards replay a step of each of the first N plans among --ranks, for the times of exchanges in
       steps
-    held_out: draw groups only from the tables that are kept for testing, a twentieth of all
     dry_run: show what is missing, and about how long it takes at the usual rate of two CPU cores; measure and
       write nothing
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    minutes: PositiveFloat = 10.0
-    samples: Annotated[Natural, "N"] | None = None
-    again: Annotated[Natural, "N"] = 0
+    samples: Samples | None = None
     out: Annotated[DatasetFolder, Output(())]
     pool: Annotated[Path, "POOL.json"] | None = None
     batch: Positive | None = None
@@ -82,16 +72,12 @@ class MeasureOptions:
     optimizer: Optimizer = "exact_sgd"
     hardware: str | None = None
     arena_gib: PositiveGib | None = None
+    config: Annotated[MeasureConfig, Flat(_OF_CONFIG)] = _CONFIG
     groups: Annotated[GroupConfig, Flat(_OF_GROUPS)] = GroupConfig()
     kernels: Annotated[KernelConfig, Flat(_OF_KERNELS)] = KernelConfig()
-    chunk: Positive = 64
-    hang_s: Wait = 60.0
-    ranks: Annotated[int, within(1, MOST_RANKS)] = 2
-    exchanges: Annotated[int, within(0, MOST_DRAWS), "M"] = 0
-    steps: Annotated[int, within(0, MOST_DRAWS), "P"] = 0
-    held_out: bool = False
+    exchanges: Samples = 0
+    steps: Samples = 0
     dry_run: bool = False
-    seed: Natural = 0
 
 
 @command
@@ -99,7 +85,7 @@ def measure(args: MeasureOptions) -> None:
     from shardcore.io import dataset, files
     from shardcore.measure import hardware
     from shardcore.measure.devices import device_of
-    from shardcore.measure.tally import NAMES, duration
+    from shardcore.measure.tally import NAMES
     from shardcore.measure.transport import Transport
     from shardcore.stages import measure as run
     from shardcore.tables.generate import PoolConfig, generate_pool
@@ -113,30 +99,24 @@ def measure(args: MeasureOptions) -> None:
         args.optimizer,
     )
     if args.exchanges or args.steps:
-        _require_ranks(args, setting.batch, transport)
+        _require_ranks(args.config.ranks, bool(args.steps), setting.batch, transport)
     profile = profile_of_card(transport.device)
     arena_bytes = int(args.arena_gib * 2**30) if args.arena_gib else _arena_bytes(setting, transport.device)
-    config = run.MeasureConfig(
+    config = replace(
+        args.config,
         compute_samples=args.samples,
         comm_samples=args.exchanges,
         step_samples=args.steps,
-        actors=1,
-        arena_bytes=arena_bytes,
-        **{name: getattr(args, name) for name in _CONFIGURED},
-        **{name: getattr(args.kernels, name) for name in _OF_KERNELS},
-        **{name: getattr(args.groups, name) for name in _OF_GROUPS},
+        kernels=replace(args.kernels, arena_bytes=arena_bytes),
+        groups=args.groups,
     )
     pool = files.read_pool(args.pool) if args.pool else generate_pool(PoolConfig())
     wanted = run.Wanted(pool, setting, config, transport)
     if args.dry_run:
         if args.samples is None:
-            print(f"{NAMES['compute']}: as many as {args.minutes:g} min have time for")
-        asked = {kind: count for kind, count in wanted.counts(args.out).items() if count[0]}
-        for kind, (n, missing) in asked.items():
-            time = duration(missing * run.USUAL_S[kind])
-            print(
-                f"{NAMES[kind]}: {missing} of {n} are missing, about {time} at the usual rate of two CPU cores"
-            )
+            print(f"{NAMES['compute']}: as many as {config.minutes:g} min have time for")
+        for line in run.estimate(wanted, args.out):
+            print(line)
         return
     there = len(dataset.read_ids(args.out, "compute"))
     print(f"measuring for {setting} into {args.out}, {there} samples there already", flush=True)
@@ -148,19 +128,19 @@ def measure(args: MeasureOptions) -> None:
         _check(profile, args.out, setting)
 
 
-def _require_ranks(args: MeasureOptions, batch: int, transport: Transport) -> None:
+def _require_ranks(ranks: int, for_steps: bool, batch: int, transport: Transport) -> None:
     """Raise ShardCoreError if --ranks do not fit the batch or this machine, before minutes of measuring."""
     require(
-        args.ranks > 1 and batch % args.ranks == 0,
-        f"--ranks is {args.ranks}; an exchange needs at least 2, and a number that divides the batch of {batch}",
+        ranks > 1 and batch % ranks == 0,
+        f"--ranks is {ranks}; an exchange needs at least 2, and a number that divides the batch of {batch}",
     )
     there = transport.hosts()[0].devices
     if transport.device == "cuda":
-        require(args.ranks <= there, f"--ranks is {args.ranks}; here are {there} GPUs")
-    elif args.steps:
+        require(ranks <= there, f"--ranks is {ranks}; here are {there} GPUs")
+    elif for_steps:
         require(
-            args.ranks <= there,
-            f"--ranks is {args.ranks}; steps of so many need as many cores, here are {there}",
+            ranks <= there,
+            f"--ranks is {ranks}; steps of so many need as many cores, here are {there}",
         )
 
 

@@ -18,7 +18,7 @@ from shardcore.cli.options import (
     Positive,
     Precision,
 )
-from shardcore.cli.progress_line import shown
+from shardcore.cli.progress_line import Printed, shown
 from shardcore.core import progress
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting
@@ -60,10 +60,12 @@ class TrainOptions:
 
 @command
 def train(args: TrainOptions) -> None:
-    from shardcore.cost import accuracy, fit, known_errors, neural, study, training
+    from shardcore.cost import accuracy, known_errors, neural, study, training
+    from shardcore.cost.fit_config import FitConfig
     from shardcore.cost.profile import load_profile
     from shardcore.io import schema
     from shardcore.report.text import rounded_json
+    from shardcore.stages import train as stage
 
     # Samples of different settings must not train one model. The first folder's are this machine's.
     settings = _settings_in(args.datasets[0])
@@ -83,24 +85,19 @@ def train(args: TrainOptions) -> None:
     data, start = training.read(args.datasets[0], chosen[0], args.datasets[1:]), None
     if args.start is not None:
         start = neural.load(args.start) if Path(args.start).is_dir() else load_profile(args.start)
-    config = schema.build(fit.FitConfig, {"seed": args.seed}, "train")
-    print(*data.warnings, data, sep="\n", file=sys.stderr)
+    config = schema.build(FitConfig, {"seed": args.seed}, "train")
     with shown():
         progress.report("training")
-        trained = training.train(data, config, _report_epoch, start)
+        trained = stage.train(data, config, Printed(), start)
         progress.report("judging the model")
         judged = study.judge_test_split(trained.model, data.known)
     neural.save(trained.model, args.out)
-    for line in (
-        *trained.of_lent,
-        trained.of_steps,
-        trained.of_traces,
+    print(
         f"{args.out}: {known_errors.label(trained.model)}",
         accuracy.summary(judged),
-        *known_errors.worse_than_usual(trained.model),
-    ):
-        if line:
-            print(line, file=sys.stderr)
+        sep="\n",
+        file=sys.stderr,
+    )
     print(rounded_json(judged))
 
 
@@ -116,11 +113,6 @@ def _settings_in(folder: Path) -> list[Setting]:
             "measure makes"
         )
     return found
-
-
-def _report_epoch(model: str, epoch: int, values: dict[str, float]) -> None:
-    shown_values = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
-    progress.report(f"training {model}, epoch {epoch}: {shown_values}")
 
 
 # --- report ----------------------------------------------------------------------------------------------

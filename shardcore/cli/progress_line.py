@@ -7,11 +7,14 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 from weakref import WeakSet
 
 from shardcore.core import progress
 from shardcore.core.errors import escaped
+
+if TYPE_CHECKING:
+    from shardcore.measure.tally import Tally
 
 COMPILING_S = 15
 """Approximate seconds in which one core compiles all that a search runs."""
@@ -90,6 +93,18 @@ class ProgressLine:
         with self._lock:
             self.out.write(text)
             self.out.flush()
+
+
+class Printed:
+    """Progress of a stage (see stages/progress.py): lines on standard error, and reports."""
+
+    def info(self, text: str, *values: object) -> None:
+        print(text % values, file=sys.stderr)
+
+    warning = info
+
+    def show(self, tally: Tally) -> None:
+        progress.report(tally.line)
 
 
 def words(phase: str, best_ms: float | None, left_s: float | None, now_s: float, since_s: float) -> str:

@@ -26,7 +26,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 from urllib.parse import urlparse
 
 import numpy as np
@@ -34,10 +34,11 @@ import torch
 import torch.distributed as dist
 
 from shardcore.core.types import Setting
-from shardcore.core.validation import MOST_REPEATS, Record, Repeats, Wait, require, within
+from shardcore.core.validation import require
 from shardcore.io import dataset
 from shardcore.io.measurements import CollectiveRequest, CollectiveSample
 from shardcore.measure import hosts, local_ranks, own_core
+from shardcore.measure.config import CollectiveConfig
 from shardcore.measure.devices import device_of
 from shardcore.measure.exchanges import exchange_of, own_group
 from shardcore.measure.id_transfer import Parts, transfer_of
@@ -53,20 +54,6 @@ _NOTICE_S = 0.03
 """Time between the announcement of a common start and the start. The message has to reach all ranks."""
 _WAKING_S = 3e-4
 """Longest delay with which a sleep ends."""
-
-
-@dataclass(frozen=True)
-class CollectiveConfig(Record, noun="comm config"):
-    """Settings of measured exchanges.
-
-    repeats: timed runs of each exchange.
-    warmups: runs before those, which are not timed.
-    timeout_s: longest wait of a rank for another, after which it gives up.
-    """
-
-    repeats: Repeats = 7
-    warmups: Annotated[int, within(0, MOST_REPEATS)] = 1
-    timeout_s: Wait = 60.0
 
 
 @dataclass(frozen=True)

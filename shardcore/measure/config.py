@@ -77,6 +77,20 @@ class ReplayConfig(Record):
 
 
 @dataclass(frozen=True)
+class CollectiveConfig(Record, noun="comm config"):
+    """Settings of measured exchanges.
+
+    repeats: timed runs of each exchange.
+    warmups: runs before those, which are not timed.
+    timeout_s: longest wait of a rank for another, after which it gives up.
+    """
+
+    repeats: Repeats = 7
+    warmups: Annotated[int, within(0, MOST_REPEATS)] = 1
+    timeout_s: Wait = 60.0
+
+
+@dataclass(frozen=True)
 class PairConfig(Record, noun="pairs"):
     """Settings of measured pairs.
 

@@ -42,11 +42,12 @@ from shardcore.core.errors import SettingMismatch
 from shardcore.core.job import Job
 from shardcore.core.step_cost import PARTS
 from shardcore.core.types import Setting, precision_of
-from shardcore.core.validation import WAITS_S, differences, require, require_type
+from shardcore.core.validation import differences, require, require_type
 from shardcore.io.dataset import ReferenceOp
 from shardcore.io.measurements import StepSample
 from shardcore.measure import exchanges, id_transfer, local_ranks
-from shardcore.measure.collectives import CollectiveConfig, Rank, wait_and_transfer, wait_until
+from shardcore.measure.collectives import Rank, wait_and_transfer, wait_until
+from shardcore.measure.config import CollectiveConfig
 from shardcore.measure.devices import device_of
 from shardcore.measure.hosts import Place
 from shardcore.measure.step_compute import (
@@ -64,21 +65,6 @@ from shardcore.measure.timing import Caches, spread
 from shardcore.measure.transport import LOCAL, Transport
 from shardcore.step.kinds import Layout
 from shardcore.step.lower import Workload
-
-STEP_REPEATS = 20
-"""Repeats of each step that becomes a sample."""
-STEP_BYTES = 512 << 20
-"""Most weights of a rank that replays such steps, and so their largest table."""
-
-
-def of_samples(arena_bytes: int, hang_s: float, repeats: int = STEP_REPEATS) -> ReplayConfig:
-    """Settings of replays that become samples of a dataset: weights of STEP_BYTES a rank at most.
-
-    hang_s: time after which one op counts as hung.
-    """
-    # Twice as long, as a round of steps or building ops takes longer than one op.
-    timeout_s = min(2 * hang_s, WAITS_S[1])
-    return ReplayConfig(repeats=repeats, arena_bytes=min(arena_bytes, STEP_BYTES), timeout_s=timeout_s)
 
 
 def replay(

@@ -1,4 +1,4 @@
-"""Samples that are done while measuring: their rate, the time left, and the share of time in kernels."""
+"""How far work of many parts is: the rate, the time left, and of samples the share of time in kernels."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ NAMES = {"compute": "groups", "comm": "exchanges", "steps": "steps of plans"}
 
 
 class Tally:
-    """Samples of a kind that are done.
+    """Samples of a kind, or parts of other work, that are done.
 
-    kind: "compute", "comm" or "steps".
+    kind: "compute", "comm" or "steps", or the name of the parts.
     total: number of samples to measure. None: as many as the time allows.
     again: True for samples that were disturbed and are measured once more.
+    words: what else the line says.
     """
 
     def __init__(
@@ -27,6 +28,7 @@ class Tally:
     ):
         self.kind, self.total, self.again = kind, total, again
         self.done = self.failed = 0
+        self.words = ""
         self.by_device: dict[str, int] = defaultdict(int)
         self._kernel_s: dict[str, float] = defaultdict(float)
         self._clock = clock
@@ -45,8 +47,8 @@ class Tally:
 
     @property
     def share(self) -> float:
-        """Share of the samples that is done. 0 if their number is not known."""
-        return self.done / self.total if self.total else 0.0
+        """Share that is done. 0 if the total is not known, 1 if it is 0."""
+        return self.done / self.total if self.total else float(self.total == 0)
 
     @property
     def rate(self) -> float:
@@ -66,12 +68,12 @@ class Tally:
     @property
     def line(self) -> str:
         """The progress in one line."""
-        name = f"{NAMES[self.kind]} that were disturbed" if self.again else NAMES[self.kind]
+        name = f"{NAMES.get(self.kind, self.kind)}{' that were disturbed' if self.again else ''}"
         failed = f" ({self.failed} failed)" if self.failed else ""
         line = f"{name}: {pace(self.done, self.total, self.elapsed_s)}{failed}"
         if shares := self.kernel_shares:
             line += f", {sum(shares.values()) / len(shares):.0%} of the time in kernels"
-        return line
+        return f"{line}; {self.words}" if self.words else line
 
 
 def pace(done: int, total: int | None, seconds: float) -> str:

@@ -81,6 +81,9 @@ class Transport:
             work = partial(_on_own_gpu, work) if device_of(self.device).place == "cuda" else work
         return local_ranks.run(name, work, ranks, arguments, timeout_s, self.places or None)
 
+    def prepare(self, ranks: int, hosts: int | None = 1) -> None:
+        """Start processes of ranks that are soon needed, as far as that saves time. Here each work starts its own."""
+
     def shares_cores(self, ranks: int) -> bool:
         """Tell if so many ranks on one host would share cores."""
         return ranks > len(os.sched_getaffinity(0))

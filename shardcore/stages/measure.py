@@ -16,22 +16,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import MIN_WIDTH, Problem, Setting, Table
-from shardcore.core.validation import MOST_COUNT, MOST_REPEATS, MOST_SEED, WAITS_S, require_within
 from shardcore.io import dataset, replays
 from shardcore.io.measurements import CollectiveRequest, ComputeRequest
 from shardcore.measure import collectives
-from shardcore.measure.config import KernelConfig, ReplayConfig
 from shardcore.measure.device_bench import BenchSpec
-from shardcore.measure.replay import STEP_REPEATS, of_samples, replay_all
-from shardcore.measure.sampling import MOST_DRAWS, MOST_RANKS, Request, different
+from shardcore.measure.replay import replay_all
+from shardcore.measure.sampling import Request, different
 from shardcore.measure.sampling.collectives import comm_request
-from shardcore.measure.sampling.groups import GroupConfig, compute_request, reference_request
+from shardcore.measure.sampling.groups import compute_request, reference_request
 from shardcore.measure.sampling.steps import Plans, first_step_plans, step_tables
 from shardcore.measure.supervise import Finished, Supervisor
-from shardcore.measure.tally import Tally
+from shardcore.measure.tally import NAMES, Tally, duration
 from shardcore.measure.transport import NoRoom, Transport
+from shardcore.stages.measure_config import MeasureConfig
 from shardcore.tables.held_out import is_held_out
 
 KEEP_EVERY_S = 5.0
@@ -48,87 +49,11 @@ _STATES = 4
 """Rows of optimizer state, over the rows of the largest table. The tables of an op that have more share them."""
 USUAL_S = {"compute": 0.2, "comm": 0.4, "steps": 2.0}
 """Seconds of a sample by kind, with those that are disturbed and measured once more, on two CPU cores."""
+_PAUSE_S = 60.0
+"""Gap between two samples beyond which they are of two runs."""
+_ENOUGH = 20
+"""Fewest gaps between samples that give a rate."""
 Event = TypeVar("Event")
-
-
-@dataclass(frozen=True)
-class MeasureConfig:
-    """Samples to measure, and the devices to use.
-
-    compute_samples, comm_samples: number of groups and of exchanges. compute_samples None: until the time is over.
-    step_samples: number of plans of which a step is replayed.
-    again: number of first groups that are measured even if they are known, to show how far timings agree.
-    minutes: time for groups. None: no limit.
-    actors: number of processes, each of which measures one device. 0: one for each GPU; without GPUs, one for each CPU
-      core, as far as memory allows. Using all cores at once does not disturb medians.
-    ranks: number of processes of an exchange. 0: the most devices of `hosts` hosts that divide the batch.
-    hosts: number of hosts that the ranks are spread over evenly.
-    chunk: most samples that are written at once, and of a call to a process if there is no limit of time.
-    hang_s: time after which a device on which no op has ended counts as hung.
-    held_out: draw groups only from the tables that are kept for testing.
-
-    Other fields are as in KernelConfig, GroupConfig, CollectiveConfig and, for steps, ReplayConfig.
-    """
-
-    compute_samples: int | None = 200
-    comm_samples: int = 150
-    step_samples: int = 16
-    again: int = 0
-    minutes: float | None = None
-    seed: int = 0
-    actors: int = 0
-    ranks: int = 0
-    hosts: int = 1
-    chunk: int = 16
-    hang_s: float = 60.0
-    held_out: bool = False
-    arena_bytes: int = 1 << 30
-    tolerance: float | None = None
-    min_repeats: int = 6
-    max_repeats: int = 24
-    interleave: int = 16
-    max_shards: int = 30
-    max_width: int = 256
-    sequences: float = 0.05
-    comm_repeats: int = 7
-    step_repeats: int = STEP_REPEATS
-
-    def __post_init__(self) -> None:
-        counts, ranks, repeats = (0, MOST_DRAWS), (0, MOST_RANKS), (1, MOST_REPEATS)
-        require_within(
-            self,
-            "measure config",
-            **dict.fromkeys(("compute_samples", "comm_samples", "step_samples", "again"), counts),
-            minutes=(0, MOST_COUNT),
-            actors=ranks,
-            ranks=ranks,
-            hosts=(1, MOST_RANKS),
-            chunk=(1, MOST_COUNT),
-            hang_s=WAITS_S,
-            seed=(0, MOST_SEED),
-            comm_repeats=repeats,
-            step_repeats=repeats,
-        )
-        if self.ranks % self.hosts:
-            raise ShardCoreError(
-                f"measure.ranks is {self.ranks}, which does not spread evenly over {self.hosts} measure.hosts"
-            )
-        for config in (self.kernels, self.groups, self.comm, self.steps):
-            config()  # raises for a wrong value
-
-    def kernels(self) -> KernelConfig:
-        return KernelConfig(
-            self.arena_bytes, self.tolerance, self.min_repeats, self.max_repeats, self.interleave
-        )
-
-    def groups(self) -> GroupConfig:
-        return GroupConfig(self.max_shards, self.max_width, self.arena_bytes, sequences=self.sequences)
-
-    def comm(self) -> collectives.CollectiveConfig:
-        return collectives.CollectiveConfig(repeats=self.comm_repeats, timeout_s=max(self.hang_s, 60.0))
-
-    def steps(self) -> ReplayConfig:
-        return of_samples(self.arena_bytes, self.hang_s, self.step_repeats)
 
 
 # --- what is wanted -----------------------------------------------------------------------------------------
@@ -160,7 +85,7 @@ class Wanted:
 
     def groups(self) -> Iterator[tuple[str, ComputeRequest]]:
         """The first different groups of the seed's draws, with their ids."""
-        live, config, shape = tables_with_lookups(self.pool), self.config, self.config.groups()
+        live, config, shape = tables_with_lookups(self.pool), self.config, self.config.drawn_groups
         drawn = [t for t in live if is_held_out(t)] if config.held_out else live
 
         def draw(i: int) -> ComputeRequest:
@@ -169,7 +94,7 @@ class Wanted:
         return different(draw, lambda r: dataset.compute_id(self.setting, r), config.compute_samples)
 
     def reference(self) -> ComputeRequest:
-        return reference_request(tables_with_lookups(self.pool), self.setting, self.config.groups())
+        return reference_request(tables_with_lookups(self.pool), self.setting, self.config.drawn_groups)
 
     def exchanges(self) -> Iterator[tuple[str, CollectiveRequest]]:
         """The first different exchanges of the seed's draws, with their ids. None if ranks are fewer than two."""
@@ -183,7 +108,7 @@ class Wanted:
 
     def steps(self) -> list[tuple[Problem, Plans]]:
         """The first plans of the seed's draws, by their problems."""
-        most_bytes, n = self.config.steps().arena_bytes, self.config.step_samples
+        most_bytes, n = self.config.drawn_steps.arena_bytes, self.config.step_samples
         if not n or self.why_no_steps():
             return []
         return first_step_plans(self.pool, n, self.setting, self.step_ranks, most_bytes, self.config.seed)
@@ -194,7 +119,7 @@ class Wanted:
             return (
                 "no host has two devices (cores or GPUs) that they could run on, as many as divide the batch"
             )
-        most_bytes = self.config.steps().arena_bytes
+        most_bytes = self.config.drawn_steps.arena_bytes
         if step_tables(self.pool, self.setting, most_bytes):
             return None
         return f"no table of the pool with lookups fits {most_bytes >> 20} MiB at a dim of {MIN_WIDTH}"
@@ -256,7 +181,7 @@ class Wanted:
 
     @property
     def _process_bytes(self) -> int:
-        return self.config.arena_bytes + WORKER_BYTES
+        return self.config.kernels.arena_bytes + WORKER_BYTES
 
 
 def _plans(steps: Iterable[tuple[Problem, Plans]]) -> int:
@@ -270,6 +195,41 @@ def devices_of_a_host(transport: Transport, most: int, batch: int) -> int:
     """
     there = transport.hosts()[0].devices
     return max(n for n in range(1, max(1, min(most, there)) + 1) if batch % n == 0)
+
+
+# --- the time that it takes ---------------------------------------------------------------------------------
+
+
+def estimate(wanted: Wanted, folder: Path) -> list[str]:
+    """A line for each kind of sample that is wanted: how many a folder lacks, and about how long they take.
+
+    No device is used. If the folder has samples of the setting, the time follows from the rate at which it grew.
+    Else it follows from the usual rate of two CPU cores, and the line says so.
+    """
+    devices = {"compute": wanted.devices, "comm": wanted.ranks, "steps": wanted.step_ranks}
+    measured_at = {
+        "compute": [s.measured_at for s in dataset.read_compute(folder, wanted.setting)],
+        "comm": [s.measured_at for s in dataset.read_comm(folder, wanted.setting)],
+    }
+    lines = []
+    for kind, (n, missing) in wanted.counts(folder).items():
+        line = f"{NAMES[kind]}: {missing} of {n} are missing"
+        if missing:
+            each_s, basis = _each_s(kind, measured_at.get(kind, []))
+            line += f", {devices[kind]} devices, about {duration(missing * each_s)} {basis}"
+        lines += [line] if n else []
+    return lines
+
+
+def _each_s(kind: str, measured_at: Sequence[float]) -> tuple[float, str]:
+    """Seconds of a sample, and the basis of that. measured_at: times of the known samples, Unix s."""
+    gaps = np.diff(np.sort(measured_at))
+    # Without pauses between runs, which would lower the rate.
+    gaps = gaps[gaps < _PAUSE_S]
+    if len(gaps) < _ENOUGH:
+        return USUAL_S[kind], "at the usual rate of two CPU cores"
+    rate = len(gaps) / max(gaps.sum(), 1e-3)
+    return 1 / rate, f"at the {rate:.1f} a second at which the dataset grew"
 
 
 # --- measuring ----------------------------------------------------------------------------------------------
@@ -306,7 +266,7 @@ def measure_groups(wanted: Wanted, folder: Path, progress: Any) -> int:
         progress.info("%d compute samples wanted, %d of them to measure", config.compute_samples, total)
 
     def disturbed_requests() -> list[ComputeRequest]:
-        again = dataset.disturbed_ids(folder, config.kernels().tolerance_on(transport.device))
+        again = dataset.disturbed_ids(folder, config.kernels.tolerance_on(transport.device))
         if not again:
             return []
         if config.compute_samples is not None:
@@ -317,14 +277,14 @@ def measure_groups(wanted: Wanted, folder: Path, progress: Any) -> int:
         return 0
     reference = wanted.reference()
     rows = _STATES * max(t.rows for t in tables_with_lookups(wanted.pool))
-    kernels = dataclasses.replace(config.kernels(), state_rows=rows)
+    kernels = dataclasses.replace(config.kernels, state_rows=rows)
     fleet = transport.fleet(BenchSpec(setting, transport.device, kernels, reference), config.hang_s)
     count = wanted.devices if total is None else min(wanted.devices, total or 1)
     usual_ms = dataset.usual_ms(folder, setting, reference)
     # A supervisor draws some calls ahead. With a limit of time these are short, so that what is drawn has time.
     calls_of = config.chunk if config.minutes is None else 1
     with Supervisor(fleet, count, usual_ms, calls_of, config.hang_s, progress.warning) as bench:
-        first = itertools.islice(wanted.groups(), config.interleave)
+        first = itertools.islice(wanted.groups(), config.kernels.interleave)
         reference_ms = bench.calibrate([request for _, request in first], CALIBRATE_S)
         progress.info("%d devices; the reference op takes %.3f ms", count, reference_ms)
         # This makes the folder. The bench has started by now, so no failed start leaves an empty one.
@@ -407,7 +367,9 @@ def measure_exchanges(wanted: Wanted, folder: Path, progress: Any) -> int:
         tally.add(f"{ranks} ranks", 1)
         progress.show(tally)
 
-    samples = collectives.measure_all(requests, ranks, wanted.setting, config.comm(), transport, config.hosts)
+    samples = collectives.measure_all(
+        requests, ranks, wanted.setting, config.exchanges, transport, config.hosts
+    )
     write = partial(dataset.write_comm, folder)
     keep(samples, lambda sample: [sample], config.chunk, write, count)
     return len(requests)
@@ -418,7 +380,7 @@ def measure_steps(wanted: Wanted, folder: Path, progress: Any) -> int:
 
     Returns the number of plans. If they cannot be replayed, it is 0, and the progress says why.
     """
-    setting, config, steps = wanted.setting, wanted.config.steps(), wanted.steps()
+    setting, config, steps = wanted.setting, wanted.config.drawn_steps, wanted.steps()
     if wanted.config.step_samples and (reason := wanted.why_no_steps()):
         progress.warning("what exchanges take in steps stays unknown: %s", reason)
     total = _plans(replays.missing(folder, steps, setting))

@@ -56,7 +56,7 @@ def test_what_cannot_be_is_one_line_before_anything_starts(
     [
         ("--exchanges", "1000000000000", "0 to 1,000,000"),
         ("--steps", "1000000000000", "0 to 1,000,000"),
-        ("--ranks", "1000000", "1 to 1,024"),
+        ("--ranks", "1000000", "0 to 1,024"),
         ("--hang-s", "1e12", "0.001 to 1,000,000"),
         ("--max-repeats", "1000000000000", "1 to 1,000,000"),
         ("--max-shards", "1000000000000", "1 to 65,536"),
@@ -141,9 +141,9 @@ def test_it_says_what_is_missing_measures_it_and_has_it(command, live, folder, c
     assert main([*command, *wanted, "--dry-run"]) == 0
     output = capsys.readouterr().out
     assert output == (
-        "groups: 6 of 6 are missing, about 1 s at the usual rate of two CPU cores\n"
-        "exchanges: 2 of 2 are missing, about 1 s at the usual rate of two CPU cores\n"
-        "steps of plans: 2 of 2 are missing, about 4 s at the usual rate of two CPU cores\n"
+        "groups: 6 of 6 are missing, 1 devices, about 1 s at the usual rate of two CPU cores\n"
+        "exchanges: 2 of 2 are missing, 2 devices, about 1 s at the usual rate of two CPU cores\n"
+        "steps of plans: 2 of 2 are missing, 2 devices, about 4 s at the usual rate of two CPU cores\n"
     )
     assert not folder.exists()
     assert main([*command, *wanted]) == 0

@@ -22,7 +22,6 @@ from shardcore.core.topology import Device, Topology
 from shardcore.io import dataset, files
 from shardcore.io.measurements import ComputeSample
 from shardcore.measure.sampling.groups import reference_request
-from shardcore.stages.measure import MeasureConfig
 from tasks import console, services
 from tasks.setting import SettingConfig
 
@@ -33,11 +32,8 @@ TOY = {
     "compute_samples": SAMPLES,
     "comm_samples": 6,
     "chunk": 4,
-    "interleave": 4,
-    "min_repeats": 12,
-    "tolerance": 0.9,
-    "max_repeats": 12,
-    "comm_repeats": 3,
+    "kernels": {"interleave": 4, "min_repeats": 12, "tolerance": 0.9, "max_repeats": 12},
+    "exchanges": {"repeats": 3},
 }
 BOARD = (Path(__file__).parents[2] / "monitoring/grafana.json").read_text()
 
@@ -104,9 +100,7 @@ def test_a_dry_run_estimates_and_takes_nothing(without_prefect, cluster, monkeyp
         flows.measure.main()
     assert "--dry-run" in capsys.readouterr().out
     output = estimated(without_prefect, monkeypatch, capsys)
-    assert (
-        f"compute: {SAMPLES} samples wanted, 0 there already, {SAMPLES} missing, 2 devices; about " in output
-    )
+    assert f"groups: {SAMPLES} of {SAMPLES} are missing, 2 devices, about " in output
     assert "at the usual rate of two CPU cores" in output
     assert not (without_prefect.folder / "data/measurements").exists() and not workers(cluster)
 
@@ -122,8 +116,8 @@ def test_a_run_shows_its_metrics_and_frees_the_devices_when_it_is_cancelled(toy,
                     for by in re.findall(r" by \(([^)]+)\)", expression)
                     for label in by.split(",")
                 }
-    setting, config = SettingConfig(batch=BATCH).setting(), MeasureConfig(**TOY)
-    reference = reference_request([t for t in pool() if t.pooling], setting, config.groups())
+    setting = SettingConfig(batch=BATCH).setting()
+    reference = reference_request([t for t in pool() if t.pooling], setting)
     known = ComputeSample(
         dataset.compute_id(setting, reference), setting, reference, spread(1.0), spread(1.0), 0.0
     )
@@ -218,9 +212,6 @@ def test_a_ray_node_killed_while_measuring_costs_what_it_had_in_hand(
     # by two ranks that share what is left
     assert len(dataset.read_comm(toy.folder / "data/measurements")) == 6
     toy.set_params("measure", compute_samples=SAMPLES + 30)
-    found = (
-        f"{SAMPLES + 30} samples wanted, {SAMPLES} there already, 30 missing, 1 devices; "
-        "about .* at which the dataset grew"
-    )
+    found = f"groups: 30 of {SAMPLES + 30} are missing, 1 devices, about .* at which the dataset grew"
     # Ray forgets a lost node after a while
     until(lambda: re.search(found, estimated(toy, monkeypatch, capsys)), every_s=1.0)

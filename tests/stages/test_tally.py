@@ -2,7 +2,10 @@
 
 import pytest
 
+from shardcore.core.progress import listening, report
+from shardcore.measure import tally as tallies
 from shardcore.measure.tally import Tally, duration, pace
+from shardcore.stages.progress import Work
 
 
 @pytest.mark.parametrize(
@@ -30,3 +33,35 @@ def test_a_tally_counts_by_device_and_says_the_share_of_time_in_kernels():
     assert tally.line == "groups: 5 of 10, 0.5 a second, 10 s left (1 failed), 70% of the time in kernels"
     again = Tally("compute", None, again=True, clock=lambda: now[0])
     assert again.line == "groups that were disturbed: 0" and again.share == 0 and again.left_s is None
+
+
+class Shown:
+    """A stage's progress: (share, line) of each report."""
+
+    def __init__(self):
+        self.lines = []
+
+    def show(self, tally):
+        self.lines.append((tally.share, tally.line))
+
+
+def test_no_work_is_done_at_once():
+    """A folder without problems is published, too."""
+    Work(progress := Shown(), "problems", 0)
+    assert progress.lines == [(1.0, "problems: 0 of 0")]
+
+
+def test_work_says_how_far_it_is_and_what_its_present_part_reports(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(tallies.Tally.__init__, "__defaults__", (False, lambda: now[0]))
+    work = Work(progress := Shown(), "problems", 4)
+    with listening(work.heard):
+        report("annealing", 2.5)
+    report("not heard")
+    now[0] = 30.0
+    work.done(1)
+    assert progress.lines == [
+        (0.0, "problems: 0 of 4"),
+        (0.0, "problems: 0 of 4; annealing, best 2.500 ms"),
+        (0.25, "problems: 1 of 4, 2.0 a minute, 2 min left"),
+    ]

@@ -8,11 +8,11 @@ from laws import pool
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting
 from shardcore.io import dataset
-from shardcore.measure.collectives import CollectiveConfig
-from shardcore.measure.kernels import KernelConfig
+from shardcore.measure.config import KernelConfig
 from shardcore.measure.sampling.groups import GroupConfig
 from shardcore.measure.transport import Host, Transport
-from shardcore.stages.measure import MeasureConfig, Wanted, devices_of_a_host
+from shardcore.stages.measure import Wanted, devices_of_a_host
+from shardcore.stages.measure_config import MeasureConfig, SampledStepConfig
 
 GIB = 1 << 30
 ONE_CORE = (Host(1), Host(1))
@@ -30,8 +30,8 @@ class Elsewhere(Transport):
         return self.given
 
 
-def wanted(*hosts, batch=64, device="cpu", tables=TABLES, **config):
-    config = MeasureConfig(**{"arena_bytes": 1 << 30, **config})
+def wanted(*hosts, batch=64, device="cpu", tables=TABLES, arena_bytes=1 << 30, **config):
+    config = MeasureConfig(kernels=KernelConfig(arena_bytes), **config)
     return Wanted(tables, Setting("law", batch), config, Elsewhere(*hosts, device=device))
 
 
@@ -113,7 +113,12 @@ def test_steps_need_two_devices_of_a_host_and_a_table_that_fits():
 
 
 def test_the_first_different_draws_are_wanted_and_each_has_lookups():
-    shape = {"compute_samples": 20, "comm_samples": 10, "max_shards": 3, "arena_bytes": 1 << 24}
+    shape = {
+        "compute_samples": 20,
+        "comm_samples": 10,
+        "groups": GroupConfig(max_shards=3),
+        "arena_bytes": 1 << 24,
+    }
     empty, setting = dataclasses.replace(TABLES[0], name="empty", pooling=0.0), Setting("law", 64)
 
     def groups(tables=TABLES, **more):
@@ -136,22 +141,8 @@ def test_the_first_different_draws_are_wanted_and_each_has_lookups():
         groups([empty])
 
 
-def test_each_part_of_the_config_goes_where_it_belongs():
-    config = MeasureConfig(
-        arena_bytes=1 << 25,
-        tolerance=0.2,
-        min_repeats=3,
-        max_repeats=5,
-        interleave=7,
-        max_shards=9,
-        max_width=64,
-        sequences=0.5,
-        comm_repeats=4,
-        step_repeats=6,
-        hang_s=11.0,
-    )
-    assert config.kernels() == KernelConfig(1 << 25, 0.2, 3, 5, 7)
-    assert config.groups() == GroupConfig(9, 64, 1 << 25, sequences=0.5)
-    assert config.comm() == CollectiveConfig(repeats=4)
-    steps = config.steps()
-    assert (steps.arena_bytes, steps.timeout_s, steps.repeats) == (1 << 25, 22.0, 6)
+def test_no_shard_is_larger_than_the_arena():
+    config = MeasureConfig(kernels=KernelConfig(1 << 25), steps=SampledStepConfig(repeats=6))
+    assert config.drawn_groups == GroupConfig(max_shard_bytes=1 << 25)
+    assert config.drawn_steps == SampledStepConfig(repeats=6, arena_bytes=1 << 25)
+    assert MeasureConfig().drawn_steps.arena_bytes == 512 << 20

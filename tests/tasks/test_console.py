@@ -14,9 +14,8 @@ from pathlib import Path
 import prefect
 import pytest
 
-from shardcore.core.progress import listening, report
 from tasks import console
-from tasks.console import RESULT, STAGE, Screen, Work, duration
+from tasks.console import RESULT, STAGE, Screen
 
 ROOT = Path(__file__).parents[2]
 
@@ -189,44 +188,6 @@ def test_a_run_goes_on_when_its_terminal_is_closed(clock, monkeypatch):
     screen.show("stage", "measure")
     screen.show("progress", "x", 0.5)
     screen.clear()
-
-
-def test_no_work_is_done_at_once(clock, shown):
-    """A folder without problems is published, too."""
-    Work("problems", 0, clock)
-    assert shown == [("progress", "problems: 0 of 0", 1.0)]
-
-
-def test_work_says_how_far_it_is_and_how_long_it_takes_yet(clock, shown):
-    work = Work("problems", 4, clock)
-    clock.now += 30
-    work.done(1)
-    clock.now += 30
-    work.done(3)
-    work.done(4)
-    assert shown == [
-        ("progress", "problems: 0 of 4", 0.0),
-        ("progress", "problems: 1 of 4, 2.0 a minute, 2 min left", 0.25),
-        ("progress", "problems: 3 of 4, 3.0 a minute, 20 s left", 0.75),
-        ("progress", "problems: 4 of 4, 4.0 a minute, 0 s left", 1.0),
-    ]
-    assert console.pace(160, 400, 16.0) == "160 of 400, 10.0 a second, 24 s left"
-    assert console.pace(0, 400, 16.0) == "0 of 400"
-
-
-def test_work_shows_what_its_present_part_reports(clock, shown):
-    work = Work("problems", 4, clock)
-    with listening(work.heard):
-        report("annealing", 2.5)
-    report("not heard")
-    assert shown[1:] == [("progress", "problems: 0 of 4; annealing, best 2.500 ms", 0.0)]
-
-
-@pytest.mark.parametrize(
-    "seconds, message", [(0.4, "0 s"), (89, "89 s"), (90, "2 min"), (5399, "90 min"), (5400, "1.5 h")]
-)
-def test_durations_in_words(seconds, message):
-    assert duration(seconds) == message
 
 
 # --- what of a log is shown ---------------------------------------------------------------------------------

@@ -7,8 +7,8 @@ import pytest
 
 from flows.refresh import SECTIONS, overrides_of
 from shardcore.core.errors import ShardCoreError
-from tasks import demo, refresh
-from tasks.refresh import override_params, usual_s
+from tasks import demo
+from tasks.refresh import override_params
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,15 +30,13 @@ def source(tmp_path, monkeypatch):
     return folder
 
 
-def test_the_demo_changes_parameters_that_there_are_and_takes_five_minutes(tmp_path, monkeypatch):
+def test_the_demo_changes_parameters_that_there_are(tmp_path, monkeypatch):
     for name in ("params.yaml", "demo.yaml"):
         (tmp_path / name).write_text((ROOT / name).read_text())
     (tmp_path / "problems").symlink_to(ROOT / "problems")
     monkeypatch.chdir(tmp_path)
-    before = sum(usual_s()[stage] for stage in refresh.stages_of("evaluate"))
     given = overrides_of(Path("demo.yaml"))
     assert override_params(given, SECTIONS) and not override_params(given, SECTIONS)
-    assert sum(usual_s()[stage] for stage in refresh.stages_of("evaluate")) < min(300, before)
     assert all((ROOT / folder).is_dir() for folder in given["train"]["datasets"])
     assert 0 < given["measure"]["compute_samples"]  # a real measurement is part of it
 

@@ -10,13 +10,12 @@ from laws import SETTING, comm_samples, compute_samples, linear_law, pool, train
 from prefect.logging import disable_run_logger
 from tracking import no_pages, tracked
 
-from flows.job import job
+from flows.job import LEAST_GAIN, MEASURED, job, keep_problem, log_steps, read_traces
 from shardcore.core.errors import ShardCoreError
 from shardcore.cost import composite, neural
 from shardcore.io import dataset, files, job_folder, traced_samples
 from shardcore.plans import store
 from tasks import registry
-from tasks.job import LEAST_GAIN, MEASURED, keep_problem, log_steps, read_traces
 from tasks.promote import TRACED_ERROR, PromoteConfig, promote_model
 from tasks.publish import publish_plans
 

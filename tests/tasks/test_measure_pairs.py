@@ -1,10 +1,10 @@
 import numpy as np
 import pytest
 
+from flows.topology import measure_pairs
 from shardcore.core.errors import ShardCoreError
 from shardcore.measure.pairs import PairConfig
 from tasks import ray_transport
-from tasks.topology import measure_pairs
 
 QUICK = PairConfig(message_kib=16, sweeps=2, repeats=1, load_kib=64)
 

@@ -8,8 +8,11 @@ from laws import pool, spread
 from shardcore.core.types import Setting
 from shardcore.io import dataset
 from shardcore.io.measurements import ComputeSample
+from shardcore.measure.config import CollectiveConfig, KernelConfig
+from shardcore.measure.sampling.groups import GroupConfig
 from shardcore.stages import measure
-from shardcore.stages.measure import MeasureConfig, Wanted
+from shardcore.stages.measure import Wanted
+from shardcore.stages.measure_config import MeasureConfig
 from tasks.ray_transport import RayTransport
 
 SETTING = Setting("test", 64)
@@ -17,12 +20,9 @@ CONFIG = MeasureConfig(
     compute_samples=8,
     comm_samples=3,
     chunk=2,
-    max_shards=3,
-    arena_bytes=1 << 24,
-    min_repeats=2,
-    max_repeats=2,
-    interleave=3,
-    comm_repeats=2,
+    kernels=KernelConfig(arena_bytes=1 << 24, min_repeats=2, max_repeats=2, interleave=3),
+    groups=GroupConfig(max_shards=3),
+    exchanges=CollectiveConfig(repeats=2),
 )
 TABLES = [t for t in pool() if t.rows < 20_000]
 

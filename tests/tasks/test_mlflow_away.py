@@ -10,6 +10,7 @@ import pytest
 from laws import SETTING, comm_samples, compute_samples, linear_law, pool
 from prefect.logging import disable_run_logger
 
+from flows.train import TrainConfig, train_model
 from shardcore.core.errors import ShardCoreError
 from shardcore.cost import fit, neural
 from shardcore.io import dataset
@@ -17,7 +18,6 @@ from tasks import registry
 from tasks.promote import PromoteConfig, promote_model
 from tasks.publish import PublishConfig, publish_plans
 from tasks.setting import SettingConfig
-from tasks.train import TrainConfig, train_model
 
 ADDRESS = "http://127.0.0.1:9"
 WANTED = SettingConfig(SETTING.hardware, SETTING.batch)

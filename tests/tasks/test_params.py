@@ -8,18 +8,18 @@ from typing import get_args
 
 import pytest
 
+from flows.tables import TablesConfig
+from flows.train import TrainConfig
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.validation import type_hints
 from shardcore.io.schema import MOST_INT
-from shardcore.stages.measure import MeasureConfig
+from shardcore.stages.evaluate import EvaluateConfig
+from shardcore.stages.measure_config import MeasureConfig
 from tasks import params
-from tasks.evaluate import EvaluateConfig
 from tasks.promote import PromoteConfig
 from tasks.publish import PublishConfig
 from tasks.setting import SettingConfig
 from tasks.stack_config import StackConfig
-from tasks.tables import TablesConfig
-from tasks.train import TrainConfig
 
 CONFIGS = (
     SettingConfig,

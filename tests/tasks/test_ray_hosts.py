@@ -22,7 +22,7 @@ from shardcore.measure.pairs import PairConfig
 from shardcore.io.measurements import CollectiveRequest
 from shardcore.core.types import Setting
 from tasks.ray_transport import RayTransport
-from tasks.topology import measure_pairs
+from flows.topology import measure_pairs
 
 ray.init(address=sys.argv[1], log_to_driver=False, logging_level="warning")
 config = CollectiveConfig(repeats=3)

@@ -4,21 +4,19 @@ stages."""
 import fcntl
 import json
 import os
-import re
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import dvc.lock
 import pytest
 
+from flows.tables import TablesConfig
+from flows.train import TrainConfig
 from shardcore.core.errors import ShardCoreError
+from shardcore.stages.evaluate import EvaluateConfig
 from tasks import console, refresh
-from tasks.evaluate import EvaluateConfig
 from tasks.publish import PublishConfig
 from tasks.refresh import heading, override_params, require_pushable, stages_of
-from tasks.tables import TablesConfig
-from tasks.train import TrainConfig
 
 PARAMS = """\
 # of the stages
@@ -63,7 +61,7 @@ def test_nulls_and_lines_that_nobody_changes_stay_as_they_are(folder):
         ({"tables": {"tables": 50}, "train": {"epoch": 4}}, "section 'train' has an unknown key 'epoch'"),
         ({"tables": {"tables": 50}, "train": {"epochs": "many"}}, "epochs is 'many'; it needs to be a "),
         ({"train": 4}, "section 'train' is 4; it needs to be an object"),
-        ({"evaluate": {"problems": 0}}, "evaluate config has problems 0; it needs 1 to"),
+        ({"evaluate": {"problems": 0}}, "section 'evaluate' has problems 0; it needs 1 to"),
     ],
 )
 def test_what_is_wrong_in_one_override_leaves_all_unwritten(folder, overrides, named):
@@ -103,59 +101,6 @@ def test_a_refresh_says_which_stage_of_how_many_and_which_had_nothing_to_do():
         and heading("promote", "evaluate") == "stage 5/6: promote"
     )
     assert heading("tables", "train", runs=False) == "stage 1/3: tables, nothing changed"
-
-
-USUAL = {"tables": 5.0, "measure": 100.0, "train": 30.0, "evaluate": 60.0, "promote": 5.0, "publish": 50.0}
-
-
-@pytest.mark.parametrize(
-    "stage, done, seconds",
-    [
-        ("tables", [], 250),
-        ("measure", [("tables", 15.0)], 343),  # three times as long, but short: 1.4 times
-        ("train", [("tables", 10.0), ("measure", 200.0)], 266.8),  # half as fast
-        ("train", [("tables", 0.0), ("measure", 0.0)], 145),  # nothing changed there
-        (
-            "publish",
-            [("tables", 5.0), ("measure", 50.0), ("train", 15.0), ("evaluate", 27.5), ("promote", 2.5)],
-            27.27,
-        ),
-    ],
-)
-def test_the_time_left_of_all_follows_the_pace_of_what_has_ended(stage, done, seconds):
-    runs = [refresh.StageRun(name, took > 0, took) for name, took in done]
-    assert refresh.left_s(stage, "evaluate", runs, USUAL) == pytest.approx(seconds, rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    "stage, runs, ran, text",
-    [
-        ("tables", True, [], r"stage 1/6: tables, about (\d+ s|\d+ min) left in all"),
-        ("measure", False, [False], "stage 2/6: measure, nothing changed"),
-        ("promote", True, [False] * 4, "stage 5/6: promote"),  # which may have nothing to do
-        ("promote", True, [False] * 3 + [True], r"stage 5/6: promote, about .* left in all"),
-    ],
-)
-def test_a_stage_that_runs_is_announced_with_the_time_left_of_all(
-    folder, monkeypatch, stage, runs, ran, text
-):
-    said = []
-    logger = SimpleNamespace(info=lambda line, extra: said.append(line))
-    monkeypatch.setattr(refresh, "get_run_logger", lambda: logger)
-    done = [refresh.StageRun(name, r, 9.0 * r) for name, r in zip(refresh.STAGES, ran, strict=False)]
-    refresh.announce(stage, "evaluate", done, runs)
-    [line] = said
-    assert re.fullmatch(text, line)
-
-
-def test_more_samples_and_problems_usually_take_longer(folder):
-    usual = refresh.usual_s()
-    assert set(stages_of("evaluate")) | set(stages_of("train_policy")) == set(usual)
-    (folder / "problems").mkdir()
-    (folder / "problems/one.json").touch()
-    (folder / "params.yaml").write_text("measure: {compute_samples: 4000}\nevaluate: {replay_problems: 50}\n")
-    longer = refresh.usual_s()
-    assert {stage for stage, s in longer.items() if s > usual[stage]} == {"measure", "evaluate", "publish"}
 
 
 def test_what_a_stage_wants_shown_is_shown_and_the_rest_is_for_the_log(monkeypatch):

@@ -14,6 +14,7 @@ from prefect.logging import disable_run_logger
 from traced_jobs import factors_of, sample
 from tracking import tracked
 
+from flows.train import TrainConfig, data_version, lenders, train_model
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem, Setting
@@ -25,10 +26,9 @@ from shardcore.io import dataset, files, model_files, replays, schema, traced_sa
 from shardcore.io.measurements import Spread, StepSample
 from shardcore.measure.replay import ReplayConfig
 from shardcore.search import SHARDERS
+from shardcore.stages.evaluate import Candidate, EvaluateConfig, judge_model
 from tasks import registry
-from tasks.evaluate import evaluate_model
 from tasks.setting import SettingConfig
-from tasks.train import TrainConfig, data_version, lenders, train_model
 
 WANTED = SettingConfig(SETTING.hardware, SETTING.batch)
 MEASUREMENTS, SHIPPED = Path("data/measurements"), Path("datasets/x")
@@ -114,7 +114,8 @@ def test_a_dataset_of_another_machine_lends_and_counts_nowhere(joined):
 
 
 def test_a_model_is_evaluated_on_own_samples(joined):
-    metrics = evaluate_model.fn(Path("data/model"), MEASUREMENTS, Path("data/evaluation"))
+    candidate = Candidate(neural.load("data/model"), [], MEASUREMENTS, EvaluateConfig(), None)
+    metrics = judge_model(candidate, Path("data/evaluation"))
     assert metrics == joined[0] and metrics["n_compute"] == len(accuracy.held_out(SAMPLES))
     assert len(Path("data/evaluation/predictions.csv").read_text().splitlines()) == metrics["n_compute"] + 1
 

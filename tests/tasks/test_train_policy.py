@@ -8,6 +8,7 @@ from laws import SETTING, trained
 from prefect.logging import disable_run_logger
 from tracking import tracked
 
+from flows.train_policy import TrainPolicyConfig, train_against
 from shardcore.core.access_statistics import Zipf
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.topology import Device, Topology
@@ -19,7 +20,6 @@ from shardcore.report import plan_page
 from shardcore.search.learned.policy import read_policy, write_policy
 from tasks import params, paths, policy_registry, registry
 from tasks.promote import promote_policy
-from tasks.train_policy import TrainPolicyConfig, train_policy
 
 pytestmark = pytest.mark.usefixtures("short_explanations")
 
@@ -47,7 +47,7 @@ def place(tmp_path_factory):
 
 
 def run(**config) -> dict[str, float]:
-    return train_policy.fn(paths.MODEL, paths.POOL, TrainPolicyConfig(**QUICK, **config), paths.POLICY)
+    return train_against.fn(paths.MODEL, paths.POOL, TrainPolicyConfig(**QUICK, **config), paths.POLICY)
 
 
 @pytest.fixture(scope="module")

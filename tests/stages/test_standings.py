@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from tasks.evaluate import standings
+from shardcore.stages.evaluate import standings
 
 COSTS = {"a": [1.0, 2.0, None, 4.0], "b": [2.0, 2.0, 3.0, 2.0], "c": [4.0, 1.0, 5.0, math.nan]}
 SECONDS = {"a": [1.0, 3.0, 100.0, 9.0], "b": [2.0, 2.0, 2.0, 2.0], "c": []}

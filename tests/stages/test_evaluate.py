@@ -1,10 +1,9 @@
-"""Replays of `evaluate`: their problems, and the reason where no plan can be replayed. tests/flows replays some."""
+"""Evaluating a model: its problems, what is written, and the reason where no plan can be replayed."""
 
+import contextlib
 import csv
-import dataclasses
 import json
 import logging
-import re
 
 import pytest
 from laws import SETTING, pool, replayed_as_priced, trained
@@ -12,15 +11,37 @@ from laws import SETTING, pool, replayed_as_priced, trained
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem, Setting, Table
-from shardcore.cost import neural
 from shardcore.cost.analytic import AnalyticModel
-from shardcore.io import files, replays
-from shardcore.measure import hardware
+from shardcore.io import replays
 from shardcore.measure.replay import ReplayConfig
-from shardcore.measure.transport import Transport
+from shardcore.measure.transport import Host, Transport
 from shardcore.search.budget import Budget
-from tasks import evaluate
-from tasks.evaluate import COMPARED, EvaluateConfig, compare_sharders, replay_plans, write_metrics
+from shardcore.stages import evaluate
+from shardcore.stages.evaluate import COMPARED, Candidate, EvaluateConfig
+
+
+class Told(logging.LoggerAdapter):
+    """A stage's progress as a log."""
+
+    def __init__(self):
+        super().__init__(logging.getLogger("evaluate"))
+
+    def show(self, tally):
+        pass
+
+
+class Cores(Transport):
+    """One host, whose devices have a name."""
+
+    def __init__(self, name, count):
+        super().__init__()
+        self.name, self.count = name, count
+
+    def hardware(self):
+        return self.name
+
+    def hosts(self):
+        return [Host(self.count)]
 
 
 @pytest.fixture(scope="module")
@@ -28,55 +49,48 @@ def model():
     return trained()
 
 
+def candidate(model, folder, config, tables=None):
+    return Candidate(model, tables or pool(), folder, config, Told())
+
+
 @pytest.mark.parametrize(
-    "here, problems, message",
+    "on, problems, message",
     [
-        (False, 2, r"the model is for law, the cluster's devices are "),
-        (True, 2, "no host has two devices"),  # each host of this cluster has one CPU
-        (True, 0, "evaluate.replay_problems is 0"),
+        (Cores("other", 2), 2, "the model is for law, the devices are other"),
+        (Cores(SETTING.hardware, 1), 2, "no host has two devices"),
+        (None, 0, "evaluate.replay_problems is 0"),
     ],
     ids=["other hardware", "one core a host", "switched off"],
 )
-@pytest.mark.long
-@pytest.mark.usefixtures("cluster")
 def test_what_cannot_be_replayed_is_skipped_with_a_line_and_absent(
-    here, problems, message, model, tmp_path, monkeypatch, caplog
+    on, problems, message, model, tmp_path, caplog
 ):
-    if here:
-        model = dataclasses.replace(
-            model, setting=dataclasses.replace(SETTING, hardware=hardware.hardware_name("cpu"))
-        )
-    neural.save(model, tmp_path / "model")
-    files.write_pool(tmp_path / "pool.json", pool())
     out = tmp_path / "replays"
     out.mkdir()
     (out / "replays.csv").write_text("of another model")
-    monkeypatch.setattr(evaluate, "get_run_logger", lambda: logging.getLogger("evaluate"))
+    config = EvaluateConfig(replay_problems=problems)
     with caplog.at_level(logging.INFO, "evaluate"):
-        found = replay_plans.fn(
-            tmp_path / "model",
-            tmp_path / "pool.json",
-            tmp_path,
-            EvaluateConfig(replay_problems=problems),
-            out,
+        found = evaluate.replay_plans(
+            candidate(model, tmp_path, config), out, lambda: contextlib.nullcontext(on)
         )
     assert found == {} and not list(out.iterdir())
-    assert re.search(f"no plans are replayed: {message}", caplog.text), caplog.text
-    write_metrics.fn(tmp_path, {"compute_mape": 1.0}, {}, found)
-    assert "replays" not in json.loads((tmp_path / "metrics.json").read_text())
+    assert f"no plans are replayed: {message}" in caplog.text
 
 
-def test_dvc_shows_a_few_figures_and_a_file_has_all(tmp_path):
+def test_dvc_shows_a_few_figures_and_a_file_has_all(tmp_path, monkeypatch):
     accuracy = {"compute_mape": 12.345678, "forward_comm_mape": 3.0, **{f"other_{i}": 1.0 for i in range(50)}}
-    sharders = {
-        f"{name}_{of}": 1.0 for name in evaluate.COMPARED for of in ("solved", "relative_cost", "seconds")
-    }
+    sharders = {f"{name}_{of}": 1.0 for name in COMPARED for of in ("solved", "relative_cost", "seconds")}
     replayed = {"mape": 7.0, "noise": 2.0, **{f"other_{i}": 1.0 for i in range(50)}}
-    write_metrics.fn(tmp_path, accuracy, sharders, replayed)
+    monkeypatch.setattr(evaluate, "judge_model", lambda *_: accuracy)
+    monkeypatch.setattr(evaluate, "compare_sharders", lambda *_: sharders)
+    monkeypatch.setattr(evaluate, "replay_plans", lambda *_: replayed)
+    found = evaluate.evaluate(None, tmp_path, None)
     shown, kept = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("metrics", "figures"))
-    assert kept == {"accuracy": accuracy, "sharders": sharders, "replays": replayed}
+    assert found == kept == {"accuracy": accuracy, "sharders": sharders, "replays": replayed}
     assert shown["accuracy"] == {"compute_mape": 12.35, "forward_comm_mape": 3.0}
     assert shown["replays"] == {"mape": 7.0, "noise": 2.0} and len(shown["sharders"]) == 3
+    monkeypatch.setattr(evaluate, "replay_plans", lambda *_: {})
+    assert list(evaluate.evaluate(None, tmp_path, None)) == ["accuracy", "sharders"]
 
 
 SMALL = EvaluateConfig(
@@ -86,18 +100,16 @@ SMALL = EvaluateConfig(
 
 def test_tables_that_no_rank_holds_are_left_out_and_problems_without_others_too(model):
     huge = [Table(f"huge {i}", evaluate.ARENA_BYTES // 4, 64, 1.0) for i in range(24)]
-    drawn = evaluate._to_replay(pool(), model.setting, 2, SMALL)
+    drawn = evaluate._to_replay(candidate(model, None, SMALL), 2)
     assert len(drawn) == 3 and all(3 <= len(p.tables) <= 5 and len(p.topology) == 2 for p in drawn)
-    mixed = evaluate._to_replay([*pool()[:12], *huge[:12]], model.setting, 2, SMALL)
+    mixed = evaluate._to_replay(candidate(model, None, SMALL, [*pool()[:12], *huge[:12]]), 2)
     assert mixed and all(t.bytes <= evaluate.ARENA_BYTES for p in mixed for t in p.tables)
     assert sum(len(p.tables) for p in mixed) < sum(len(p.tables) for p in drawn)
-    assert evaluate._to_replay(huge, model.setting, 2, SMALL) == []
+    assert evaluate._to_replay(candidate(model, None, SMALL, huge), 2) == []
 
 
-def test_what_was_replayed_is_not_run_again_and_what_else_is_there_goes(model, tmp_path, monkeypatch):
-    """There is no cluster here that anything could run on."""
-    monkeypatch.setattr(evaluate, "get_run_logger", lambda: logging.getLogger("evaluate"))
-    problems = evaluate._to_replay(pool(), model.setting, 2, SMALL)[:1]
+def test_what_was_replayed_is_not_run_again_and_what_else_is_there_goes(model, tmp_path):
+    problems = evaluate._to_replay(candidate(model, None, SMALL), 2)[:1]
     steps = ReplayConfig(repeats=2, arena_bytes=evaluate.ARENA_BYTES)
 
     run = replayed_as_priced(model)
@@ -113,19 +125,16 @@ def test_what_was_replayed_is_not_run_again_and_what_else_is_there_goes(model, t
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.txt").write_text("somebody's")
     before[tmp_path / "thesis" / "chapter.txt"] = b"somebody's"
-    kept = evaluate._replayed(model, problems, None, SMALL, tmp_path, Transport())
+    kept = evaluate._replayed(candidate(model, tmp_path, SMALL), problems, tmp_path, Transport())
     assert [k.problem for k in kept] == problems and {
         p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()
     } == before
     assert not (tmp_path / "of-before").exists()
 
 
-def test_each_problem_is_searched_by_each_compared_sharder(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(evaluate, "get_run_logger", lambda: logging.getLogger("evaluate"))
-    neural.save(model, tmp_path / "model")
-    files.write_pool(tmp_path / "pool.json", pool())
+def test_each_problem_is_searched_by_each_compared_sharder(model, tmp_path):
     config = EvaluateConfig(problems=2, min_tables=2, max_tables=3, budget_evals=10)
-    compare_sharders.fn(tmp_path / "model", tmp_path / "pool.json", config, tmp_path)
+    evaluate.compare_sharders(candidate(model, tmp_path, config), tmp_path)
     rows = list(csv.DictReader((tmp_path / "sharders.csv").read_text().splitlines()))
     wanted = [(f"pool-1-0{i}", name) for i in range(2) for name in COMPARED]
     assert [(r["problem"], r["algorithm"]) for r in rows] == wanted

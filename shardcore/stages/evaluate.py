@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
-from prefect import get_run_logger, task
 
 from shardcore.core.progress import listening
 from shardcore.core.types import Problem, Setting, Table
-from shardcore.core.validation import MOST_COUNT, MOST_REPEATS, MOST_SEED, require, require_within
-from shardcore.cost import accuracy, neural, replay_metrics, study, training
+from shardcore.core.validation import Count, Repeats, Seed, require, within
+from shardcore.cost import accuracy, replay_metrics, study, training
 from shardcore.cost.model import CostModel
-from shardcore.io import dataset, files, replays, writing
-from shardcore.measure.replay import ReplayConfig, replay_all
+from shardcore.cost.neural import NeuralModel
+from shardcore.io import dataset, replays, writing
+from shardcore.measure.config import ReplayConfig
+from shardcore.measure.replay import replay_all
 from shardcore.measure.sampling import MOST_DRAWS
 from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
+from shardcore.measure.transport import Transport
 from shardcore.report import figures, model_report
 from shardcore.search import BASELINES, DEFAULT_SHARDER, SHARDERS, compare
 from shardcore.search.budget import Budget
 from shardcore.stages.measure import Failures, devices_of_a_host
-from tasks import console
-from tasks.ray_transport import RayTransport
+from shardcore.stages.progress import Progress, Work
 
 HEADLINES = {
     "accuracy": ("compute_mape", "forward_comm_mape", "backward_comm_mape"),
@@ -51,51 +53,72 @@ MOST_TABLES = 24
 
 
 @dataclass(frozen=True)
-class EvaluateConfig:
-    """Held-out problems on which sharders are compared, drawn as in ProblemConfig.
+class EvaluateConfig(ProblemConfig):
+    """Held-out problems on which sharders are compared. Replays use at most as many devices of a host.
 
     problems: number of problems.
     seed: seed of the draws.
-    devices, min_tables, max_tables, max_dim: as in ProblemConfig. Replays use at most so many devices of a host.
     budget_evals: plans that each search may price.
     replay_problems: number of problems whose plans also run. 0: none.
     replay_repeats: steps of each replayed plan.
     """
 
-    problems: int = 6
-    seed: int = 1
-    devices: int = 4
-    min_tables: int = 10
-    max_tables: int = 60
-    max_dim: int = 128
-    budget_evals: int = 20_000
-    replay_problems: int = 5
-    replay_repeats: int = 20
-
-    def __post_init__(self) -> None:
-        require_within(
-            self,
-            "evaluate config",
-            problems=(1, MOST_DRAWS),
-            budget_evals=(1, MOST_COUNT),
-            replay_problems=(0, MOST_DRAWS),
-            replay_repeats=(1, MOST_REPEATS),
-            seed=(0, MOST_SEED),
-        )
-        self.shape()
-
-    def shape(self) -> ProblemConfig:
-        return ProblemConfig(self.devices, self.min_tables, self.max_tables, self.max_dim)
+    problems: Annotated[int, within(1, MOST_DRAWS)] = 6
+    seed: Seed = 1
+    budget_evals: Count = 20_000
+    replay_problems: Annotated[int, within(0, MOST_DRAWS)] = 5
+    replay_repeats: Repeats = 20
 
 
-@task(task_run_name="evaluate-model")
-def evaluate_model(folder: Path, measurements: Path, out: Path) -> dict[str, float]:
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """A model to evaluate, and what with.
+
+    pool: tables of drawn problems.
+    measurements: folder of this machine's samples.
+    """
+
+    model: NeuralModel
+    pool: Sequence[Table]
+    measurements: Path
+    config: EvaluateConfig
+    progress: Progress
+
+    def problems(self, count: int, shape: ProblemConfig) -> list[Problem]:
+        """The first held-out problems of the seed's draws."""
+        setting, seed = self.model.setting, self.config.seed
+        return [draw_problem(self.pool, i, setting, seed, shape) for i in range(count)]
+
+
+def evaluate(
+    candidate: Candidate, out: Path, transport: Callable[[], AbstractContextManager[Transport]]
+) -> dict[str, dict[str, float]]:
+    """Judge a model on samples, sharders on problems, and both on replays.
+
+    transport: where plans run. It is made only if some are replayed.
+
+    Returns figures of each section, "accuracy", "sharders" and, if plans ran, "replays". `out` gets tables and
+    pictures, all figures as figures.json, and HEADLINES as metrics.json, which `dvc metrics show` prints in a row.
+    """
+    found = {"accuracy": judge_model(candidate, out), "sharders": compare_sharders(candidate, out)}
+    if replayed := replay_plans(candidate, out / "replays", transport):
+        found["replays"] = replayed
+    writing.write_json(out / "figures.json", found)
+    headlines = {
+        section: {name: float(f"{of[name]:.4g}") for name in HEADLINES[section] if name in of}
+        for section, of in found.items()
+    }
+    writing.write_json(out / "metrics.json", headlines)
+    return found
+
+
+def judge_model(candidate: Candidate, out: Path) -> dict[str, float]:
     """Accuracy on the test split of the measurements, which are of this machine.
 
     Writes predictions.csv and predictions.png to `out`.
     """
-    model = neural.load(folder)
-    known = training.read_held_out(model, measurements)
+    model = candidate.model
+    known = training.read_held_out(model, candidate.measurements)
     compute = [s for s in accuracy.held_out(known.compute) if s.error is None]
     measured = np.array([s.total_ms for s in compute])
     predicted = accuracy.predict(model, compute)
@@ -117,24 +140,21 @@ def evaluate_model(folder: Path, measurements: Path, out: Path) -> dict[str, flo
     return study.judge_test_split(model, known)
 
 
-@task(task_run_name="compare-sharders")
-def compare_sharders(folder: Path, pool_path: Path, config: EvaluateConfig, out: Path) -> dict[str, float]:
+def compare_sharders(candidate: Candidate, out: Path) -> dict[str, float]:
     """Metrics of the COMPARED sharders on the same held-out problems. Writes sharders.csv to `out`.
 
     They are, for each sharder, the share of problems solved, the cost relative to the best other sharder, and seconds.
     Cost and seconds are over problems that all sharders solved.
     """
-    model, pool = neural.load(folder), files.read_pool(pool_path)
-    problems = [
-        draw_problem(pool, i, model.setting, config.seed, config.shape()) for i in range(config.problems)
-    ]
+    config, progress = candidate.config, candidate.progress
+    problems = candidate.problems(config.problems, config)
     rows: list[dict[str, Any]] = []
-    work = console.Work("problems compared", len(problems))
+    work = Work(progress, "problems compared", len(problems))
     for i, problem in enumerate(problems):
         with listening(work.heard):
             # Their seconds are without compilation.
             outcomes = [
-                compare.run(name, problem, model, config.seed, Budget(evals=config.budget_evals))
+                compare.run(name, problem, candidate.model, config.seed, Budget(evals=config.budget_evals))
                 for name in COMPARED
             ]
         rows += [
@@ -148,7 +168,7 @@ def compare_sharders(folder: Path, pool_path: Path, config: EvaluateConfig, out:
             }
             for o in outcomes
         ]
-        get_run_logger().info(
+        progress.info(
             "problem %d of %d: %s",
             i + 1,
             config.problems,
@@ -227,59 +247,51 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if np.isfinite(value)}
 
 
-@task(task_run_name="replay-plans")
 def replay_plans(
-    folder: Path, pool_path: Path, measurements: Path, config: EvaluateConfig, out: Path
+    candidate: Candidate, out: Path, transport: Callable[[], AbstractContextManager[Transport]]
 ) -> dict[str, float]:
-    """Figures of replayed plans (see replay_metrics.figures). {} if there are no replays, and the log says why.
+    """Figures of replayed plans (see replay_metrics.figures). {} if there are no replays, and the progress says why.
 
-    Several plans of each of replay_problems held-out problems are priced, then run on the connected cluster, with the
-    measurements' reference op between their steps. `out` gets each problem's replays (see replays.keep), replays.csv
-    and replays.png. Stored replays are not run again as long as the plans are the same.
+    Several plans of each of replay_problems held-out problems are priced, then run, with the measurements' reference op
+    between their steps. `out` gets each problem's replays (see replays.keep), replays.csv and replays.png. Stored
+    replays are not run again as long as the plans are the same.
     """
-    logger = get_run_logger()
+    config, progress, setting = candidate.config, candidate.progress, candidate.model.setting
     require(not out.is_symlink(), f"{out} is a symbolic link; replays are kept in a folder of their own")
     out.mkdir(parents=True, exist_ok=True)
     # Figures of an older model must not look like this one's.
     _remove(out, but=[path.name for path in out.iterdir()] if config.replay_problems else ())
     if not config.replay_problems:
-        logger.info("no plans are replayed: evaluate.replay_problems is 0")
+        progress.info("no plans are replayed: evaluate.replay_problems is 0")
         return {}
-    model, pool = neural.load(folder), files.read_pool(pool_path)
-    with RayTransport() as transport:
-        devices = devices_of_a_host(transport, config.devices, model.setting.batch)
-        problems = _to_replay(pool, model.setting, devices, config)
-        if reason := _why_not(model.setting, devices, problems, transport):
-            logger.warning("no plans are replayed: %s", reason)
+    with transport() as on:
+        devices = devices_of_a_host(on, config.devices, setting.batch)
+        problems = _to_replay(candidate, devices)
+        if reason := _why_not(setting, devices, problems, on):
+            progress.warning("no plans are replayed: %s", reason)
             return {}
-        reference = dataset.reference_op(measurements, model.setting)
-        rows = replay_metrics.judge(_replayed(model, problems, reference, config, out, transport), model)
+        rows = replay_metrics.judge(_replayed(candidate, problems, out, on), candidate.model)
     writing.write_csv(out / "replays.csv", replay_metrics.csv_rows(rows))
-    writing.write_atomic(
-        out / "replays.png",
-        figures.png_bytes(model_report.replay_scatter_figure(rows, f"Replayed, {model.setting.hardware}")),
-    )
+    picture = model_report.replay_scatter_figure(rows, f"Replayed, {setting.hardware}")
+    writing.write_atomic(out / "replays.png", figures.png_bytes(picture))
     return replay_metrics.figures(rows)
 
 
-def _why_not(
-    setting: Setting, devices: int, problems: Sequence[Problem], transport: RayTransport
-) -> str | None:
-    """The reason why the cluster cannot replay problems for a model of `setting`. None if it can."""
+def _why_not(setting: Setting, devices: int, problems: Sequence[Problem], transport: Transport) -> str | None:
+    """The reason why a transport cannot replay problems for a model of `setting`. None if it can."""
     if (here := transport.hardware()) != setting.hardware:
-        return f"the model is for {setting.hardware}, the cluster's devices are {here}"
+        return f"the model is for {setting.hardware}, the devices are {here}"
     if devices < 2:
         return "no host has two devices (cores or GPUs) that plans could run on, as many as divide the batch"
     return None if problems else f"all tables of the problems drawn are above {ARENA_BYTES >> 20} MiB"
 
 
-def _to_replay(
-    pool: Sequence[Table], setting: Setting, devices: int, config: EvaluateConfig
-) -> list[Problem]:
+def _to_replay(candidate: Candidate, devices: int) -> list[Problem]:
     """Held-out problems without the tables that are too large for a rank. Problems without other tables are dropped."""
+    config = candidate.config
     most = max(config.min_tables, min(config.max_tables, MOST_TABLES))
     shape = ProblemConfig(devices, config.min_tables, most, config.max_dim)
-    drawn = [draw_problem(pool, i, setting, config.seed, shape) for i in range(config.replay_problems)]
+    drawn = candidate.problems(config.replay_problems, shape)
     fitting = [tuple(t for t in p.tables if t.bytes <= ARENA_BYTES) for p in drawn]
     return [dataclasses.replace(p, tables=tables) for p, tables in zip(drawn, fitting, strict=True) if tables]
 
@@ -298,16 +310,13 @@ def plans_to_replay(
 
 
 def _replayed(
-    model: neural.NeuralModel,
-    problems: Sequence[Problem],
-    reference: dataset.ReferenceOp | None,
-    config: EvaluateConfig,
-    out: Path,
-    transport: RayTransport,
+    candidate: Candidate, problems: Sequence[Problem], out: Path, transport: Transport
 ) -> list[replays.ReplaySet]:
     """Replays of all problems, stored or run now. Replays of other problems in `out` are removed."""
+    model, config, progress = candidate.model, candidate.config, candidate.progress
     steps, kept = ReplayConfig(repeats=config.replay_repeats, arena_bytes=ARENA_BYTES), []
-    work, failures = console.Work("problems replayed", len(problems)), Failures(get_run_logger().warning)
+    reference = dataset.reference_op(candidate.measurements, model.setting)
+    work, failures = Work(progress, "problems replayed", len(problems)), Failures(progress.warning)
     if not all((out / problem.name).exists() for problem in problems):
         transport.prepare(len(problems[0].topology))  # beside the searches
     plans_of = [
@@ -330,7 +339,7 @@ def _replayed(
         if not failures.attempt(problem.name, lambda keep=keep: kept.append(keep())):
             continue
         found = replay_metrics.figures(replay_metrics.judge(kept[-1:], model))
-        get_run_logger().info(
+        progress.info(
             "problem %d of %d %s: %d plans of %d tables on %d devices, error %.1f%%, bias %+.1f%%, noise %.1f%%",
             i + 1,
             len(problems),
@@ -357,22 +366,3 @@ def _remove(out: Path, but: Sequence[str]) -> None:
     for path in out.iterdir():
         if path.name not in but:
             replays.remove(path)
-
-
-@task
-def write_metrics(
-    out: Path, accuracy: dict[str, float], sharders: dict[str, float], replayed: dict[str, float]
-) -> None:
-    """Write figures.json, and its HEADLINES as metrics.json, which `dvc metrics show` prints in a row.
-
-    Without replays, both have no section "replays".
-    """
-    sections = {"accuracy": accuracy, "sharders": sharders} | ({"replays": replayed} if replayed else {})
-    writing.write_json(out / "figures.json", sections)
-    writing.write_json(
-        out / "metrics.json",
-        {
-            section: {name: float(f"{found[name]:.4g}") for name in HEADLINES[section] if name in found}
-            for section, found in sections.items()
-        },
-    )

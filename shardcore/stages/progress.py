@@ -1,0 +1,38 @@
+"""Progress of a stage: what it says, and how far its work is."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from shardcore.measure.tally import Tally
+
+
+class Progress(Protocol):
+    """Where a stage reports. `info` and `warning` are those of a logger."""
+
+    info: Any
+    warning: Any
+
+    def show(self, tally: Tally) -> None:
+        """Show how far the work is. It is called often."""
+
+
+class Work:
+    """Long work, whose progress is shown.
+
+    parts: name of its parts, such as "problems compared".
+    total: number of parts.
+    """
+
+    def __init__(self, progress: Progress, parts: str, total: int) -> None:
+        self._progress, self._tally = progress, Tally(parts, total)
+        self.done(0)
+
+    def done(self, n: int, words: str = "") -> None:
+        """Show that n parts are done. words: what else there is to say."""
+        self._tally.done, self._tally.words = n, words
+        self._progress.show(self._tally)
+
+    def heard(self, phase: str, best_ms: float | None, left_s: float | None) -> None:
+        """Show the phase of the present part (see shardcore.core.progress.Listener)."""
+        self.done(self._tally.done, f"{phase}{'' if best_ms is None else f', best {best_ms:.3f} ms'}")

@@ -1,0 +1,159 @@
+"""Publish plans of problems: search them side by side, and say what came of each."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, as_completed
+from contextlib import ExitStack
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from shardcore.core.errors import ShardCoreError, Unreachable
+from shardcore.core.progress import listening
+from shardcore.core.types import Problem
+from shardcore.core.validation import require
+from shardcore.cost.known_errors import NOT_MEASURED
+from shardcore.io import files
+from shardcore.plans import store
+from shardcore.plans.publisher import Published, Publisher
+from shardcore.report import published_report
+from shardcore.stages.progress import Progress, Work
+
+_KILLED = (
+    "a process that searches plans was killed, as for lack of memory; lower publish.processes, publish again"
+)
+
+
+@dataclass(frozen=True)
+class Results:
+    """What came of problems.
+
+    problems: their files.
+    published: decisions, by number of the problem.
+    failures: reasons why others have no new plan.
+    """
+
+    problems: Sequence[Path]
+    published: dict[int, Published] = dataclasses.field(default_factory=dict)
+    failures: dict[int, ShardCoreError] = dataclasses.field(default_factory=dict)
+
+    @property
+    def rows(self) -> list[tuple[Any, ...]]:
+        """Rows of decisions, under published_report.HEADERS, in the order of the problems."""
+        return [published_report.published_plan_row(found) for _, found in sorted(self.published.items())]
+
+    @property
+    def notes(self) -> list[str]:
+        """A line for each problem that a profile prices."""
+        decisions = [found.decision for _, found in sorted(self.published.items())]
+        return [
+            f"{d.problem}: {d.provenance['model']}, {NOT_MEASURED}"
+            for d in decisions
+            if "profile" in d.provenance
+        ]
+
+    def require_all(self) -> None:
+        """Raise ShardCoreError if a problem has no new plan."""
+        first = next((failure for _, failure in sorted(self.failures.items())), None)
+        require(
+            first is None,
+            f"{len(self.failures)} of {len(self.problems)} problems have no new plan, as {store.REPORT} says: {first}",
+        )
+
+
+def publish(
+    problems: Sequence[Path],
+    publisher_of: Callable[[str | None], Publisher],
+    processes: int | None,
+    progress: Progress,
+    begin: Callable[[], object] | None = None,
+) -> Results:
+    """Search a plan for each problem file, and publish it if it is worth it. A failure does not stop the others.
+
+    publisher_of: publisher of plans for a hardware. None: of problems that name none.
+    processes: problems that are searched at once (see PublishConfig).
+    begin: called first in each process.
+
+    Raises Unreachable at the end if a disk or service did not answer.
+    """
+    results, items = Results(problems), dict[int, tuple[Publisher, Problem]]()
+    work = Work(progress, "problems", len(problems))
+
+    def settle(i: int, found: Published | BaseException) -> None:
+        path = problems[i]
+        if isinstance(found, Published):
+            results.published[i] = found
+            decision = found.decision
+            words = decision.problem, decision.outcome, found.cost.total_ms, decision.reason
+            progress.info("%s: %s, %.2f ms: %s", *words, extra={"problem": decision.problem})
+        else:
+            failure = results.failures[i] = _failure(path, found)
+            cause = None if isinstance(found, ShardCoreError) else found
+            progress.warning("%s", failure, extra={"problem": path.stem}, exc_info=cause)
+        work.done(len(results.published) + len(results.failures))
+
+    for i, path in enumerate(problems):
+        try:
+            problem = files.read_problem(path)
+            if problem.name in (other.name for _, other in items.values()):
+                raise ShardCoreError(
+                    f"another problem of this run is named {problem.name!r} too; give it a name of its own"
+                )
+            items[i] = publisher_of(problem.topology.hardware), problem
+        except Exception as error:
+            settle(i, error)
+    for i, found in _publish_each(items, processes, work, begin):
+        settle(i, found)
+    for failure in results.failures.values():
+        if isinstance(failure, Unreachable):
+            raise failure
+    return results
+
+
+def _failure(path: Path, error: BaseException) -> ShardCoreError:
+    """The reason why a problem has no new plan, with its file."""
+    message = str(error) if isinstance(error, ShardCoreError) else repr(error)
+    if isinstance(error, BrokenExecutor):
+        message = _KILLED
+    kind = Unreachable if isinstance(error, Unreachable) else ShardCoreError
+    return kind(message if message.startswith(str(path)) else f"{path}: {message}")
+
+
+def publish_one(publisher: Publisher, problem: Problem) -> Published:
+    """Publish a problem under the publisher's model as it prices that. Raises as Publisher.publish."""
+    model = publisher.model.for_problem(problem)
+    problem.require_setting(model.setting)
+    provenance = publisher.provenance
+    if "profile" in provenance:  # a profile gets its setting from the problem
+        provenance = {**provenance, "setting": str(model.setting)}
+    return dataclasses.replace(publisher, model=model, provenance=provenance).publish(problem)
+
+
+def _publish_each(
+    items: Mapping[int, tuple[Publisher, Problem]],
+    processes: int | None,
+    work: Work,
+    begin: Callable[[], object] | None,
+) -> Iterator[tuple[int, Published | BaseException]]:
+    """Publish items. Yields the number of each with its result or its error, in the order in which they end."""
+    count = min(processes or len(os.sched_getaffinity(0)), len(items))
+    if count > 1:
+        # Spawned, as a fork would copy locks that threads of the caller hold.
+        with ProcessPoolExecutor(count, get_context("spawn"), begin) as pool, ExitStack() as stack:
+            # If this run is stopped, items that wait do not begin. One that was handed to a process may.
+            stack.callback(pool.shutdown, wait=False, cancel_futures=True)
+            numbers = {pool.submit(publish_one, *item): i for i, item in items.items()}
+            # A future has no result if a process was killed.
+            yield from ((numbers[x], x.exception() or x.result()) for x in as_completed(numbers))
+        return
+    for i, item in items.items():
+        try:
+            with listening(work.heard):
+                found = publish_one(*item)
+        except Exception as error:
+            found = error
+        yield i, found

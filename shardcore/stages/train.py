@@ -1,0 +1,78 @@
+"""Train cost models on measurements, and study them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from shardcore.cost import known_errors, study, training
+from shardcore.cost.fit_config import FitConfig
+from shardcore.cost.neural import NeuralModel
+from shardcore.cost.profile import Profile
+from shardcore.report.model_report import StudyResults, doubling_gain_sentence
+from shardcore.stages.progress import Progress, Work
+
+
+def train(
+    data: training.TrainingData,
+    config: FitConfig,
+    progress: Progress,
+    start: NeuralModel | Profile | None = None,
+    provenance: Mapping[str, Any] | None = None,
+) -> training.Trained:
+    """Train a model, and say what the data and the model are like.
+
+    start, provenance, errors: as of training.train.
+    """
+    for warning in data.warnings:
+        progress.warning("%s", warning)
+    progress.info("%s", data)
+    work = Work(progress, "epochs", config.epochs)
+
+    def count(model: str, epoch: int, values: dict[str, float]) -> None:
+        if model == "compute":  # models of exchanges are fitted in one step, without epochs
+            work.done(epoch, ", ".join(f"{name} {value:.4g}" for name, value in values.items()))
+
+    trained = training.train(data, config, count, start, provenance)
+    errors = {r["epoch"]: r["validation_mape"] for r in trained.curves if r["model"] == "compute"}
+    # A law of other machines may be as good as it is.
+    from_nothing = start is None and (trained.start is None or trained.start.law is None)
+    if from_nothing and min(errors, key=lambda epoch: errors[epoch]) == 0:
+        progress.warning(
+            "the learned correction did not improve on the physical baseline, which is kept: "
+            "measure more, or on a quieter machine"
+        )
+    for line in (*trained.of_lent, trained.of_steps, trained.of_traces):
+        if line:
+            progress.info("%s", line)
+    for sentence in known_errors.worse_than_usual(trained.model):
+        progress.warning("%s", sentence)
+    return trained
+
+
+def study_model(
+    model: NeuralModel,
+    data: training.TrainingData,
+    config: FitConfig,
+    progress: Progress,
+    learning_curve: bool = True,
+) -> StudyResults:
+    """Judge a model on each split and on unseen tables.
+
+    learning_curve: True to also train on parts of the samples, which takes as long as two further trainings of ops.
+    """
+    known, curve = data.known, None
+    work = Work(progress, "groups trained on", len(known.compute))
+
+    def count(_: str, samples: int, values: dict[str, float]) -> None:
+        work.done(samples, f"learning curve: held-out error {values['test_mape']:.1f}%")
+
+    metrics = {split: training.judge(model, known, split) for split in ("train", "validation")}
+    metrics["test"] = study.judge_test_split(model, known)
+    if learning_curve:
+        curve = study.learning_curve(known.compute, model.setting, config, count)
+    unseen = study.unseen_tables(known.compute, model.setting, config)
+    studied = StudyResults(metrics, unseen, metrics["test"].get("repeatability"), curve)
+    if curve:
+        progress.info("%s", doubling_gain_sentence(curve, studied.repeatability))
+    return studied
