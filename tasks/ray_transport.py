@@ -202,7 +202,9 @@ class RayFleet:
     def start(self, name: str, reference_ms: float | None) -> RayWorker:
         self._starts[name] += 1  # part of the name, as Ray may free that of a dead worker late
         again = f", start {self._starts[name]}" if self._starts[name] > 1 else ""
-        return RayWorker(f"measure[compute] {name}{again}", self.spec, reference_ms)
+        called, gpus = f"measure[compute] {name}{again}", int(self.spec.device == "cuda")
+        options = DeviceWorker.options(name=called, num_gpus=gpus, num_cpus=1)
+        return RayWorker(called, options.remote(self.spec, reference_ms))
 
     def wait(self, workers: Sequence[RayWorker], timeout_s: float) -> list[RayWorker]:
         calls = [w.ongoing for w in workers]
@@ -215,13 +217,10 @@ class RayFleet:
 
 
 class RayWorker:
-    def __init__(self, name: str, spec: BenchSpec, reference_ms: float | None):
-        self._name = name
+    def __init__(self, name: str, actor: Any):
+        self._name, self._actor = name, actor
         self.counts: Counts = Counts()
         self.ongoing: Any = None
-        self._actor = DeviceWorker.options(name=name, num_gpus=int(spec.device == "cuda"), num_cpus=1).remote(
-            spec, reference_ms
-        )
 
     def call(self, method: str, *arguments: Any, label: str = "") -> None:
         name = f"{self._name}, {label or method}"
