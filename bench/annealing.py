@@ -77,8 +77,8 @@ print(json.dumps([time.process_time(), time.process_time() - progress.clock()]))
 """Prints seconds of the processor, and those of compiling, in which the clock of searches stands still."""
 
 
-def rates(folders: list[Path], repeats: int) -> list[tuple[str, list[float]]]:
-    """Trials a second with the code of each folder, for each of TRIALS."""
+def trial_rates(folders: list[Path], repeats: int) -> list[tuple[str, list[float]]]:
+    """Annealing trials a second with each library copy, for each problem size of TRIALS."""
     workers = [
         subprocess.Popen(
             [sys.executable, "-c", RATE],
@@ -91,26 +91,26 @@ def rates(folders: list[Path], repeats: int) -> list[tuple[str, list[float]]]:
         for folder in folders
     ]
 
-    def rate(worker: subprocess.Popen, *size: int) -> float:
+    def trial_rate(worker: subprocess.Popen, *size: int) -> float:
         worker.stdin.write(json.dumps(size) + "\n")
         worker.stdin.flush()
         trials, seconds = json.loads(worker.stdout.readline())
         return trials / seconds
 
     for worker in workers:
-        rate(worker, 20, 4, 1_000)  # to compile
+        trial_rate(worker, 20, 4, 1_000)  # to compile
     found = []
     for size, evals in TRIALS.items():
-        common.say("tables, devices:", *size)
-        each = [[rate(worker, *size, evals) for worker in workers] for _ in range(repeats)]
+        common.print_progress("tables, devices:", *size)
+        each = [[trial_rate(worker, *size, evals) for worker in workers] for _ in range(repeats)]
         found.append((f"{size[0]:,} × {size[1]:,}", np.max(each, axis=0).tolist()))
     for worker in workers:
         worker.communicate()
     return found
 
 
-def first_plans(folder: Path) -> list[list[float]]:
-    """Seconds of the processor, and those of compiling, of the first and second plan with a copy of the library."""
+def first_plan_seconds(folder: Path) -> list[list[float]]:
+    """CPU seconds, and seconds of compiling, of the first and second search with a library copy."""
     shutil.copytree(ROOT / "shardcore", folder / "shardcore", ignore=shutil.ignore_patterns("__pycache__"))
     command = [sys.executable, "-c", FIRST_PLAN]
     env = {**os.environ, "PYTHONPATH": str(folder)}
@@ -123,7 +123,7 @@ def first_plans(folder: Path) -> list[list[float]]:
 
 
 def main() -> None:
-    parser = common.parser(
+    parser = common.bench_parser(
         __doc__, against=(str, "an earlier commit"), repeats=5, first_plan=(False, "time the first plan")
     )
     args = parser.parse_args()
@@ -132,7 +132,7 @@ def main() -> None:
             rows = [
                 (name, f"{total:.1f}", f"{compiling:.1f}")
                 for name, (total, compiling) in zip(
-                    ("first", "second"), first_plans(Path(folder)), strict=True
+                    ("first", "second"), first_plan_seconds(Path(folder)), strict=True
                 )
             ]
             print(report.text_table(("plan", "processor s", "of these compiling"), rows))
@@ -144,7 +144,7 @@ def main() -> None:
             subprocess.run(["tar", "-x", "-C", earlier], input=archive, check=True)
             rows = [
                 (size, f"{before / 1e6:.2f} M", f"{now / 1e6:.2f} M", f"{before / now:.2f}")
-                for size, (before, now) in rates([earlier, ROOT], args.repeats)
+                for size, (before, now) in trial_rates([earlier, ROOT], args.repeats)
             ]
             print(report.text_table(("tables × devices", args.against, "now", "time of a trial"), rows))
 

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from bench import common
-from bench.common import say
-from bench.search import problems
+from bench.common import print_progress
+from bench.search import draw_problems
 from shardcore import report
 from shardcore.core.links import links_of
 from shardcore.core.topology import Device, Topology
@@ -29,10 +29,10 @@ from shardcore.cost import neural
 from shardcore.cost.model import CostModel, step_ms
 from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
 from shardcore.search import SHARDERS
-from shardcore.search.bound.lower_bound import bound
+from shardcore.search.bound.lower_bound import prove_lower_bound
 from shardcore.step import kinds
-from shardcore.step.id_bytes import received_bytes
-from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, possible_groups, shards_on
+from shardcore.step.id_bytes import received_id_bytes
+from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, possible_groups, shards_by_device
 from shardcore.step.lower import traffic_of_outputs
 from shardcore.step.shard_memory import exchanged_amounts
 from shardcore.tables.generate import generate_pool
@@ -52,43 +52,42 @@ def tiny_problem(pool: list[Table], model: neural.NeuralModel, seed: int) -> Pro
     return Problem(drawn.name, drawn.tables, Topology(devices, links=links), model.setting.batch)
 
 
-def dealt(units: int, n_devices: int) -> list[np.ndarray]:
-    """All ways to deal so many units to devices: how many each has [D]."""
+def unit_divisions(units: int, n_devices: int) -> list[np.ndarray]:
+    """All divisions of `units` equal parts over devices, as counts per device [D]."""
     return [
         np.bincount(way, minlength=n_devices)
         for way in combinations_with_replacement(range(n_devices), units)
     ]
 
 
-def ways(table: Table, problem: Problem, model: CostModel) -> tuple[np.ndarray, np.ndarray]:
-    """Codes [W, D, K, F] by kind of sharding, and bytes [W, C, D] by channel, of a table placed in each way on
-    one host."""
+def table_ways(table: Table, problem: Problem, model: CostModel) -> tuple[np.ndarray, np.ndarray]:
+    """Encodings [W, D, K, F] by sharding type and exchanged bytes [W, C, D] by channel, of a table's W placements."""
     n, topology = len(problem.topology), problem.topology
     of_columns = model.encode(
         [Shard(table, 0, table.rows, 0, w) for w in range(MIN_WIDTH, table.dim + 1, MIN_WIDTH)]
     )
     codes, sent, of_unit = [], [], problem.global_batch * OUTPUT_BYTES * MIN_WIDTH * table.features
-    for held in dealt(len(of_columns), n):
+    for held in unit_divisions(len(of_columns), n):
         codes.append(np.zeros((n, len(LAYOUTS), of_columns.shape[1])))
         codes[-1][:, KINDS.index(WHOLE_ROWS)] = np.where(held[:, None] > 0, of_columns[held - 1], 0.0)
-        id_bytes = np.where(held > 0, received_bytes(Shard.whole(table), problem), 0)
+        id_bytes = np.where(held > 0, received_id_bytes(Shard.whole(table), problem), 0)
         sent.append(traffic_of_outputs({WHOLE_ROWS: of_unit * held}, problem, {WHOLE_ROWS: id_bytes}))
     for layout in kinds.kinds_on_all_devices(topology):
         for group in possible_groups(layout, table.rows, topology, None):
             codes.append(np.zeros_like(codes[0]))
             sent.append(np.zeros_like(sent[0]))
-            for device, shard in shards_on(Placement(layout.name, Shard.whole(table), group)):
-                codes[-1][device, KINDS.index(layout)] = model.encode([shard], layout.batch(problem))[0]
+            for device, shard in shards_by_device(Placement(layout.name, Shard.whole(table), group)):
+                codes[-1][device, KINDS.index(layout)] = model.encode([shard], layout.op_batch(problem))[0]
                 ids, outputs = np.array(exchanged_amounts(layout, shard, problem)[:2])[:, None]
                 sent[-1][:, device] = traffic_of_outputs({layout: outputs}, problem, {layout: ids})[:, 0]
     return np.stack(codes), np.stack(sent)
 
 
 def optimum_ms(problem: Problem, model: CostModel) -> tuple[float, int]:
-    """The least cost of any plan, and how many plans there are."""
+    """Least cost over all plans of a small problem, in ms, and the number of plans."""
     codes, sent = np.zeros(()), np.zeros(())
     for table in problem.tables:
-        more, bytes_ = ways(table, problem, model)
+        more, bytes_ = table_ways(table, problem, model)
         codes = (codes[..., None, :, :, :] + more).reshape(-1, *more.shape[1:]) if codes.ndim else more
         sent = (sent[..., None, :, :] + bytes_).reshape(-1, *bytes_.shape[1:]) if sent.ndim else bytes_
     speed = np.array([d.speed for d in problem.topology.devices])
@@ -98,7 +97,7 @@ def optimum_ms(problem: Problem, model: CostModel) -> tuple[float, int]:
 
 
 def main() -> None:
-    parser = common.parser(
+    parser = common.bench_parser(
         __doc__,
         {"model": "folder of a trained model"},
         tiny=40,
@@ -114,10 +113,12 @@ def main() -> None:
     for seed in range(args.skip, args.skip + args.tiny):
         problem = tiny_problem(pool, model, seed)
         optimum, n = optimum_ms(problem, model)
-        b = bound(problem, model)
+        b = prove_lower_bound(problem, model)
         searched = [SHARDERS[name](problem, model).provenance["predicted_ms"] for name in SHARDERS_SHOWN]
         found.append([ms / optimum for ms in (b.proved_ms, *searched)])
-        say(f"tiny {seed}: {n} plans, optimum {optimum:.3f} ms, bound {b.proved_ms:.3f}, {b.limit}")
+        print_progress(
+            f"tiny {seed}: {n} plans, optimum {optimum:.3f} ms, bound {b.proved_ms:.3f}, {b.limit}"
+        )
     print(f"{model.setting}; {args.tiny} problems of 2 to 5 tables, all plans priced\n")
     if found:
         rows = [
@@ -132,15 +133,15 @@ def main() -> None:
         ]
         print(report.text_table(("over the optimum", "median", "range", "above", "within 1%"), rows))
     gaps, seconds = {name: [] for name in SHARDERS_SHOWN}, []
-    for problem in problems(model, args.problems, args.devices, args.seed):
+    for problem in draw_problems(model, args.problems, args.devices, args.seed):
         began = time.process_time()
-        b = bound(problem, model)
+        b = prove_lower_bound(problem, model)
         seconds.append(time.process_time() - began)
         for name in SHARDERS_SHOWN:
             ms = SHARDERS[name](problem, model).provenance["predicted_ms"]
             gaps[name].append(ms / b.proved_ms - 1)
             if name == SHARDERS_SHOWN[-1]:
-                say(
+                print_progress(
                     f"{problem.name}: {len(problem.tables)} tables, {name} {ms:.2f} ms, "
                     f"bound {b.proved_ms:.2f}"
                 )

@@ -33,14 +33,14 @@ from shardcore.cost.metrics import mape
 from shardcore.io import dataset
 from shardcore.io.measurements import CollectiveRequest, CollectiveSample, EmulatedLinks
 from shardcore.measure import collectives, hardware
-from shardcore.measure.sampling import different
-from shardcore.measure.sampling.collectives import comm_request
+from shardcore.measure.sampling import distinct_requests
+from shardcore.measure.sampling.collectives import draw_collective_request
 from shardcore.measure.sampling.problems import DIMS
 from shardcore.measure.transport import Transport
 from shardcore.stages import measure as run
 from shardcore.step.collectives import COLLECTIVES
 from shardcore.step.kinds import Channel
-from shardcore.step.scopes import CROSS, CROSS_POD, HOST, POD, SCOPES, WORLD, groups_among
+from shardcore.step.scopes import CROSS, CROSS_POD, HOST, POD, SCOPES, WORLD, groups_among_hosts
 
 KNOWN = {(2, 4, 1), (4, 8, 1), (2, 8, 1), (8, 16, 1), (16, 16, 1), (4, 4, 2), (4, 8, 2)}
 """Hosts, ranks and pods that the law is fitted to, at the lowest rate there is."""
@@ -58,19 +58,21 @@ Shape = tuple[int, int, int, EmulatedLinks]
 """Hosts, ranks, pods, and links."""
 
 
-def read(folders: Sequence[Path], groups: Collection[str] = (WORLD,)) -> dict[Shape, list[CollectiveSample]]:
-    """Emulated exchanges in FP32 among groups of a kind, by shape."""
+def read_exchanges(
+    folders: Sequence[Path], groups: Collection[str] = (WORLD,)
+) -> dict[Shape, list[CollectiveSample]]:
+    """Read exchanges on emulated hosts in FP32 among groups of some kinds, by shape."""
     found: dict[Shape, list[CollectiveSample]] = defaultdict(list)
-    samples = [s for folder in folders for s in dataset.read_comm(folder) if not s.error]
-    for s in collective_fit.priced(samples):
+    samples = [s for folder in folders for s in dataset.read_collective_samples(folder) if not s.error]
+    for s in collective_fit.priceable_samples(samples):
         r = s.request
         if r.emulated is not None and r.group in groups and r.payload == "fp32":
             found[r.hosts, len(r.widths), r.pods, r.emulated].append(s)
     return dict(sorted(found.items(), key=lambda item: (item[0][2], *item[0][:2], item[0][3].between_gbit_s)))
 
 
-def scaled(rates: dict[str, np.ndarray], share: float) -> dict[str, np.ndarray]:
-    """The law for links between hosts of another bandwidth: `share` of that which it was fitted to."""
+def scale_link_rates(rates: dict[str, np.ndarray], share: float) -> dict[str, np.ndarray]:
+    """Exchange rates for links between hosts of `share` times the fitted bandwidth."""
     found = {name: law.copy() for name, law in rates.items()}
     for name, law in found.items():
         if name not in collective_model.OWN_WORK:
@@ -78,8 +80,8 @@ def scaled(rates: dict[str, np.ndarray], share: float) -> dict[str, np.ndarray]:
     return found
 
 
-def topologies(shape: Shape, latency_ms: float) -> tuple[Topology, Topology]:
-    """Given bandwidths and latency: a share of its host's link for each rank, or a link that they share."""
+def topologies_of_links(shape: Shape, latency_ms: float) -> tuple[Topology, Topology]:
+    """Topologies with explicit links: a share of the host's link for each rank, and a link shared by ranks."""
     n_hosts, ranks, pods, links = shape
     devices = tuple(Device(1 << 30, host=name) for name in host_names(ranks, n_hosts, pods))
     own, shared = {"within_host": WITHIN_GBPS}, {"within_host": WITHIN_GBPS}
@@ -99,7 +101,7 @@ def explicit_ms(samples: Sequence[CollectiveSample], topology: Topology, way: st
     return np.array(
         [
             collective_model.channel_terms({}, Channel(s.request.collective), topology)
-            .transfers_ms(collective_fit.owned_bytes(s), np.zeros(()))[way]
+            .transfer_ms_by_direction(collective_fit.rank_bytes(s), np.zeros(()))[way]
             .max()
             for s in samples
         ]
@@ -111,36 +113,37 @@ def measured_ms(samples: Sequence[CollectiveSample], way: str) -> np.ndarray:
     return np.array([max(x.median_ms for x in getattr(s, way)) for s in samples])
 
 
-def is_small(sample: CollectiveSample) -> bool:
-    """Tell if an exchange is a ring of few bytes, which takes as long as its rounds need to wake ranks up."""
-    return sample.request.row.ring and bool(collective_fit.owned_bytes(sample).max() < SMALL_BYTES)
+def is_small_ring(sample: CollectiveSample) -> bool:
+    """Tell if an exchange is a ring of few bytes, whose time is latency of its rounds."""
+    return sample.request.definition.ring and bool(collective_fit.rank_bytes(sample).max() < SMALL_BYTES)
 
 
-def judge(folders: Sequence[Path], again: Sequence[Path], latency_ms: float) -> None:
-    by_shape = read(folders)
+def print_errors(folders: Sequence[Path], again: Sequence[Path], latency_ms: float) -> None:
+    by_shape = read_exchanges(folders)
     known = [s for shape, samples in by_shape.items() if shape[:3] in KNOWN for s in samples]
     slowest = min(shape[3].between_gbit_s for shape in by_shape)
     known = [s for s in known if s.request.emulated.between_gbit_s == slowest]
-    rates = collective_fit.fit(known)
-    twice = repeatability(by_shape, read(again))
+    rates = collective_fit.fit_exchange_rates(known)
+    twice = repeat_differences(by_shape, read_exchanges(again))
     rows, of_kind = [], defaultdict(list)
     for shape, samples in by_shape.items():
         gbit_s = shape[3].between_gbit_s
-        own = scaled(rates, gbit_s / slowest)
+        own = scale_link_rates(rates, gbit_s / slowest)
         where = "fitted" if shape[:3] in KNOWN and gbit_s == slowest else "asked"
         for (c, row), small in itertools.product(COLLECTIVES.items(), (False, True)):
-            of = [s for s in samples if s.request.collective == c and is_small(s) == small]
+            of = [s for s in samples if s.request.collective == c and is_small_ring(s) == small]
             for way in row.ways if of else ():
                 what = f"{c} {way}{', small' * small}"
-                predicted, took = collective_fit.predicted(own, of, way)
+                predicted, took = collective_fit.predicted_and_measured_ms(own, of, way)
                 errors = (
                     mape(predicted, took),
-                    *(mape(explicit_ms(of, on, way), took) for on in topologies(shape, latency_ms)),
+                    *(mape(explicit_ms(of, on, way), took) for on in topologies_of_links(shape, latency_ms)),
                 )
                 of_kind[where, what].append((*errors, len(of)))
                 rows.append(
                     (
-                        f"{shape[0]} x {shape[1] // shape[0]}, {shape[3].words.partition(' hosts')[2].strip(', ')}",
+                        f"{shape[0]} x {shape[1] // shape[0]}, "
+                        f"{shape[3].description.partition(' hosts')[2].strip(', ')}",
                         where,
                         what,
                         len(of),
@@ -158,7 +161,7 @@ def judge(folders: Sequence[Path], again: Sequence[Path], latency_ms: float) -> 
                     where,
                     what,
                     sum(n for *_, n in found),
-                    *(f"{_mean(found, k):.1f}" for k in range(3)),
+                    *(f"{_weighted_mean_error(found, k):.1f}" for k in range(3)),
                     f"{twice[what]:.1f}" if what in twice else "-",
                 )
                 for (where, what), found in sorted(of_kind.items())
@@ -169,26 +172,28 @@ def judge(folders: Sequence[Path], again: Sequence[Path], latency_ms: float) -> 
         found = [x for (of, *_), some in of_kind.items() if of == where for x in some]
         if found:
             print(
-                f"\n{where}, all: law {_mean(found, 0):.1f}%, shares of links given "
-                f"{_mean(found, 1):.1f}%, shared links given {_mean(found, 2):.1f}%"
+                f"\n{where}, all: law {_weighted_mean_error(found, 0):.1f}%, shares of links given "
+                f"{_weighted_mean_error(found, 1):.1f}%, shared links given {_weighted_mean_error(found, 2):.1f}%"
             )
 
 
-def _mean(found: Sequence[tuple[float, ...]], k: int) -> float:
-    """The mean of errors number k, by the number of exchanges."""
+def _weighted_mean_error(found: Sequence[tuple[float, ...]], k: int) -> float:
+    """Mean of the error in column k, weighted by number of exchanges."""
     return float(np.average([x[k] for x in found], weights=[x[-1] for x in found]))
 
 
-def repeatability(
+def repeat_differences(
     first: dict[Shape, list[CollectiveSample]], second: dict[Shape, list[CollectiveSample]]
 ) -> dict[str, float]:
-    """Median of how far two measurements of an exchange differ, in percent of their mean, by collective."""
+    """Median difference of repeated measurements of an exchange, in percent of their mean, by collective."""
     again = {s.id: s for samples in second.values() for s in samples}
     apart: dict[str, list[float]] = defaultdict(list)
     for s in (s for samples in first.values() for s in samples if s.id in again):
-        for way in s.request.row.ways:
+        for way in s.request.definition.ways:
             a, b = (measured_ms([x], way)[0] for x in (s, again[s.id]))
-            apart[f"{s.request.collective} {way}{', small' * is_small(s)}"].append(200 * abs(a - b) / (a + b))
+            apart[f"{s.request.collective} {way}{', small' * is_small_ring(s)}"].append(
+                200 * abs(a - b) / (a + b)
+            )
     return {kind: float(np.median(found)) for kind, found in apart.items()}
 
 
@@ -198,7 +203,7 @@ def repeatability(
 def emulated_request(
     index: int, ranks_on: tuple[int, int], batch: int, links: EmulatedLinks, seed: int = 0
 ) -> CollectiveRequest:
-    """Collective `index` among the ranks of emulated hosts, as comm_request draws them.
+    """Draw collective `index` among the ranks of emulated hosts.
 
     Some are within a host or across hosts, and some have equal loads. No rank computes before the collective,
     as all share this machine's cores.
@@ -206,55 +211,57 @@ def emulated_request(
     ranks_on: number of hosts, and ranks of each.
     """
     n_hosts, ranks = ranks_on[0], ranks_on[0] * ranks_on[1]
-    request = replace(comm_request(index, ranks, batch, seed, hosts=n_hosts), busy_ms=0.0, emulated=links)
+    request = replace(
+        draw_collective_request(index, ranks, batch, seed, hosts=n_hosts), busy_ms=0.0, emulated=links
+    )
 
-    def uniform(stream: int) -> float:
+    def uniform_draw(stream: int) -> float:
         return np.random.default_rng([stream, seed, index, ranks]).random()
 
-    if uniform(9) < _EVEN:
+    if uniform_draw(9) < _EVEN:
         request = replace(request, widths=(max(1, round(np.mean(request.widths))),) * ranks)
-    group, units = request.row.draw.scope, n_hosts
-    if links.pods > 1 and uniform(11) < _IN_PODS:
+    group, units = request.definition.draw.scope, n_hosts
+    if links.pods > 1 and uniform_draw(11) < _IN_PODS:
         group, units = _OF_PODS.get(group, ""), links.pods
     # Without a scope, or with one rank in each unit, the collective is among all ranks.
-    if not group or units == ranks or uniform(7) >= request.row.draw.scope_share:
+    if not group or units == ranks or uniform_draw(7) >= request.definition.draw.scope_share:
         return request
     # What travels across units is the rows that a reduce-scatter within units leaves to each rank.
     batch = request.batch // (ranks // units) if SCOPES[group].across else request.batch
-    members = groups_among(request.host_names, group)
+    members = groups_among_hosts(request.host_names, group)
     # A group without bytes would not run its collective, so one of its ranks gets the least width.
     idle = [ranks[0] for ranks in members if not any(request.widths[r] for r in ranks)]
     widths = tuple(min(DIMS) if r in idle else w for r, w in enumerate(request.widths))
     return replace(request, widths=widths, group=group, batch=batch)
 
 
-def measure(out: Path, box: hosts.Box, n: int, batch: int, seed: int) -> None:
-    """Measure those of the first n exchanges over a box's links that a dataset lacks."""
+def measure_exchanges(out: Path, box: hosts.Box, n: int, batch: int, seed: int) -> None:
+    """Measure the first n exchanges over emulated hosts' links, except exchanges in the dataset."""
     setting = Setting(hardware.hardware_name("cpu"), batch)
 
     def draw(i: int) -> CollectiveRequest:
         return emulated_request(i, (box.hosts, box.ranks_per_host), batch, box.links, seed)
 
-    wanted = different(draw, lambda request: dataset.comm_id(setting, request), n)
-    missing = list(run.requests_to_measure(wanted, dataset.read_ids(out, "comm")))
+    wanted = distinct_requests(draw, lambda request: dataset.collective_id(setting, request), n)
+    missing = list(run.requests_to_measure(wanted, dataset.read_timed_ids(out, "comm")))
     config = collectives.CollectiveConfig()
     # Ranks share cores, also while they start.
     config = replace(config, timeout_s=config.timeout_s * math.ceil(box.ranks / (os.cpu_count() or 1)))
     if missing:
-        with hosts.box_of(box) as places:
+        with hosts.emulated_hosts(box) as places:
             transport = Transport(places=places)
-            samples = collectives.measure_all(missing, box.ranks, setting, config, transport)
+            samples = collectives.measure_collectives(missing, box.ranks, setting, config, transport)
             for sample in samples:
-                dataset.write_comm(out, [sample])
-                common.say(sample.request.collective)
+                dataset.write_collective_samples(out, [sample])
+                common.print_progress(sample.request.collective)
     dataset.merge_parts(out)
     print(
-        f"{len(missing)} of {n} exchanges measured among {box.ranks} ranks of {box.hosts} {box.links.words}"
+        f"{len(missing)} of {n} exchanges measured among {box.ranks} ranks of {box.hosts} {box.links.description}"
     )
 
 
 def main() -> None:
-    parser = common.parser(__doc__)
+    parser = common.bench_parser(__doc__)
     commands = parser.add_subparsers(required=True, dest="what")
     p = commands.add_parser("judge")
     p.add_argument("folders", type=Path, nargs="+", help="datasets of emulated exchanges")
@@ -270,10 +277,10 @@ def main() -> None:
         p.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default)
     args = parser.parse_args()
     if args.what == "judge":
-        judge(args.folders, args.again, args.latency_ms)
+        print_errors(args.folders, args.again, args.latency_ms)
     else:
         box = hosts.Box(**{name: getattr(args, name) for name in of_box})
-        measure(args.out, box, args.exchanges, args.batch, args.seed)
+        measure_exchanges(args.out, box, args.exchanges, args.batch, args.seed)
 
 
 if __name__ == "__main__":

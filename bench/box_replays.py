@@ -31,7 +31,7 @@ import torch
 
 from bench import box, common, hosts
 from bench import replays as one_host
-from bench.common import say
+from bench.common import print_progress
 from shardcore.core import validation
 from shardcore.core.job import Job
 from shardcore.core.links import host_names, links_of
@@ -41,10 +41,10 @@ from shardcore.cost import collective_fit, metrics, neural, replay_metrics, step
 from shardcore.cost.collective_model import OWN_WORK
 from shardcore.cost.model import CostModel, price
 from shardcore.io import dataset, files, replays
-from shardcore.io.envelope import opened, unseal
+from shardcore.io.envelope import document_body, remove_digest
 from shardcore.measure.replay import ReplayConfig, replay_all
 from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
-from shardcore.measure.sampling.steps import random_plans
+from shardcore.measure.sampling.steps import draw_random_plans
 from shardcore.measure.transport import Transport
 from shardcore.search import SHARDERS, Budget, greedy
 from shardcore.search.decisions.driver import decide
@@ -65,10 +65,10 @@ RIVALS = ("torchrec", "neuroshard", "best greedy")
 MAX_DIM, MOST_BYTES = 32, 512 << 20
 
 
-def of_box(
+def with_box_rates(
     model: neural.NeuralModel, exchanges: Path | None, steps: Path | None = None, pods: bool = False
 ) -> neural.NeuralModel:
-    """The model with rates of exchanges fitted to those of boxes.
+    """Cost model with exchange rates fitted to measurements on emulated hosts.
 
     pods: True for those of boxes in pods, too.
     steps: a FOLDER of this bench, whose replays tell what exchanges take in a step. None: as alone.
@@ -77,30 +77,30 @@ def of_box(
     folders = [exchanges, exchanges / "pods"][: 1 + pods] if exchanges else []
     measured = [
         s
-        for shape, samples in box.read(folders, SCOPES).items()
+        for shape, samples in box.read_exchanges(folders, SCOPES).items()
         for s in samples
         if shape[:3] in box.KNOWN and shape[3].between_gbit_s == BETWEEN_GBIT_S
     ]
-    alone = dataclasses.replace(model, weights=compute | collective_fit.fit(measured))
+    alone = dataclasses.replace(model, weights=compute | collective_fit.fit_exchange_rates(measured))
     if steps is None:
         return alone
     told = [
         (lower(one.plans[name], one.problem, fits=False), cost.at_usual_speed())
-        for one in replays.read_all(steps, model.setting)
+        for one in replays.read_all_replays(steps, model.setting)
         for name, cost in one.costs.items()
     ]
-    fitted = step_factors.fit(alone, told)
-    say(step_factors.summary(alone, fitted, len(told)))
+    fitted = step_factors.fit_step_factors(alone, told)
+    print_progress(step_factors.fit_summary(alone, fitted, len(told)))
     return fitted
 
 
-def pool() -> list[Table]:
-    """Tables that fit into what a rank may take."""
+def box_tables() -> list[Table]:
+    """Pool of tables that fit into the memory of one rank."""
     widest = (dataclasses.replace(t, dim=MAX_DIM) for t in generate_pool())
     return [t for t in widest if t.bytes <= MOST_BYTES]
 
 
-def problem_of(
+def draw_box_problem(
     tables: Sequence[Table],
     model: neural.NeuralModel,
     index: int,
@@ -130,8 +130,8 @@ def problem_of(
     return dataclasses.replace(drawn, topology=topology, job=Job("none")), where
 
 
-def plans(problem: Problem, model: CostModel, budget: Budget) -> list[tuple[str, Plan]]:
-    """Plans by name. Of `anneal`, where there are pods, also those with rows over hosts and over pods."""
+def plans_by_name(problem: Problem, model: CostModel, budget: Budget) -> list[tuple[str, Plan]]:
+    """Plans of several sharders, as (name, plan). With pods, also annealed plans with rows over hosts or pods."""
     names = (*OURS, "anneal_columns", *RIVALS[:2], *greedy.ORDERS, "random")
     chosen = {
         n: decide(problem, model, [RowUnits()], SHARDERS[n], budget=budget) for n in names if n in SHARDERS
@@ -146,22 +146,22 @@ def plans(problem: Problem, model: CostModel, budget: Budget) -> list[tuple[str,
     return [*found.items(), (RIVALS[2], best), *units.items()]
 
 
-def roomy(problem: Problem) -> Problem:
-    """The problem with room for any plan."""
+def with_ample_memory(problem: Problem) -> Problem:
+    """Problem with enough memory on every device for any plan."""
     devices = (dataclasses.replace(d, memory_bytes=validation.MOST_BYTES) for d in problem.topology.devices)
     return dataclasses.replace(
         problem, topology=dataclasses.replace(problem.topology, devices=tuple(devices))
     )
 
 
-def drawn(problem: Problem, *_: CostModel | Budget) -> list[tuple[str, Plan]]:
-    """Drawn plans of several kinds, by name."""
-    of_kinds = random_plans(problem, np.random.default_rng(list(problem.name.encode())))
+def random_plans(problem: Problem, *_: CostModel | Budget) -> list[tuple[str, Plan]]:
+    """Random plans of several sharding types, as (name, plan)."""
+    of_kinds = draw_random_plans(problem, np.random.default_rng(list(problem.name.encode())))
     return [(f"{i}: {names}", plan) for i, (names, plan) in enumerate(of_kinds)]
 
 
-def summary(rows: Sequence[replay_metrics.ReplayRecord]) -> str:
-    """Replayed cost of searches of ours over their rivals', and over the best of them; and by unit of rows."""
+def replay_summary(rows: Sequence[replay_metrics.ReplayRecord]) -> str:
+    """Text on the replayed cost of our plans relative to rivals' plans, and by unit of row-wise sharding."""
     of: dict[str, dict[str, float]] = {}
     for row in rows:
         of.setdefault(row.problem, {})[row.algorithm] = row.replayed_ms
@@ -169,27 +169,27 @@ def summary(rows: Sequence[replay_metrics.ReplayRecord]) -> str:
     for ours in OURS:
         for name in (*RIVALS, "anneal_columns"):
             ratios = [took[ours] / took[name] for took in of.values() if {ours, name} <= took.keys()]
-            lines.append(f"{ours} over {name}: {_said(ratios)}" if ratios else "")
+            lines.append(f"{ours} over {name}: {_ratios_text(ratios)}" if ratios else "")
         best = [
             took[ours] / min(took[n] for n in RIVALS if n in took) for took in of.values() if ours in took
         ]
-        lines.append(f"{ours} over the best of its rivals by problem: {_said(best)}" if best else "")
+        lines.append(f"{ours} over the best of its rivals by problem: {_ratios_text(best)}" if best else "")
     over = [
         {name.split()[3]: ms for name, ms in took.items() if name.startswith("anneal, ")}
         | {"": took["anneal"]}
         for took in of.values()
     ]
     if chosen := [took[""] / min(took["hosts"], took["pods"]) for took in over if len(took) == 3]:
-        lines.append(f"anneal over the better unit of rows: {_said(chosen)}")
+        lines.append(f"anneal over the better unit of rows: {_ratios_text(chosen)}")
     return "\n".join(filter(None, lines))
 
 
-def _said(ratios: Sequence[float]) -> str:
-    return f"{common.spoken(metrics.mean_interval(np.array(ratios)))}, worst {max(ratios):.3f}"
+def _ratios_text(ratios: Sequence[float]) -> str:
+    return f"{common.interval_text(metrics.mean_interval(np.array(ratios)))}, worst {max(ratios):.3f}"
 
 
 def main() -> None:
-    parser = common.parser(
+    parser = common.bench_parser(
         __doc__,
         {"model": "folder of a model of this machine"},
         out=...,
@@ -206,27 +206,29 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     model, config, kept = neural.load(args.model), ReplayConfig(args.repeats, 2, arena_bytes=4 << 30), []
-    model = of_box(model, args.exchanges, args.steps, args.pods or args.known)
+    model = with_box_rates(model, args.exchanges, args.steps, args.pods or args.known)
     reference = dataset.reference_op(args.measurements, model.setting) if args.measurements else None
-    tables, boxes = pool(), BOXES_IN_PODS if args.pods else BOXES
+    tables, boxes = box_tables(), BOXES_IN_PODS if args.pods else BOXES
     if args.known:
         boxes = sorted((n_hosts, ranks // n_hosts, pods) for n_hosts, ranks, pods in box.KNOWN)
     for i in range(args.problems):
-        problem, where = problem_of(tables, model, i, args.seed, args.exchanges is not None, boxes)
+        problem, where = draw_box_problem(tables, model, i, args.seed, args.exchanges is not None, boxes)
         if args.known:
-            problem = roomy(problem)
+            problem = with_ample_memory(problem)
         own = model.for_problem(problem)
         path, budget = Path(f"{args.out}-plans") / f"{problem.name}.json", Budget(evals=args.evals)
-        make = partial(drawn if args.known else plans, problem, own, budget)
-        texts = common.kept(
+        make = partial(random_plans if args.known else plans_by_name, problem, own, budget)
+        texts = common.read_or_make(
             path,
             lambda of=problem, make=make: {name: files.plan_to_json(plan, of) for name, plan in make()},
         )
-        bodies = {name: unseal(opened(text, "plan", path), path) for name, text in texts.items()}
+        bodies = {
+            name: remove_digest(document_body(text, "plan", path), path) for name, text in texts.items()
+        }
         made = [(name, files.plan_from_json(body, problem, str(path))) for name, body in bodies.items()]
-        with hosts.box_of(where) as places:
+        with hosts.emulated_hosts(where) as places:
             kept.append(
-                replays.keep(
+                replays.replay_or_reuse(
                     args.out / problem.name,
                     problem,
                     made,
@@ -237,19 +239,19 @@ def main() -> None:
                     ),
                 )
             )
-        rows = replay_metrics.judge(kept[-1:], own)
+        rows = replay_metrics.judge_replays(kept[-1:], own)
         said = ", ".join(f"{r.algorithm} {r.replayed_ms:.1f} ({r.predicted_ms:.1f})" for r in rows)
-        say(
+        print_progress(
             f"problem {i + 1} of {args.problems}, {where.hosts} x {where.ranks_per_host}"
             f"{f' in {where.pods} pods' if where.pods > 1 else ''}: "
             f"{len(problem.tables)} tables: {said}"
         )
     if args.known:
         return
-    rows = replay_metrics.judge(kept, model)
+    rows = replay_metrics.judge_replays(kept, model)
     noise = np.median([r.noise_ms / r.replayed_ms for r in rows])
     print(
-        one_host.write(
+        one_host.write_report(
             args.out,
             kept,
             model,
@@ -260,7 +262,7 @@ def main() -> None:
             ),
         )
     )
-    print(summary(rows))
+    print(replay_summary(rows))
 
 
 if __name__ == "__main__":

@@ -25,10 +25,10 @@ Arm = Callable[[Problem], Plan]
 # --- the command line ---------------------------------------------------------------------------------------
 
 
-def parser(
+def bench_parser(
     doc: str | None, arguments: Mapping[str, Any] | None = None, **options: Any
 ) -> argparse.ArgumentParser:
-    """A parser with the docstring as help.
+    """Argument parser of a benchmark, with its module docstring as help.
 
     arguments: positional ones by name: the help, or a type and the help.
     options: by name the default, or the default and the help. A type in the place of the default: there is
@@ -55,22 +55,22 @@ def parser(
     return made
 
 
-def say(*words: Any) -> None:
-    """Tell on standard error how far the bench is."""
+def print_progress(*words: Any) -> None:
+    """Print the progress of a benchmark on standard error."""
     print(*words, file=sys.stderr, flush=True)
 
 
 # --- files --------------------------------------------------------------------------------------------------
 
 
-def lines_of(path: Path | None) -> list[dict[str, Any]]:
-    """Rows that a run wrote. None where there is no file."""
+def read_rows(path: Path | None) -> list[dict[str, Any]]:
+    """Read the rows that a benchmark run wrote. [] without a file."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path and path.exists() else []
 
 
-def rows_with(path: Path, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Rows that a run with the same settings wrote. Raises ShardCoreError for rows of other settings."""
-    rows = lines_of(path)
+def read_rows_of_settings(path: Path, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Read the rows of a benchmark run. Raises ShardCoreError if the run had different settings."""
+    rows = read_rows(path)
     for name, value in settings.items():
         if other := next((row for row in rows if row.get(name) != value), None):
             raise ShardCoreError(
@@ -79,8 +79,8 @@ def rows_with(path: Path, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write all rows at once, so that a run may be killed at any time."""
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write the rows of a benchmark run atomically."""
     writing.write_atomic(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
 
 
@@ -90,16 +90,16 @@ def write_png(path: Path, figure: Any) -> None:
     writing.write_atomic(path, content.getvalue())
 
 
-def kept(path: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The file's content; made and written first where there is none."""
+def read_or_make(path: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Read a JSON file, or make and write its content if missing."""
     if not path.exists():
         writing.write_json(path, make())
     return json.loads(path.read_text())
 
 
-def only_setting(folder: str | Path) -> Setting:
-    """Setting of a dataset's samples. Raises ShardCoreError for several."""
-    settings = dataset.settings(folder)
+def single_setting(folder: str | Path) -> Setting:
+    """Only setting of a dataset's samples. Raises ShardCoreError for several settings."""
+    settings = dataset.dataset_settings(folder)
     if len(settings) != 1:
         words = "; ".join(map(str, settings))
         raise ShardCoreError(f"{folder} holds samples of [{words}]; this bench needs one setting")
@@ -109,10 +109,10 @@ def only_setting(folder: str | Path) -> Setting:
 # --- arms and figures ---------------------------------------------------------------------------------------
 
 
-def timed(
+def timed_plan(
     arm: Arm, problem: Problem, clock: Callable[[], float] = time.process_time
 ) -> tuple[Plan | None, float]:
-    """An arm's plan, None if it finds none, and its seconds."""
+    """Plan of a sharding arm, None if infeasible, and seconds of the search."""
     began = clock()
     try:
         plan = arm(problem)
@@ -121,5 +121,5 @@ def timed(
     return plan, clock() - began
 
 
-def spoken(found: MeanInterval, form: str = "{:.3f}") -> str:
+def interval_text(found: MeanInterval, form: str = "{:.3f}") -> str:
     return f"{form.format(found.mean)} ({form.format(found.low)} to {form.format(found.high)})"

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from bench import common
-from bench.kept import with_memory
+from bench.kept import with_memory_times
 from shardcore import report
 from shardcore.core.access_statistics import Zipf
 from shardcore.core.errors import ShardCoreError
@@ -25,20 +25,20 @@ from shardcore.core.types import Problem, Setting, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.profile import load_profile
 from shardcore.search import SHARDERS, Budget
-from shardcore.search.bound.lower_bound import bound
+from shardcore.search.bound.lower_bound import prove_lower_bound
 
 CLASSES, HARDWARE = ("pooled", "sequences", "collections", "huge"), "nvidia-h100-sxm"
 MORE = 1e-3
 """Share by which a rival is cheaper, or a cost with more memory is higher, before it counts."""
 
 
-def drawn(i: int) -> Problem:
-    """Problem i, with memory that is never short."""
+def draw_problem_with_memory(i: int) -> Problem:
+    """Draw problem i, with ample memory on every device."""
     rng, kind = np.random.default_rng([54, i]), CLASSES[i % 4]
     hosts, each = ((1, 4), (1, 8), (2, 8), (8, 8))[int(rng.integers(4))]
     n_tables = 11 if kind == "huge" else int(hosts * each * rng.uniform(1, 2.2)) + 4
 
-    def table(j: int) -> Table:
+    def draw_table(j: int) -> Table:
         rows = int(10 ** (rng.uniform(7, 8) if kind == "huge" else rng.uniform(2, 7)))
         dim, pooling = int(rng.choice([16, 32, 64, 128])), float(np.exp(rng.uniform(-1, 4)))
         sequence, of = kind == "sequences" and j % 3 == 0, "ab"[j % 2] if kind == "collections" else ""
@@ -49,28 +49,28 @@ def drawn(i: int) -> Problem:
     topology = load_profile(HARDWARE).topology(hosts, each)
     many = replace(topology, devices=tuple(replace(d, memory_bytes=1 << 50) for d in topology.devices))
     return Problem(
-        f"{i:02}-{kind}-{hosts}x{each}", tuple(map(table, range(n_tables))), many, 1024 * hosts * each
+        f"{i:02}-{kind}-{hosts}x{each}", tuple(map(draw_table, range(n_tables))), many, 1024 * hosts * each
     )
 
 
-def searched(i: int, budget: Budget) -> dict[str, Any]:
-    """A row of problem i."""
-    given, costs, parts = drawn(i), dict[str, float](), 0
+def search_costs(i: int, budget: Budget) -> dict[str, Any]:
+    """Costs of all sharders' plans on problem i."""
+    given, costs, parts = draw_problem_with_memory(i), dict[str, float](), 0
     model = AnalyticModel(Setting(HARDWARE, given.global_batch)) if i % 2 else load_profile(HARDWARE).model()
     for name, times in (*((name, 4.0) for name in SHARDERS if name != "torchrec"), ("twice", 2.0)):
-        problem = with_memory(given, times)
+        problem = with_memory_times(given, times)
         try:
             # "twice" is the default with less memory.
             plan = SHARDERS.get(name, SHARDERS["portfolio"])(
                 problem, model.for_problem(problem), budget=budget
             )
         except ShardCoreError as error:
-            common.say(problem.name, name, str(error)[:100])
+            common.print_progress(problem.name, name, str(error)[:100])
             continue
         costs[name] = plan.provenance["predicted_ms"]
         parts = len(plan.placements) if name == "portfolio" else parts
-    ample = with_memory(given, 4.0)
-    least = bound(ample, model.for_problem(ample))
+    ample = with_memory_times(given, 4.0)
+    least = prove_lower_bound(ample, model.for_problem(ample))
     return {
         "problem": given.name,
         "tables": len(given.tables),
@@ -80,8 +80,8 @@ def searched(i: int, budget: Budget) -> dict[str, Any]:
     }
 
 
-def table_of(rows: list[dict[str, Any]]) -> str:
-    """A row for each problem: the default, its best rival, and the default with half of the memory."""
+def results_table(rows: list[dict[str, Any]]) -> str:
+    """Table with a row per problem: cost of the default search, of its best rival, and with half the memory."""
     shown = []
     for row in rows:
         ms = row["ms"]
@@ -115,13 +115,15 @@ def table_of(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = common.parser(__doc__, problems=20, evals=20_000, out=(Path, "a line of JSON for each problem"))
+    parser = common.bench_parser(
+        __doc__, problems=20, evals=20_000, out=(Path, "a line of JSON for each problem")
+    )
     args = parser.parse_args()
-    rows = common.lines_of(args.out)
+    rows = common.read_rows(args.out)
     for i in range(len(rows), args.problems):
-        rows.append(searched(i, Budget(evals=args.evals)))
-        common.write_lines(args.out, rows)
-    print(table_of(rows[: args.problems]))
+        rows.append(search_costs(i, Budget(evals=args.evals)))
+        common.write_rows(args.out, rows)
+    print(results_table(rows[: args.problems]))
 
 
 if __name__ == "__main__":

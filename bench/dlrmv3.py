@@ -28,11 +28,11 @@ from typing import Any
 import numpy as np
 
 from bench import common
-from bench.common import say
-from bench.hosts import Box, box_of
+from bench.common import print_progress
+from bench.hosts import Box, emulated_hosts
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import Infeasible
-from shardcore.core.topology import default_reserve
+from shardcore.core.topology import default_reserved_bytes
 from shardcore.core.types import Problem
 from shardcore.cost import composite
 from shardcore.cost.metrics import mean_interval
@@ -56,17 +56,17 @@ Row = dict[str, Any]
 # --- predicted ----------------------------------------------------------------------------------------------
 
 
-def full_size(devices: int, alpha: float) -> Problem:
+def full_size_problem(devices: int, alpha: float) -> Problem:
     topology = load_profile(PROFILE).topology(devices // PER_HOST, PER_HOST)
-    limits = Constraints(reserved_bytes=default_reserve(topology.devices))
+    limits = Constraints(reserved_bytes=default_reserved_bytes(topology.devices))
     batch = SAMPLES * devices
     return Problem(
         LIST, public_pool(LIST, alpha), topology, batch, public_optimizer(LIST), constraints=limits
     )
 
 
-def predicted(devices: int, alpha: float, evals: int) -> Row:
-    problem, model = full_size(devices, alpha), load_profile(PROFILE).model()
+def predict_arms(devices: int, alpha: float, evals: int) -> Row:
+    problem, model = full_size_problem(devices, alpha), load_profile(PROFILE).model()
     row: Row = {"devices": devices, "alpha": alpha, "ms": {}, "hot": {}}
     for name, sharder, decisions in (
         ("TorchRec", "torchrec", []),
@@ -77,7 +77,7 @@ def predicted(devices: int, alpha: float, evals: int) -> Row:
             found = decide(problem, model, decisions, SHARDERS[sharder], budget=Budget(evals=evals))
         except Infeasible as error:
             row["ms"][name] = None
-            say(name, str(error))
+            print_progress(name, str(error))
             continue
         row["ms"][name] = found.plan.provenance["predicted_ms"]
         hot = {t.name: t.rows for t in found.problem.tables if t.name.endswith("_hot")}
@@ -112,10 +112,10 @@ def predicted_table(rows: Sequence[Row]) -> str:
 # --- steps --------------------------------------------------------------------------------------------------
 
 
-def _train(
+def _train_rank(
     rank: int, init_method: str, tell: Callable[[Any], None], whole: Problem, arms: Any, steps: int
 ) -> None:
-    """Work of a rank. Says (arm, step, ms)."""
+    """Train as one rank of a gang. Sends (arm, step, ms)."""
     import torch
     import torch.distributed as dist
 
@@ -135,8 +135,8 @@ def _train(
     train.train(rank, whole, arms, steps, False, tell)
 
 
-def measured(seed: int, alpha: float, model: CostModel, gbit: float, repeats: int) -> Row:
-    """Medians of the steps of all arms, in ms. seed: moves the batches."""
+def measure_arms(seed: int, alpha: float, model: CostModel, gbit: float, repeats: int) -> Row:
+    """Median step ms of each arm, measured by training. seed: of the batches."""
     from examples.torchrec_dlrmv3 import train
     from shardcore.measure import local_ranks
     from shardcore.torchrec.baseline import silence_torchrec_logging
@@ -146,9 +146,11 @@ def measured(seed: int, alpha: float, model: CostModel, gbit: float, repeats: in
     with silence_torchrec_logging():
         arms = train.arms_of(whole, model, Budget(evals=3000))
     slowest: dict[tuple[str, int], float] = defaultdict(float)
-    with box_of(Box(HOSTS, RANKS // HOSTS, gbit)) as places:
+    with emulated_hosts(Box(HOSTS, RANKS // HOSTS, gbit)) as places:
         given = (whole, arms, SETTLE + repeats)
-        for _, (name, step, ms) in local_ranks.run("dlrmv3", _train, RANKS, given, SECONDS, places):
+        for _, (name, step, ms) in local_ranks.run_ranks(
+            "dlrmv3", _train_rank, RANKS, given, SECONDS, places
+        ):
             slowest[name, step] = max(slowest[name, step], ms)
     return {
         "seed": seed,
@@ -183,7 +185,7 @@ def steps_table(rows: Sequence[Row]) -> str:
 
 
 def main() -> None:
-    parser = common.parser(
+    parser = common.bench_parser(
         __doc__,
         {"part": "predicted or steps"},
         out=...,
@@ -199,22 +201,22 @@ def main() -> None:
         parser.error(f"part is {args.part!r}; it needs to be predicted, or steps with --model")
     names = ("part", "evals") if args.part == "predicted" else ("part", "gbit", "repeats")
     settings = {name: getattr(args, name) for name in names}
-    rows = common.rows_with(args.out, settings)
+    rows = common.read_rows_of_settings(args.out, settings)
     if args.part == "predicted":
         cases = [(devices, alpha) for devices in SIZES for alpha in ALPHAS]
         done = {(x["devices"], x["alpha"]): x for x in rows}
     else:
         cases = [(seed, alpha) for seed in range(args.seeds) for alpha in args.alphas]
         done = {(x["seed"], x["alpha"]): x for x in rows}
-        model = composite.load([args.model])
+        model = composite.load_models([args.model])
     for case in (case for case in cases if case not in done):
         began = time.monotonic()
         if args.part == "predicted":
-            done[case] = settings | predicted(*case, args.evals)
+            done[case] = settings | predict_arms(*case, args.evals)
         else:
-            done[case] = settings | measured(*case, model, args.gbit, args.repeats)
-        common.write_lines(args.out, list(done.values()))
-        say(f"{case}: {done[case]['ms']}, {time.monotonic() - began:.0f} s")
+            done[case] = settings | measure_arms(*case, model, args.gbit, args.repeats)
+        common.write_rows(args.out, list(done.values()))
+        print_progress(f"{case}: {done[case]['ms']}, {time.monotonic() - began:.0f} s")
     print((predicted_table if args.part == "predicted" else steps_table)([done[case] for case in cases]))
 
 

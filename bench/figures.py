@@ -30,7 +30,7 @@ from typing import Any
 from bench import common
 from shardcore.core.errors import ShardCoreError
 from shardcore.io import writing
-from shardcore.io.schema import build
+from shardcore.io.schema import build_record
 from shardcore.measure import hardware
 from shardcore.report.text import text_table
 from tasks.commit import git_commit
@@ -61,7 +61,7 @@ class Headline:
             )
 
     def verdict(self, output: str) -> tuple[str, str]:
-        """The figure in an output, and "within", "OUTSIDE" or "MISSING"."""
+        """Value of the headline in an output, and "within", "OUTSIDE" or "MISSING"."""
         found = re.search(self.pattern, output, re.MULTILINE)
         if found is None:
             return "-", "MISSING"
@@ -83,64 +83,64 @@ class Figure:
         object.__setattr__(self, "commands", tuple(self.commands))
 
     @property
-    def named(self) -> set[str]:
-        """Names in the braces of its commands, except {out}: entries, and with[NAME]."""
+    def placeholders(self) -> set[str]:
+        """Placeholder names in the figure's commands, except {out}."""
         fields = (field for text in self.commands for _, field, _, _ in string.Formatter().parse(text))
         return {field for field in fields if field} - {"out"}
 
     @property
-    def after(self) -> set[str]:
-        return {field for field in self.named if not field.startswith("with[")}
+    def dependencies(self) -> set[str]:
+        return {field for field in self.placeholders if not field.startswith("with[")}
 
     @property
-    def given(self) -> set[str]:
-        """Names that --with has to give."""
-        return {field[len("with[") : -1] for field in self.named - self.after}
+    def required_folders(self) -> set[str]:
+        """Names of input folders that --with has to give."""
+        return {field[len("with[") : -1] for field in self.placeholders - self.dependencies}
 
 
-def read(path: Path) -> list[Figure]:
-    """The entries of a table. Raises ShardCoreError for one that comes before what it needs."""
+def read_figures(path: Path) -> list[Figure]:
+    """Read the figures of a TOML file. Raises ShardCoreError for a figure listed before its dependencies."""
     found: list[Figure] = []
     for entry in tomllib.loads(path.read_text())["figure"]:
-        one = build(Figure, entry, f"{path.name}: {entry.get('name')}")
-        if missing := one.after - {before.name for before in found}:
+        one = build_record(Figure, entry, f"{path.name}: {entry.get('name')}")
+        if missing := one.dependencies - {before.name for before in found}:
             raise ShardCoreError(f"{path.name}: {one.name} needs {min(missing)!r}, which is not before it")
         found.append(one)
     return found
 
 
-def with_needed(figures: Sequence[Figure], names: Iterable[str]) -> list[Figure]:
-    """Those of these names, and what they need, in their order. Raises ShardCoreError for an unknown name."""
+def figures_with_dependencies(figures: Sequence[Figure], names: Iterable[str]) -> list[Figure]:
+    """Figures of some names with their dependencies, in order. Raises ShardCoreError for an unknown name."""
     by_name, wanted, left = {f.name: f for f in figures}, set(), list(names)
     while left:
         name = left.pop()
         if name not in by_name:
             raise ShardCoreError(f"there is no figure {name!r}; there are {', '.join(by_name)}")
         wanted.add(name)
-        left += by_name[name].after - wanted
+        left += by_name[name].dependencies - wanted
     return [f for f in figures if f.name in wanted]
 
 
-def take(figures: Sequence[Figure], out: Path, given: Mapping[str, str]) -> dict[str, str]:
-    """Take figures into folders below `out`; what became of each, by name."""
+def take_figures(figures: Sequence[Figure], out: Path, given: Mapping[str, str]) -> dict[str, str]:
+    """Run the commands of figures in folders below `out`. Returns the outcome of each by name."""
     commit, became = git_commit(), dict[str, str]()
     left = sum(f.minutes for f in figures)
     for i, figure in enumerate(figures, 1):
         said = f"[{i} of {len(figures)}] {figure.name}"
         if is_done(figure, out / figure.name, commit):
             became[figure.name] = "done before"
-        elif why := _lacking(figure, given, became):
+        elif why := _missing_reason(figure, given, became):
             became[figure.name] = f"skipped: {why}"
         else:
             print(f"{said}: about {figure.minutes:g} min; {left:g} min for all that are left", flush=True)
-            became[figure.name] = _taken(figure, out, given, commit)
+            became[figure.name] = _take_figure(figure, out, given, commit)
         left -= figure.minutes
         print(f"{said}: {became[figure.name]}", flush=True)
     return became
 
 
-def verdicts(figures: Sequence[Figure], out: Path) -> list[tuple[str, str, str, str]]:
-    """Headline, figure, interval and verdict, for each headline of the figures. One not taken is missing."""
+def headline_verdicts(figures: Sequence[Figure], out: Path) -> list[tuple[str, str, str, str]]:
+    """Headline, value, expected interval and verdict, for each headline of the figures."""
     rows = []
     for figure in figures:
         output = out / figure.name / "output.md"
@@ -152,36 +152,36 @@ def verdicts(figures: Sequence[Figure], out: Path) -> list[tuple[str, str, str, 
 
 
 def is_done(figure: Figure, folder: Path, commit: str) -> bool:
-    """Tell if the folder has its figures of this commit."""
-    return _said(folder / DONE) == {"commit": commit, "commands": list(figure.commands)}
+    """Tell if a folder has the output of a figure at a git commit."""
+    return _recorded_run(folder / DONE) == {"commit": commit, "commands": list(figure.commands)}
 
 
-def _said(path: Path) -> dict[str, Any] | None:
-    """The commit and the commands that a file names. None: there is no such file."""
+def _recorded_run(path: Path) -> dict[str, Any] | None:
+    """Recorded commit and commands of a figure's run. None if not recorded."""
     if not path.exists():
         return None
     found = json.loads(path.read_text())
     return {"commit": found["commit"], "commands": found["commands"]}
 
 
-def _lacking(figure: Figure, given: Mapping[str, str], became: Mapping[str, str]) -> str:
-    """Why it cannot be taken. Empty if it can."""
-    if missing := sorted(figure.given - given.keys()):
+def _missing_reason(figure: Figure, given: Mapping[str, str], became: Mapping[str, str]) -> str:
+    """Why a figure cannot be run. "" if its inputs are complete."""
+    if missing := sorted(figure.required_folders - given.keys()):
         return f"needs --with {missing[0]}=FOLDER"
     if figure.root and os.geteuid():
         return "emulates hosts, which needs root"
-    without = [name for name in sorted(figure.after) if not became[name].startswith("done")]
+    without = [name for name in sorted(figure.dependencies) if not became[name].startswith("done")]
     return f"needs {without[0]}, which is not done" if without else ""
 
 
-def _taken(figure: Figure, out: Path, given: Mapping[str, str], commit: str) -> str:
+def _take_figure(figure: Figure, out: Path, given: Mapping[str, str], commit: str) -> str:
     folder, began = (out / figure.name).resolve(), time.time()
     now = {"commit": commit, "commands": list(figure.commands)}
-    if folder.exists() and _said(folder / GOING) != now:
+    if folder.exists() and _recorded_run(folder / GOING) != now:
         shutil.rmtree(folder)  # of another commit
     folder.mkdir(parents=True, exist_ok=True)
     writing.write_json(folder / GOING, now)
-    places = {name: str((out / name).resolve()) for name in figure.after}
+    places = {name: str((out / name).resolve()) for name in figure.dependencies}
     with open(folder / "output.md", "w") as printed, open(folder / "errors.log", "a") as errors:
         for command in figure.commands:
             printed.write(f"    {command}\n\n")
@@ -210,7 +210,7 @@ def _taken(figure: Figure, out: Path, given: Mapping[str, str], commit: str) -> 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = common.parser(
+    parser = common.bench_parser(
         __doc__,
         out=Path(".figures"),
         headlines=(False, "those with an interval, and a verdict on each"),
@@ -221,11 +221,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--with", dest="given", action="append", default=[], metavar="NAME=FOLDER")
     args = parser.parse_args(argv)
     try:
-        figures = read(args.table)
+        figures = read_figures(args.table)
         if args.headlines:
-            figures = with_needed(figures, [f.name for f in figures if f.headlines])
-        figures = with_needed(figures, args.only) if args.only else figures
-        given = dict(_pair(text) for text in args.given)
+            figures = figures_with_dependencies(figures, [f.name for f in figures if f.headlines])
+        figures = figures_with_dependencies(figures, args.only) if args.only else figures
+        given = dict(_parse_name_and_folder(text) for text in args.given)
         if args.list:
             print(
                 text_table(
@@ -233,14 +233,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                 )
             )
             return 0
-        became = take(figures, args.out, given)
+        became = take_figures(figures, args.out, given)
     except ShardCoreError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print("\n" + text_table(("figure", "became"), list(became.items())))
     failed = any(said.startswith("failed") or said.endswith("not done") for said in became.values())
     if args.headlines:
-        rows = verdicts(figures, args.out)
+        rows = headline_verdicts(figures, args.out)
         kept = sum(verdict == "within" for *_, verdict in rows)
         print("\n" + text_table(("headline", "figure", "interval", "verdict"), rows))
         print(f"\n{kept} of {len(rows)} within their intervals, all at commit {git_commit()}")
@@ -248,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(failed)
 
 
-def _pair(text: str) -> tuple[str, str]:
+def _parse_name_and_folder(text: str) -> tuple[str, str]:
     name, found, folder = text.partition("=")
     if not found or not Path(folder).is_dir():
         raise ShardCoreError(f"--with {text} names no folder; it needs NAME=FOLDER")

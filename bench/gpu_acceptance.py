@@ -51,17 +51,17 @@ from shardcore.core.access_statistics import Zipf
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting, Shard, Table
 from shardcore.core.validation import require
-from shardcore.cost.model import group_costs
+from shardcore.cost.model import group_op_ms
 from shardcore.cost.profile import Profile, profile_of_device
 from shardcore.cost.profile_model import ProfileModel
-from shardcore.cost.profile_samples import NARROW, checks, timings_of
+from shardcore.cost.profile_samples import NARROW, check_profile, sample_timings
 from shardcore.io import dataset, writing
 from shardcore.io.measurements import ComputeRequest
 from shardcore.measure import hardware
-from shardcore.measure.devices import device_of
+from shardcore.measure.devices import device_by_name
 from shardcore.measure.index_streams import IndexStreams
 from shardcore.measure.kernels import KernelBench, KernelConfig
-from shardcore.measure.sampling.groups import GroupConfig, compute_request
+from shardcore.measure.sampling.groups import GroupConfig, draw_compute_request
 from shardcore.tables.generate import PoolConfig, generate_pool
 
 ROOT = Path(__file__).parents[1]
@@ -73,37 +73,37 @@ Verdict = tuple[bool, dict[str, Any]]
 
 
 def profile_of_card() -> Profile | None:
-    """The published profile of the GPU. None: there is none."""
+    """Published hardware profile of this machine's GPU. None if unpublished."""
     with suppress(ShardCoreError):
-        return profile_of_device(device_of("cuda").product())
+        return profile_of_device(device_by_name("cuda").product())
 
 
 def card(_: argparse.Namespace) -> Verdict:
-    device, profile = device_of("cuda"), profile_of_card()
+    device, profile = device_by_name("cuda"), profile_of_card()
     name = profile.name if profile else "none"
-    return True, {"name": hardware.hardware_name("cuda"), "profile": name, **device.versions()}
+    return True, {"name": hardware.hardware_name("cuda"), "profile": name, **device.software_versions()}
 
 
 def events(args: argparse.Namespace) -> Verdict:
-    """Event times over the profiler's times of the same groups, each the median of five runs."""
+    """Compare times by CUDA events with times by the profiler, on the same groups of shards."""
     from torch.profiler import ProfilerActivity, profile
 
-    place, live = device_of("cuda").place, [t for t in generate_pool(PoolConfig()) if t.pooling > 0]
+    place, live = device_by_name("cuda").place, [t for t in generate_pool(PoolConfig()) if t.pooling > 0]
     config = GroupConfig(max_shard_bytes=args.arena_bytes)
     setting = Setting(hardware.hardware_name("cuda"), args.batch)
     bench = KernelBench(setting, "cuda", KernelConfig(arena_bytes=args.arena_bytes))
     ratios = []
     for i in range(COMPARED):
         try:
-            run = bench.prepare(compute_request(live, i, setting, config=config))
+            run = bench.prepare(draw_compute_request(live, i, setting, config=config))
         except (ShardCoreError, torch.OutOfMemoryError):
             continue
-        by_events = np.median([bench.once_ms(run) for _ in range(8)][3:])
+        by_events = np.median([bench.run_once_ms(run) for _ in range(8)][3:])
         activity = ProfilerActivity.CUDA if place == "cuda" else ProfilerActivity.CPU
         with profile(activities=[activity]) as found:
             for _ in range(5):
                 run.forward().backward(run.gradient)
-            device_of("cuda").synchronize()
+            device_by_name("cuda").synchronize()
         us = sum(
             event.self_device_time_total if place == "cuda" else event.self_cpu_time_total
             for event in found.key_averages()
@@ -121,11 +121,11 @@ def events(args: argparse.Namespace) -> Verdict:
 
 
 def groups(args: argparse.Namespace) -> Verdict:
-    began, used = time.monotonic(), _Memory()
+    began, used = time.monotonic(), _MemoryWatch()
     with used:
-        output = _measure(args, "--minutes", f"{args.minutes:g}")
-    found = _samples(args)
-    failed = _failed(found)
+        output = _run_measure(args, "--minutes", f"{args.minutes:g}")
+    found = _read_samples(args)
+    failed = _failed_share(found)
     in_kernels = [int(share) for share in re.findall(r"(\d+)% of the time in kernels", output)][-1:]
     figures = {
         "groups": len(found),
@@ -138,23 +138,26 @@ def groups(args: argparse.Namespace) -> Verdict:
 
 
 def adagrad(args: argparse.Namespace) -> Verdict:
-    _measure(
+    _run_measure(
         args, *f"--precision fp16 --optimizer {ADAGRAD} --minutes {max(0.5, args.minutes / 4):g}".split()
     )
-    found = _samples(args, ADAGRAD)
-    return len(found) >= args.groups / 4 and _failed(found) < 0.01, {
+    found = _read_samples(args, ADAGRAD)
+    return len(found) >= args.groups / 4 and _failed_share(found) < 0.01, {
         "groups": len(found),
-        "failed": _failed(found),
+        "failed": _failed_share(found),
     }
 
 
 def exchanges(args: argparse.Namespace) -> Verdict:
-    ranks = device_of("cuda").count()
+    ranks = device_by_name("cuda").count()
     if ranks < 2:
         return True, {"skipped": "one GPU exchanges nothing"}
-    _measure(args, *f"--samples 0 --ranks {ranks} --exchanges {args.exchanges}".split())
-    found = dataset.read_comm(args.out / "data")
-    return len(found) > 0 and _failed(found) < 0.01, {"exchanges": len(found), "failed": _failed(found)}
+    _run_measure(args, *f"--samples 0 --ranks {ranks} --exchanges {args.exchanges}".split())
+    found = dataset.read_collective_samples(args.out / "data")
+    return len(found) > 0 and _failed_share(found) < 0.01, {
+        "exchanges": len(found),
+        "failed": _failed_share(found),
+    }
 
 
 def memory(args: argparse.Namespace) -> Verdict:
@@ -164,24 +167,24 @@ def memory(args: argparse.Namespace) -> Verdict:
 
 def repeats(args: argparse.Namespace) -> Verdict:
     minutes = max(0.5, args.minutes / 4)
-    _measure(args, *f"--samples {args.again} --again {args.again} --minutes {minutes:g}".split())
+    _run_measure(args, *f"--samples {args.again} --again {args.again} --minutes {minutes:g}".split())
     apart = [
         abs(a.total_ms / b.total_ms - 1)
-        for a, b, *_ in dataset.repeated(dataset.read_timings(args.out / "data"))
+        for a, b, *_ in dataset.repeated_samples(dataset.read_compute_timings(args.out / "data"))
     ]
     require(bool(apart), "no group was measured again")
     return float(np.median(apart)) <= 0.02, {"groups": len(apart), "median_apart": float(np.median(apart))}
 
 
 def widths(args: argparse.Namespace) -> Verdict:
-    of = [[s.width for s in x.request.shards] for x in _samples(args) if len(x.request.shards) > 1]
+    of = [[s.width for s in x.request.shards] for x in _read_samples(args) if len(x.request.shards) > 1]
     kinds = {"narrow": sum(max(w) <= NARROW for w in of), "wide": sum(min(w) > NARROW for w in of)}
     kinds["mixed"] = len(of) - sum(kinds.values())
     return min(kinds.values()) >= 0.05 * max(1, len(of)), kinds
 
 
 def uvm(args: argparse.Namespace) -> Verdict:
-    """ms of a table in host memory whose cache holds a share of its rows, and the share of misses."""
+    """Measure ms and miss ratio of a UVM-cached table, by share of rows in the cache."""
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
     from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
@@ -189,13 +192,13 @@ def uvm(args: argparse.Namespace) -> Verdict:
         SplitTableBatchedEmbeddingBagsCodegen,
     )
 
-    device = device_of("cuda")
+    device = device_by_name("cuda")
     if device.place != "cuda":
         return True, {"skipped": "a stand-in has no host memory of its own"}
     found, profile, setting = {}, profile_of_card(), Setting(hardware.hardware_name("cuda"), args.batch)
     table = Table("cached", 2_000_000, 128, 10.0, Zipf(1.2))
     request = ComputeRequest((Shard.whole(table),), args.batch)
-    ids, offsets = IndexStreams("cuda", device.stream_bytes(), 0).lookups(request, 0)
+    ids, offsets = IndexStreams("cuda", device.max_stream_bytes(), 0).lookups(request, 0)
     for share in SHARES:
         op = SplitTableBatchedEmbeddingBagsCodegen(
             [(table.rows, table.dim, EmbeddingLocation.MANAGED_CACHING, ComputeDevice.CUDA)],
@@ -216,16 +219,19 @@ def uvm(args: argparse.Namespace) -> Verdict:
         if profile:
             cached = Shard.whole(dataclasses.replace(table, load_factor=share))
             model = ProfileModel(profile, dataclasses.replace(setting, hardware=profile.name))
-            found[f"{share:.0%}"]["profile_ms"] = float(group_costs([[cached]], model, args.batch)[0])
+            found[f"{share:.0%}"]["profile_ms"] = float(group_op_ms([[cached]], model, args.batch)[0])
     of_all = [x["ms"] for x in found.values()]
     return of_all == sorted(of_all, reverse=True), found
 
 
 def profile(args: argparse.Namespace) -> Verdict:
-    """The profile of the card against what was measured, by kind."""
+    """Compare the GPU's published profile with measurements, by kind of op."""
     if not (card_profile := profile_of_card()):
         return True, {"skipped": "the card has no profile"}
-    found = checks(card_profile, timings_of(_samples(args, None), dataset.read_comm(args.out / "data")))
+    found = check_profile(
+        card_profile,
+        sample_timings(_read_samples(args, None), dataset.read_collective_samples(args.out / "data")),
+    )
     print(*(f"  {check}" for check in found), sep="\n", flush=True)
     near = sum(abs(check.ratio - 1) <= 0.25 for check in found)
     return near >= 0.75 * len(found) > 0, {"profile": card_profile.name} | {
@@ -237,8 +243,8 @@ def step(args: argparse.Namespace) -> Verdict:
     if importlib.util.find_spec("torchrec") is None:
         return True, {"skipped": "TorchRec is not installed"}
     folder, card_profile = str(args.out / "job"), profile_of_card()
-    _run("bench.gpu_step", folder, "--batch", str(args.batch))
-    output = _run(
+    _run_module("bench.gpu_step", folder, "--batch", str(args.batch))
+    output = _run_module(
         "shardcore", "job", "read", folder, *(["--hardware", card_profile.name] if card_profile else [])
     )
     named = [float(share) for share in re.findall(r"^named +([\d.]+)%", output, re.M)]
@@ -273,8 +279,8 @@ QUESTIONS: tuple[Callable[[argparse.Namespace], Verdict], ...] = (
 )
 
 
-class _Memory:
-    """The largest share of the card's memory in use, looked at twice a second. None where nothing tells."""
+class _MemoryWatch:
+    """Peak share of GPU memory in use, sampled twice a second. None if unknown."""
 
     peak: float | None = None
 
@@ -288,20 +294,20 @@ class _Memory:
     def _watch(self) -> None:
         while not self._over.wait(0.5):
             try:
-                now = device_of("cuda").used_share()
+                now = device_by_name("cuda").used_memory_share()
             except ShardCoreError:
                 return
             self.peak = max(self.peak or 0.0, now)
 
 
-def _measure(args: argparse.Namespace, *more: str) -> str:
-    """The output of `python -m shardcore measure`. Raises ShardCoreError where it fails."""
+def _run_measure(args: argparse.Namespace, *more: str) -> str:
+    """Run `python -m shardcore measure` and return its output. Raises ShardCoreError if the command fails."""
     options = f"--device cuda --batch {args.batch} --out".split()
-    return _run("shardcore", "measure", *options, str(args.out / "data"), *more, *args.options)
+    return _run_module("shardcore", "measure", *options, str(args.out / "data"), *more, *args.options)
 
 
-def _run(*module: str) -> str:
-    """The output of a module of this Python, which is shown as it comes. Raises ShardCoreError where it fails."""
+def _run_module(*module: str) -> str:
+    """Run a Python module, show its output and return it. Raises ShardCoreError if the module fails."""
     process = subprocess.Popen(
         [sys.executable, "-m", *module], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -314,22 +320,22 @@ def _run(*module: str) -> str:
     return "".join(lines)
 
 
-def _samples(args: argparse.Namespace, optimizer: str | None = "exact_sgd") -> list[Any]:
-    """Groups of an optimizer. None: of all."""
-    found = dataset.read_compute(args.out / "data")
+def _read_samples(args: argparse.Namespace, optimizer: str | None = "exact_sgd") -> list[Any]:
+    """Read the measured groups of an optimizer. None: of all optimizers."""
+    found = dataset.read_compute_samples(args.out / "data")
     return [s for s in found if optimizer in (None, s.setting.optimizer)]
 
 
-def _failed(samples: Sequence[Any]) -> float:
+def _failed_share(samples: Sequence[Any]) -> float:
     return sum(s.error is not None for s in samples) / max(1, len(samples))
 
 
 def main() -> None:
-    parser = common.parser(
+    parser = common.bench_parser(
         __doc__,
         out=...,
         minutes=(8.0, "for groups"),
-        batch=(device_of("cuda").batch, "global batch"),
+        batch=(device_by_name("cuda").batch, "global batch"),
         groups=(GROUPS, "that there have to be"),
         again=(AGAIN, "groups to measure again"),
         exchanges=(200, "collectives among several GPUs"),

@@ -43,8 +43,8 @@ class Dlrm(nn.Module):
         return loss, out.detach()
 
 
-def job(batch: int, folder: Path) -> None:
-    """Train some steps, one of them traced into a folder."""
+def run_traced_job(batch: int, folder: Path) -> None:
+    """Train a few steps of a DLRM, one of them traced into a folder."""
     from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
     from torchrec.datasets.utils import Batch
     from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -64,7 +64,7 @@ def job(batch: int, folder: Path) -> None:
     pipeline: Any = TrainPipelineSparseDist(model, optimizer, torch.device("cuda"))
     rng = torch.Generator().manual_seed(0)
 
-    def drawn() -> Any:
+    def draw_batch() -> Any:
         ids = [
             torch.randint(0, rows, (batch * lookups,), generator=rng, dtype=torch.int64)
             for rows, _, lookups in TABLES
@@ -76,7 +76,7 @@ def job(batch: int, folder: Path) -> None:
             torch.rand(batch, generator=rng).round(),
         )
 
-    batches = itertools.cycle([drawn() for _ in range(BATCHES)])
+    batches = itertools.cycle([draw_batch() for _ in range(BATCHES)])
     profiler = ShardCoreProfiler(model, folder, every=STEPS)
     for _ in range(STEPS):
         pipeline.progress(batches)
@@ -85,7 +85,7 @@ def job(batch: int, folder: Path) -> None:
 
 
 def main() -> None:
-    parser = common.parser(
+    parser = common.bench_parser(
         __doc__, {"folder": (Path, "of the job's traces")}, batch=(65_536, "samples of a step")
     )
     args = parser.parse_args()
@@ -93,7 +93,7 @@ def main() -> None:
     torch.cuda.set_device(0)
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage]
     try:
-        job(args.batch, args.folder)
+        run_traced_job(args.batch, args.folder)
     finally:
         dist.destroy_process_group()
 

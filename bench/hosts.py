@@ -25,7 +25,7 @@ from pathlib import Path
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.validation import require, require_within
 from shardcore.io.measurements import LINK_GBIT_S, EmulatedLinks
-from shardcore.measure.hosts import CLONE_NEWNET, INTERFACE, Place, call_libc, in_thread
+from shardcore.measure.hosts import CLONE_NEWNET, INTERFACE, Place, call_libc, run_in_thread
 
 _BRIDGE = "bridge0"
 _GBIT = 1e9
@@ -91,8 +91,8 @@ class Box:
 
 
 @contextmanager
-def box_of(config: Box) -> Iterator[list[Place]]:
-    """Emulated hosts while the context lasts: the place of each rank, host by host.
+def emulated_hosts(config: Box) -> Iterator[list[Place]]:
+    """Emulate hosts while the context lasts. Yields the place of each rank, host by host.
 
     Needs root, and Linux' ip, tc and tbf. Raises ShardCoreError where one is missing.
     """
@@ -107,11 +107,11 @@ def box_of(config: Box) -> Iterator[list[Place]]:
     try:
         # One network more than hosts: the switch that joins them.
         for _ in range(config.hosts + 1):
-            networks.append(in_thread(_new_network))
+            networks.append(run_in_thread(_enter_new_network_namespace))
         # Processes of any parent can open these, as long as this process has them open.
         switch, *of_hosts = (f"/proc/{os.getpid()}/fd/{network}" for network in networks)
-        _join(config, switch, of_hosts)
-        places = [Place(i, _address(i), namespace, config.links) for i, namespace in enumerate(of_hosts)]
+        _connect_hosts(config, switch, of_hosts)
+        places = [Place(i, _host_address(i), namespace, config.links) for i, namespace in enumerate(of_hosts)]
         yield [place for place in places for _ in range(config.ranks_per_host)]
     # Closing the last file of a network removes it with its links.
     finally:
@@ -119,12 +119,12 @@ def box_of(config: Box) -> Iterator[list[Place]]:
             os.close(network)
 
 
-def _new_network() -> int:
+def _enter_new_network_namespace() -> int:
     """Move the calling thread to a new network namespace. Returns an open file, which keeps the namespace alive."""
     try:
         call_libc("unshare", CLONE_NEWNET)
     except OSError as error:
-        raise _cannot("unshare", str(error)) from None
+        raise _tool_error("unshare", str(error)) from None
     # These settings belong to a namespace, so they are written from within it.
     for name, value in _TCP.items():
         setting = Path("/proc/sys/net/ipv4", name)
@@ -134,21 +134,21 @@ def _new_network() -> int:
     return os.open("/proc/thread-self/ns/net", os.O_RDONLY)
 
 
-def _join(config: Box, switch: str, of_hosts: Sequence[str]) -> None:
-    """Give each host a link to a bridge, and each link its rate both ways.
+def _connect_hosts(config: Box, switch: str, of_hosts: Sequence[str]) -> None:
+    """Connect each emulated host to a network bridge, with rate limits in both directions.
 
     Pods have a bridge each, with a link to one that joins them all.
     """
     # Large segments would exceed the burst of the shaper.
     up = f"mtu {_MTU} gso_max_size {_PACKET_BYTES} up"
-    _run("ip", switch, [f"link add {_BRIDGE} type bridge", f"link set {_BRIDGE} up"])
+    _run_tool("ip", switch, [f"link add {_BRIDGE} type bridge", f"link set {_BRIDGE} up"])
     bridges, host_gbit_s = [_BRIDGE] * config.hosts, config.between_gbit_s
     if config.pod_gbit_s is not None:
         host_gbit_s, each = config.pod_gbit_s, config.hosts // config.pods
         bridges = [f"pod{i // each}" for i in range(config.hosts)]
         for pod in dict.fromkeys(bridges):
             # A packet enters the joining bridge by `up`, and the pod's bridge by `down`.
-            _run(
+            _run_tool(
                 "ip",
                 switch,
                 [
@@ -159,41 +159,41 @@ def _join(config: Box, switch: str, of_hosts: Sequence[str]) -> None:
                     f"link set {pod}down master {_BRIDGE} {up}",
                 ],
             )
-            shape = _shape(config.between_gbit_s)
-            _run("tc", switch, [f"qdisc add dev {pod}{end} root {shape}" for end in ("up", "down")])
-    shape = _shape(host_gbit_s)
+            shape = _rate_limit(config.between_gbit_s)
+            _run_tool("tc", switch, [f"qdisc add dev {pod}{end} root {shape}" for end in ("up", "down")])
+    shape = _rate_limit(host_gbit_s)
     for i, (host, bridge) in enumerate(zip(of_hosts, bridges, strict=True)):
         peer = f"link add port{i} type veth peer name {INTERFACE} netns {host}"
-        _run("ip", switch, [peer, f"link set port{i} master {bridge} {up}"])
+        _run_tool("ip", switch, [peer, f"link set port{i} master {bridge} {up}"])
         # Shape both directions: the port at the bridge limits what the host receives.
-        _run("tc", switch, [f"qdisc add dev port{i} root {shape}"])
-        address = f"address add {_address(i)}/16 dev {INTERFACE}"
-        _run("ip", host, [f"link set lo {up}", f"link set {INTERFACE} {up}", address])
+        _run_tool("tc", switch, [f"qdisc add dev port{i} root {shape}"])
+        address = f"address add {_host_address(i)}/16 dev {INTERFACE}"
+        _run_tool("ip", host, [f"link set lo {up}", f"link set {INTERFACE} {up}", address])
         # And the host's own interface limits what it sends.
-        _run("tc", host, [f"qdisc add dev {INTERFACE} root {shape}"])
+        _run_tool("tc", host, [f"qdisc add dev {INTERFACE} root {shape}"])
         if config.within_gbit_s is not None:
-            _run("tc", host, [f"qdisc add dev lo root {_shape(config.within_gbit_s)}"])
+            _run_tool("tc", host, [f"qdisc add dev lo root {_rate_limit(config.within_gbit_s)}"])
 
 
-def _shape(gbit_s: float) -> str:
+def _rate_limit(gbit_s: float) -> str:
     bits = gbit_s * _GBIT
     # At high rates a burst has to last until the shaper's timer fires again.
     return f"tbf rate {bits:.0f}bit burst {max(_BURST_BYTES, bits / 8 * _BURST_S):.0f} limit {_QUEUE_BYTES}"
 
 
-def _address(host: int) -> str:
+def _host_address(host: int) -> str:
     return f"10.88.0.{host + 1}"
 
 
-def _run(tool: str, network: str, lines: Sequence[str]) -> None:
-    """Run lines of ip or tc in a network."""
+def _run_tool(tool: str, network: str, lines: Sequence[str]) -> None:
+    """Run lines of the tools ip or tc in a network namespace."""
     # All lines in one process, instead of an nsenter for each.
     command = ["nsenter", f"--net={network}", tool, "-batch", "-"]
     done = subprocess.run(command, input="\n".join(lines), capture_output=True, text=True)
     if done.returncode:
-        raise _cannot(tool, done.stderr)
+        raise _tool_error(tool, done.stderr)
 
 
-def _cannot(tool: str, message: str) -> ShardCoreError:
+def _tool_error(tool: str, message: str) -> ShardCoreError:
     reason = " ".join(message.split())[:200] or "it ended"
     return ShardCoreError(f"a cluster in a box cannot be made here: {tool}: {reason}")

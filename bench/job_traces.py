@@ -42,8 +42,8 @@ from typing import Any
 import numpy as np
 
 from bench import box_replays, common, hosts
-from bench.common import say
-from bench.job_traces_training import TURN, Job, work
+from bench.common import print_progress
+from bench.job_traces_training import TURN, Job, run_rank
 from shardcore import report
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.job import Job as StepJob
@@ -53,10 +53,10 @@ from shardcore.core.validation import MOST_BYTES
 from shardcore.cost import neural, traced_factors
 from shardcore.cost.model import price
 from shardcore.cost.profile import load_profile
-from shardcore.cost.traced_factors import QUANTITIES, with_around, with_traced_dense
+from shardcore.cost.traced_factors import QUANTITIES, with_dense_ms, with_traced_dense
 from shardcore.io import files, writing
 from shardcore.measure import local_ranks
-from shardcore.measure.sampling.steps import random_plans, step_plans
+from shardcore.measure.sampling.steps import draw_random_plans, draw_step_plans
 from shardcore.plans import traced_job
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.anneal.reshard import rebind_tables
@@ -80,7 +80,7 @@ class Shape:
     ranks_per_host: int
 
     @classmethod
-    def of(cls, text: str) -> Shape:
+    def parse(cls, text: str) -> Shape:
         hosts_text, x, ranks_text = text.partition("x")
         if not (
             x and hosts_text.isdigit() and ranks_text.isdigit() and int(hosts_text) * int(ranks_text) > 1
@@ -93,7 +93,7 @@ class Shape:
         return self.hosts * self.ranks_per_host
 
     @property
-    def words(self) -> str:
+    def text(self) -> str:
         if self.hosts == 1:
             return f"{self.ranks} ranks on this machine"
         return (
@@ -102,54 +102,54 @@ class Shape:
         )
 
 
-def job_of(index: int, pool: Sequence[Any], model: Any, shape: Shape) -> tuple[Problem, dict[str, Plan]]:
-    """A problem and its plans. The first is traced."""
+def draw_job(index: int, pool: Sequence[Any], model: Any, shape: Shape) -> tuple[Problem, dict[str, Plan]]:
+    """Draw a job: a problem and its plans by name. The first plan is traced."""
     if shape.hosts == 1:
         # Each rank has memory for all tables, so with more ranks tables are smaller.
         most_bytes = 2 * TABLE_BYTES // shape.ranks
-        problem, drawn = step_plans(pool, index, model.setting, shape.ranks, most_bytes, SEED)
+        problem, drawn = draw_step_plans(pool, index, model.setting, shape.ranks, most_bytes, SEED)
     else:
         boxes = [(shape.hosts, shape.ranks_per_host, 1)]
-        problem, _ = box_replays.problem_of(box_tables(), model, index, SEED, True, boxes)
+        problem, _ = box_replays.draw_box_problem(box_tables(), model, index, SEED, True, boxes)
         room = [replace(device, memory_bytes=MOST_BYTES) for device in problem.topology.devices]
         problem = replace(problem, topology=replace(problem.topology, devices=tuple(room)), job=StepJob())
-        drawn = random_plans(problem, np.random.default_rng([SEED, shape.hosts, shape.ranks, index]))
+        drawn = draw_random_plans(problem, np.random.default_rng([SEED, shape.hosts, shape.ranks, index]))
     if shape != TWO_RANKS:
         problem = replace(problem, name=f"{problem.name}-{shape.hosts}x{shape.ranks_per_host}")
     greedy = SHARDERS["size_lookup_greedy"](
         problem, model.for_problem(problem), seed=0, budget=Budget(evals=200)
     )
     plans = {f"{i}: {words}": plan for i, (words, plan) in enumerate(drawn)} | {"greedy": greedy}
-    trained = {name: plan for name, plan in plans.items() if _trains(plan, problem)}
+    trained = {name: plan for name, plan in plans.items() if _is_trainable(plan, problem)}
     order = np.random.default_rng([SEED, index]).permutation(len(trained))
     return problem, {list(trained)[i]: list(trained.values())[i] for i in order}
 
 
 @cache
 def box_tables() -> list[Any]:
-    """Tables of jobs on emulated hosts, of which each rank has all in memory."""
-    return [t for t in box_replays.pool() if t.bytes <= BOX_TABLE_BYTES]
+    """Pool of tables for jobs on emulated hosts, small enough for every rank's memory."""
+    return [t for t in box_replays.box_tables() if t.bytes <= BOX_TABLE_BYTES]
 
 
 TWO_RANKS = Shape(1, 2)
 
 
-def _trains(plan: Plan, problem: Problem) -> bool:
+def _is_trainable(plan: Plan, problem: Problem) -> bool:
     try:
         return bool(to_torchrec(plan, problem, "tables", "cpu"))
     except ShardCoreError as error:
-        say(f"{problem.name}: {error}")
+        print_progress(f"{problem.name}: {error}")
         return False
 
 
-def run(job: Job, shape: Shape) -> dict[str, Any]:
-    """Train a job's plans; ms of their steps, and of the callback."""
+def run_job(job: Job, shape: Shape) -> dict[str, Any]:
+    """Train all plans of a job. Returns ms of their steps and of the profiler's callback."""
     said: list[Any] = [None] * shape.ranks
     box = (
         hosts.Box(shape.hosts, shape.ranks_per_host, box_replays.BETWEEN_GBIT_S) if shape.hosts > 1 else None
     )
-    with hosts.box_of(box) if box else nullcontext() as places:
-        for rank, value in local_ranks.run("job", work, shape.ranks, (job,), TIMEOUT_S, places):
+    with hosts.emulated_hosts(box) if box else nullcontext() as places:
+        for rank, value in local_ranks.run_ranks("job", run_rank, shape.ranks, (job,), TIMEOUT_S, places):
             said[rank] = value
     # A step takes as long as on the slowest rank.
     steps = {name: np.max([times[name] for times, _ in said], axis=0).tolist() for name in job.plans}
@@ -159,26 +159,26 @@ def run(job: Job, shape: Shape) -> dict[str, Any]:
 # --- judged -------------------------------------------------------------------------------------------------
 
 
-def judged(
+def compare_job_with_prediction(
     problem: Problem, plans: Mapping[str, Plan], found: Mapping[str, Any], folder: Path, model: Any
 ) -> dict[str, Any]:
-    """Measured ms of a job's plans, and what each arm predicts."""
+    """Measured step ms of a job's plans, and predictions of each arm."""
     # A job's callback times a thousand steps between two traced ones. Here its plan takes turns with others.
     step_ms = float(np.median(found["steps_ms"][next(iter(plans))]))
-    all_steps = replace(traced_job.read(folder), step_ms=step_ms)
+    all_steps = replace(traced_job.read_job_traces(folder), step_ms=step_ms)
     assert all_steps.problem is not None
     # A job knows its hosts, and not their links.
     all_steps = replace(all_steps, problem=replace(all_steps.problem, topology=problem.topology))
     job = replace(all_steps, traced=replace(all_steps.traced, steps=all_steps.traced.steps[:1]))
     assert job.problem is not None
-    checked, by_three = traced_job.check(job, model), traced_job.check(all_steps, model)
+    checked, by_three = traced_job.check_traced_job(job, model), traced_job.check_traced_job(all_steps, model)
     measured = {name: float(np.median(ms)) for name, ms in found["steps_ms"].items()}
-    noise = {name: _noise_ms(ms) for name, ms in found["steps_ms"].items()}
+    noise = {name: _median_noise_ms(ms) for name, ms in found["steps_ms"].items()}
     as_it_is = with_traced_dense(job.problem, [s.without_tracing(step_ms) for s in job.traced.steps])
     anchor = max(0.0, job.total_ms - checked.before.cost.total_ms + checked.before.cost.dense_ms)
     arms = {
         "as it is": (as_it_is, model),
-        "anchored": (with_around(job.problem, anchor), model),
+        "anchored": (with_dense_ms(job.problem, anchor), model),
         "corrected": (checked.problem, checked.model),
         "by three": (by_three.problem, by_three.model),
     }
@@ -194,9 +194,9 @@ def judged(
         "measured_ms": measured,
         "noise_ms": noise,
         "predicted_ms": predicted,
-        "named": float(np.mean([r.named_share for s in all_steps.traced.steps for r in s.ranks])),
+        "named": float(np.mean([r.recognised_share for s in all_steps.traced.steps for r in s.ranks])),
         "factors": {
-            q.words: checked.correction.factors[q].value
+            q.label: checked.correction.factors[q].value
             for q in QUANTITIES
             if checked.correction.factors[q].units
         },
@@ -209,14 +209,14 @@ def _predicted_ms(plan: Plan, problem: Problem, model: Any) -> float:
     return price(workload, model.for_problem(problem)).total_ms
 
 
-def _noise_ms(rounds_ms: Sequence[Sequence[float]]) -> float:
-    """Half the 95% interval of a median, from the medians of rounds."""
+def _median_noise_ms(rounds_ms: Sequence[Sequence[float]]) -> float:
+    """Half width of the 95% interval of a median step time, from medians of rounds."""
     medians = [float(np.median(ms)) for ms in rounds_ms]
     return 1.96 * 1.253 * float(np.std(medians, ddof=1)) / np.sqrt(len(medians))
 
 
-def other_machine(model: Any, factor: float) -> Any:
-    """The model with lookups multiplied and exchanges divided by a factor: as if of another machine."""
+def model_of_other_machine(model: Any, factor: float) -> Any:
+    """Cost model of an imagined machine: lookups slower, exchanges faster by a factor."""
     factors = {
         q: traced_factors.Factor(factor if q.family == traced_factors.COMPUTE else 1 / factor, 0.0, 0)
         for q in QUANTITIES
@@ -224,8 +224,8 @@ def other_machine(model: Any, factor: float) -> Any:
     return traced_factors.corrected_model(model, factors)
 
 
-def summary(jobs: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """A row for each arm: errors of the other plans' steps, and ranks."""
+def error_summary(jobs: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """Summary row per arm: errors on untraced plans, and rank correlation."""
     rows = []
     for arm in ARMS:
         errors, taus, slips = [], [], []
@@ -252,7 +252,7 @@ def summary(jobs: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def _tau_beyond_noise(real: np.ndarray, ours: np.ndarray, noise: np.ndarray) -> float | None:
-    """Kendall's tau of the pairs that differ beyond noise. None where there are none."""
+    """Kendall's tau over pairs of plans that differ beyond noise. None without such pairs."""
     i, j = np.triu_indices(len(real), 1)
     apart = np.abs(real[i] - real[j]) > np.hypot(noise[i], noise[j])
     signs = np.sign(real[i] - real[j]) * np.sign(ours[i] - ours[j])
@@ -262,13 +262,13 @@ def _tau_beyond_noise(real: np.ndarray, ours: np.ndarray, noise: np.ndarray) -> 
 HEADERS = ("prediction", "mean error", "median", "9 of 10 below", "predicted / measured", "tau beyond noise")
 
 
-def text(
+def report_text(
     shape: Shape,
     jobs: Sequence[Mapping[str, Any]],
     others: Mapping[str, Sequence[Mapping[str, Any]]],
     found: Sequence[Mapping[str, Any]],
 ) -> str:
-    """The report of the jobs of a shape. others: of other models, by words."""
+    """Report on the jobs of one cluster shape. others: jobs under other models, by description."""
     noise = np.median(
         [job["noise_ms"][n] / job["measured_ms"][n] for job in jobs for n in job["measured_ms"]]
     )
@@ -278,16 +278,16 @@ def text(
     step_ms = np.median([job["traced_ms"] for job in jobs])
     return "\n\n".join(
         [
-            f"## {shape.words}",
+            f"## {shape.text}",
             f"{len(jobs)} jobs, {plans} other plans; a plan's step is known to ±{noise:.1%} (median, 95%), from "
             f"{len(found[0]['steps_ms'][jobs[0]['traced']])} turns of {TURN - 1} timed steps. Named: "
             f"{np.mean([job['named'] for job in jobs]):.1%} of a traced step's ms (least "
             f"{min(job['named'] for job in jobs):.1%}).",
-            report.markdown_table(HEADERS, summary(jobs)),
+            report.markdown_table(HEADERS, error_summary(jobs)),
             *(
                 line
                 for words, rows in others.items()
-                for line in (f"From {words}:", report.markdown_table(HEADERS, summary(rows)))
+                for line in (f"From {words}:", report.markdown_table(HEADERS, error_summary(rows)))
             ),
             f"The callback takes {quiet:.3f} ms a step without tracing, and {np.median(busy):.0f} ms in all for a "
             f"traced one (median over jobs, with writing): {(quiet + np.median(busy) / 1000) / step_ms:.2%} of a step "
@@ -297,7 +297,7 @@ def text(
 
 
 def main() -> None:
-    parser = common.parser(
+    parser = common.bench_parser(
         __doc__,
         {"model": "folder of the cost model"},
         out=(..., "folder of the report and of what is done"),
@@ -316,44 +316,46 @@ def main() -> None:
     )
     args = parser.parse_args()
     alone, pool = neural.load(args.model), files.read_pool(args.pool)
-    shapes, until = [Shape.of(text) for text in args.shapes], time.monotonic() + 60 * args.minutes
-    in_box = box_replays.of_box(alone, args.exchanges) if any(s.hosts > 1 for s in shapes) else alone
+    shapes, until = [Shape.parse(text) for text in args.shapes], time.monotonic() + 60 * args.minutes
+    in_box = box_replays.with_box_rates(alone, args.exchanges) if any(s.hosts > 1 for s in shapes) else alone
     of_profile = load_profile(args.profile).model()
     pages, kept = ["# Steps of other plans, after one traced step"], {}
     for shape, index in itertools.product(shapes, range(args.first, args.first + args.jobs)):
         model = alone if shape.hosts == 1 else in_box
-        problem, plans = job_of(index, pool, model, shape)
+        problem, plans = draw_job(index, pool, model, shape)
         folder, path = args.out / problem.name, args.out / f"{problem.name}.json"
         if not path.exists():
             if time.monotonic() >= until:
                 continue
-            writing.write_json(path, run(Job(problem, plans, model.setting, folder, args.rounds), shape))
+            writing.write_json(path, run_job(Job(problem, plans, model.setting, folder, args.rounds), shape))
         found = json.loads(path.read_text())
         if set(found["steps_ms"]) != set(plans):
             raise ShardCoreError(f"{path} is of other plans; remove it to run them again")
         medians = {name: round(float(np.median(ms)), 1) for name, ms in found["steps_ms"].items()}
-        say(f"{problem.name}, ms of plans: {medians}")
+        print_progress(f"{problem.name}, ms of plans: {medians}")
         models = {
             "its own model": model,
             f"a model of another machine, emulated (lookups x {args.other:g}, exchanges / {args.other:g})": (
-                other_machine(model, args.other)
+                model_of_other_machine(model, args.other)
             ),
             f"the profile {args.profile!r}": of_profile,
         }
         of_shape = kept.setdefault(shape, {})
         of_shape.setdefault(FOUND, []).append(found)
         for words, one in models.items():
-            of_shape.setdefault(words, []).append(judged(problem, plans, found, folder, one))
+            of_shape.setdefault(words, []).append(
+                compare_job_with_prediction(problem, plans, found, folder, one)
+            )
         if shape.hosts > 1:
             # All ranks of a host share its link, as `topology measure` finds.
             gbps = {"between_hosts": box_replays.BETWEEN_GBIT_S / 8}
             linked = replace(problem, topology=replace(problem.topology, links=links_of(shared=True, **gbps)))
             rows = of_shape.setdefault(f"the profile {args.profile!r}, given the links between hosts", [])
-            rows.append(judged(linked, plans, found, folder, of_profile))
+            rows.append(compare_job_with_prediction(linked, plans, found, folder, of_profile))
     for shape, of_shape in kept.items():
         found, jobs, *_ = of_shape.values()
         others = {words: rows for words, rows in of_shape.items() if rows is not found and rows is not jobs}
-        pages.append(text(shape, jobs, others, found))
+        pages.append(report_text(shape, jobs, others, found))
     document = {f"{shape.hosts}x{shape.ranks_per_host}": of_shape for shape, of_shape in kept.items()}
     writing.write_json(args.out / "jobs.json", document)
     page = "\n\n".join(pages)

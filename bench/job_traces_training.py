@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from bench.steps_training import BATCHES, batch_of, pipeline_of
+from bench.steps_training import BATCHES, build_pipeline, rank_batch
 from shardcore.core.catalog import PRECISIONS
 from shardcore.core.types import Plan, Problem, Setting
 from shardcore.measure import local_ranks, own_core
@@ -55,14 +55,14 @@ class Trainer:
     def __init__(
         self, plan: Plan, problem: Problem, setting: Setting, arena: torch.Tensor, batches: Sequence[Any]
     ) -> None:
-        self._pipeline, _, self.model = pipeline_of(plan, problem, setting, arena)
+        self._pipeline, _, self.model = build_pipeline(plan, problem, setting, arena)
         self._batches = itertools.cycle(batches)
 
     def step(self) -> None:
         self._pipeline.progress(self._batches)
 
-    def turn(self, after_step: Callable[[], None]) -> list[float]:
-        """ms of the steps of a turn, without `after_step`."""
+    def train_turn(self, after_step: Callable[[], None]) -> list[float]:
+        """Train the steps of one turn. Returns ms of each step without `after_step`."""
         times_ms = []
         for _ in range(TURN):
             began_s = time.perf_counter()
@@ -72,17 +72,17 @@ class Trainer:
         return times_ms
 
 
-def work(
+def run_rank(
     rank: int,
     init_method: str,
     say: Callable[[Any], None],
     job: Job,
 ) -> None:
-    """One process of the gang. It sends ms of steps [rounds, TURN - 1] by plan, and of the callback's calls."""
+    """Train as one rank of a gang. Sends step ms [rounds, TURN - 1] by plan, and ms of the profiler's callback."""
     problem, plans, setting = job.problem, job.plans, job.setting
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    n, local = len(problem.topology), len(problem.topology.on_hosts[0])
+    n, local = len(problem.topology), len(problem.topology.devices_by_host[0])
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank % local), WORLD_SIZE=str(n), LOCAL_WORLD_SIZE=str(local)
     )
@@ -91,13 +91,13 @@ def work(
     elements = sum(t.rows * t.dim for t in problem.tables) + (1 << 16)
     arena = torch.empty(elements, dtype=getattr(torch, PRECISIONS[setting.precision].torch)).fill_(0.01)
     say(None)
-    with local_ranks.exchanging():
+    with local_ranks.report_lost_ranks():
         dist.init_process_group("gloo", init_method, rank=rank, world_size=n)
-        own_core.take(rank)
-        batches = [batch_of(problem, rank, seed) for seed in range(BATCHES)]
+        own_core.take_core(rank)
+        batches = [rank_batch(problem, rank, seed) for seed in range(BATCHES)]
         trainers = {name: Trainer(plan, problem, setting, arena, batches) for name, plan in plans.items()}
         say(None)
-        own_core.let_network_wait()
+        own_core.deprioritize_network_threads()
         first = next(iter(trainers))
         profiler = ShardCoreProfiler(trainers[first].model, job.folder, every=TURN * job.rounds, steps=TRACED)
         callback_ms: list[float] = []
@@ -112,7 +112,9 @@ def work(
             for i in np.random.default_rng([index]).permutation(len(trainers)):
                 name, trainer = list(trainers.items())[i]
                 dist.barrier()
-                times_ms[name].append(trainer.turn(call_profiler if name == first else lambda: None)[1:])
+                times_ms[name].append(
+                    trainer.train_turn(call_profiler if name == first else lambda: None)[1:]
+                )
             say(None)
         say(({name: np.array(ms) for name, ms in times_ms.items()}, np.array(callback_ms)))
         del trainers

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from bench import common
-from bench.common import say
+from bench.common import print_progress
 from shardcore import report
 from shardcore.core.access_statistics import ManagedCollision
 from shardcore.core.constraints import Constraints
@@ -44,7 +44,7 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import CostModel, price
 from shardcore.search import SHARDERS, Budget
 from shardcore.step import memory
-from shardcore.step.kinds import WHOLE_ROWS, even_share
+from shardcore.step.kinds import WHOLE_ROWS, even_row_share
 from shardcore.step.lower import lower
 from shardcore.tables.generate import generate_pool
 
@@ -62,8 +62,8 @@ SMALL = 6
 """The most tables of a small problem."""
 
 
-def drawn(suite: str, i: int, memory_bytes: int | None = None) -> Problem:
-    """Problem i of a suite. memory_bytes: of each device. None: as SLACK says."""
+def draw_suite_problem(suite: str, i: int, memory_bytes: int | None = None) -> Problem:
+    """Draw problem i of a suite. memory_bytes: of each device; None: by SLACK."""
     rng = np.random.default_rng([39, list(SLACK).index(suite), i])
     small, kind, mostly = suite == "tight" and i % 2 == 0, KINDS[i % 3], list(MOSTLY)[i // 2 % 4]
     n = int(rng.choice([2, 3] if small else [2, 4, 8, 16]))
@@ -90,7 +90,7 @@ def drawn(suite: str, i: int, memory_bytes: int | None = None) -> Problem:
             managed_collision=ManagedCollision(32, 8) if rng.random() < 0.05 else None,
         )
         fixed = rng.random()
-        if fixed < 0.1 and even_share(table.rows, n):
+        if fixed < 0.1 and even_row_share(table.rows, n):
             kinds.append((table.name, ("row",)))
         elif fixed < 0.2 and table.rows < 1e4 and not table.in_host_memory:
             kinds.append((table.name, ("data_parallel",)))
@@ -128,33 +128,33 @@ def drawn(suite: str, i: int, memory_bytes: int | None = None) -> Problem:
         constraints,
         Job(forward_payload=payloads[0], backward_payload=payloads[1]),
     )
-    return problem if memory_bytes else with_memory(problem, rng.uniform(*SLACK[suite]))
+    return problem if memory_bytes else with_memory_times(problem, rng.uniform(*SLACK[suite]))
 
 
-def with_memory(problem: Problem, times: float) -> Problem:
-    """The problem with so many times the memory that whole tables take in turn. A device keeps its share."""
-    each, devices = times * even_share_of(problem), problem.topology.devices
+def with_memory_times(problem: Problem, times: float) -> Problem:
+    """Problem with `times` the memory that whole tables dealt in turn need. Devices keep their shares."""
+    each, devices = times * mean_device_bytes(problem), problem.topology.devices
     mean = sum(d.memory_bytes for d in devices) / len(devices)
     sized = tuple(replace(d, memory_bytes=int(each * (d.memory_bytes / mean))) for d in devices)
     return replace(problem, topology=replace(problem.topology, devices=sized))
 
 
-def even_share_of(problem: Problem) -> float:
-    """Mean bytes of a device that has whole tables in turn, and its part of those of a fixed kind."""
+def mean_device_bytes(problem: Problem) -> float:
+    """Mean bytes of a device if whole tables are dealt in turn."""
     ranks, placements = problem.topology.ranks, []
     for i, table in enumerate(problem.tables):
-        [kind] = problem.kinds_of.get(table.name, (WHOLE_ROWS.name,))
-        devices = ranks if table.name in problem.kinds_of else (i % len(ranks),)
+        [kind] = problem.allowed_kinds.get(table.name, (WHOLE_ROWS.name,))
+        devices = ranks if table.name in problem.allowed_kinds else (i % len(ranks),)
         placements.append(Placement(kind, Shard.whole(table), devices))
     return float(np.mean(memory.used_bytes(Plan(tuple(placements)), problem)))
 
 
-def model_of(problem: Problem) -> CostModel:
+def suite_model(problem: Problem) -> CostModel:
     return AnalyticModel(problem.setting(problem.topology.hardware or "gpu")).for_problem(problem)
 
 
-def of_size(n_tables: int, n_devices: int, batch: int, pods: int = 1) -> Problem:
-    """Tables of the pool at dims 16 to 128, on hosts of 8 with given links, with 1.5 times their memory.
+def problem_of_size(n_tables: int, n_devices: int, batch: int, pods: int = 1) -> Problem:
+    """Problem of a given size: pool tables of dim 16 to 128 on hosts of 8 devices, with 1.5 times their memory.
 
     pods: that hosts are divided into evenly. Links have three levels then.
     """
@@ -168,14 +168,14 @@ def of_size(n_tables: int, n_devices: int, batch: int, pods: int = 1) -> Problem
     )
     rates = {"within_pod": 0.5, "between_hosts": 0.125} if pods > 1 else {"between_hosts": 0.5}
     links = links_of(0.2, within_host=1.0, **rates)
-    return with_memory(
+    return with_memory_times(
         Problem(f"size-{n_tables}-{n_devices}", tables, Topology(devices, links=links), batch), 1.5
     )
 
 
-def searched(problem: Problem, names: Sequence[str], budget: Budget) -> dict[str, Any]:
-    """For each search its plan's cost or why there is none, and processor seconds."""
-    model, found = model_of(problem), {}
+def search_costs(problem: Problem, names: Sequence[str], budget: Budget) -> dict[str, Any]:
+    """Cost of the plan, or reason of failure, and CPU seconds of each search on a problem."""
+    model, found = suite_model(problem), {}
     for name in names:
         began = time.process_time()
         try:
@@ -189,8 +189,10 @@ def searched(problem: Problem, names: Sequence[str], budget: Budget) -> dict[str
     return found
 
 
-def against(rows: Sequence[dict], old: dict[str, dict], names: Sequence[str]) -> tuple[str, list[str]]:
-    """Costs beside those of another run, and what is worse."""
+def compare_with_old_run(
+    rows: Sequence[dict], old: dict[str, dict], names: Sequence[str]
+) -> tuple[str, list[str]]:
+    """Table of costs against an earlier run's, and a list of regressions."""
     shown, worse = [], []
     for name in names:
         pairs = [
@@ -225,8 +227,8 @@ def against(rows: Sequence[dict], old: dict[str, dict], names: Sequence[str]) ->
     ), worse
 
 
-def summary(rows: Sequence[dict], names: Sequence[str]) -> str:
-    """A row for each search: costs of its plans over the least of all searches, and seconds."""
+def search_summary(rows: Sequence[dict], names: Sequence[str]) -> str:
+    """Table with a row per search: mean cost relative to the best search, and seconds."""
     shown = []
     for name in names:
         of = [(r, r["found"][name]) for r in rows if name in r["found"]]
@@ -244,7 +246,7 @@ def summary(rows: Sequence[dict], names: Sequence[str]) -> str:
 
 
 def main() -> int:
-    parser = common.parser(
+    parser = common.bench_parser(
         __doc__,
         problems=100,
         evals=20_000,
@@ -256,12 +258,12 @@ def main() -> int:
     args = parser.parse_args()
     if args.out is None:
         parser.error("--out is needed: a file for the results, such as tight.jsonl")
-    old = {row["problem"]: row for row in common.lines_of(args.against)}
+    old = {row["problem"]: row for row in common.read_rows(args.against)}
     memory_bytes = {int(name.split("-")[1]): row["memory_bytes"] for name, row in old.items()}
-    rows = common.lines_of(args.out)
+    rows = common.read_rows(args.out)
     for i in range(len(rows), args.problems):
-        problem = drawn(args.suite, i, memory_bytes.get(i))
-        found = searched(problem, args.sharders, Budget(evals=args.evals))
+        problem = draw_suite_problem(args.suite, i, memory_bytes.get(i))
+        found = search_costs(problem, args.sharders, Budget(evals=args.evals))
         rows.append(
             {
                 "problem": problem.name,
@@ -271,13 +273,13 @@ def main() -> int:
                 "found": found,
             }
         )
-        common.write_lines(args.out, rows)
-        say(problem.name, *(f"{n} {f.get('ms', np.nan):.4g}" for n, f in found.items()))
+        common.write_rows(args.out, rows)
+        print_progress(problem.name, *(f"{n} {f.get('ms', np.nan):.4g}" for n, f in found.items()))
     rows = rows[: args.problems]
-    print(summary(rows, args.sharders))
+    print(search_summary(rows, args.sharders))
     if not old:
         return 0
-    table, worse = against(rows, old, args.sharders)
+    table, worse = compare_with_old_run(rows, old, args.sharders)
     print("\n".join(["", table, *(["", "dearer, or not found:", *worse] if worse else [])]))
     return 1 if worse else 0
 

@@ -27,9 +27,9 @@ import numpy as np
 import torch
 
 from bench import common
-from bench.common import say
+from bench.common import print_progress
 from bench.peers import PEERS
-from bench.search import problems
+from bench.search import draw_problems
 from shardcore import report
 from shardcore.core.topology import Topology
 from shardcore.core.types import Plan, Problem, Table
@@ -39,7 +39,7 @@ from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
 from shardcore.search import SHARDERS, Budget, sharder
 from shardcore.search.greedy import ORDERS
 from shardcore.search.learned.policy import NETS, Policy, read_policy, write_policy
-from shardcore.search.learned.training import PolicyConfig, train
+from shardcore.search.learned.training import PolicyConfig, train_policy
 from shardcore.stages import evaluate
 from shardcore.tables.generate import generate_pool
 from shardcore.tables.held_out import is_held_out
@@ -50,29 +50,31 @@ FEW, CUTS_MANY = 8, "dreamshard_direct"
 SIZES = {"20 x 4": (20, 4), "100 x 4": (100, 4), "40 x 8": (40, 8)}
 
 
-def halves() -> tuple[list[Table], list[Table]]:
-    """Tables for training, and those for testing."""
+def train_and_test_tables() -> tuple[list[Table], list[Table]]:
+    """Pool of tables, split into tables for training and for testing."""
     pool = generate_pool()
     return tuple([t for t in pool if is_held_out(t, one_of=2) == testing] for testing in (False, True))
 
 
-def sized(
+def problems_of_size(
     model: NeuralModel, tables: Sequence[Table], size: tuple[int, int], n: int, seed: int
 ) -> list[Problem]:
-    """Problems of as many tables and devices as `size` says, dims up to 128."""
+    """Draw n problems of `size` (tables, devices), with dims up to 128."""
     shape = ProblemConfig(size[1], size[0], size[0], slack=2.0)
     drawn = [draw_problem(tables, i, model.setting, seed, shape) for i in range(n)]
     return [replace(p, topology=Topology(p.topology.devices, **common.LINKS)) for p in drawn]
 
 
-def policy(
+def load_or_train_policy(
     name: str, kind: str, out: Path, draw: Callable[[int, int], list[Problem]], model: NeuralModel
 ) -> Policy:
-    """A trained policy: from OUT, or trained and kept there. draw(n, seed) makes problems to learn from."""
+    """Load a trained policy from `out`, or train and store one. draw(n, seed): training problems."""
     folder = out / f"{name}, {kind}"
     if not (folder / "policy.json").exists():
         began = time.process_time()
-        trained = train(name, draw(TRAIN, SEED + 1), draw(VALIDATION, SEED + 2), model, PolicyConfig()).policy
+        trained = train_policy(
+            name, draw(TRAIN, SEED + 1), draw(VALIDATION, SEED + 2), model, PolicyConfig()
+        ).policy
         seconds = time.process_time() - began
         write_policy(
             folder,
@@ -81,24 +83,24 @@ def policy(
             ),
         )
     found = read_policy(folder)
-    say(f"{folder.name}: {found.meta['metrics']}")
+    print_progress(f"{folder.name}: {found.meta['metrics']}")
     return found
 
 
-def ms_of(arm: common.Arm, problem: Problem) -> tuple[float, float]:
-    """Cost of an arm's plan, nan if it finds none, and seconds of the processor."""
-    plan, seconds = common.timed(arm, problem)
+def plan_cost_and_seconds(arm: common.Arm, problem: Problem) -> tuple[float, float]:
+    """Cost of a sharding arm's plan, nan if infeasible, and CPU seconds."""
+    plan, seconds = common.timed_plan(arm, problem)
     return plan.provenance["predicted_ms"] if plan else np.nan, seconds
 
 
-def compared(args: argparse.Namespace, model: NeuralModel) -> None:
-    to_learn, testing = halves()
+def compare_policies(args: argparse.Namespace, model: NeuralModel) -> None:
+    to_learn, testing = train_and_test_tables()
     trained = [
-        policy(
+        load_or_train_policy(
             name,
             f"{args.trained_on} devices",
             args.out,
-            lambda n, seed: problems(model, n, args.trained_on, seed, pool=to_learn),
+            lambda n, seed: draw_problems(model, n, args.trained_on, seed, pool=to_learn),
             model,
         )
         for name in NETS
@@ -123,16 +125,16 @@ def compared(args: argparse.Namespace, model: NeuralModel) -> None:
         for n in (2_000, 20_000)
     }
     arms["anneal_columns"] = lambda p: annealing(p, model)
-    drawn = problems(model, args.problems, args.devices, SEED, pool=testing)
+    drawn = draw_problems(model, args.problems, args.devices, SEED, pool=testing)
     for arm in arms.values():  # compiled and imported before the clock starts
-        arm(problems(model, 1, 2, 0)[0])
+        arm(draw_problems(model, 1, 2, 0)[0])
     cost, seconds = ({name: [] for name in arms} for _ in range(2))
     for i, problem in enumerate(drawn):
         for name, arm in arms.items():
-            for kept, found in zip((cost, seconds), ms_of(arm, problem), strict=True):
+            for kept, found in zip((cost, seconds), plan_cost_and_seconds(arm, problem), strict=True):
                 kept[name].append(found)
-        say(f"problem {i + 1} of {len(drawn)}: {len(problem.tables)} tables")
-    found = evaluate.standings(cost, seconds, "anneal_columns")
+        print_progress(f"problem {i + 1} of {len(drawn)}: {len(problem.tables)} tables")
+    found = evaluate.compute_standings(cost, seconds, "anneal_columns")
     print(
         f"{model.setting}; {len(drawn)} unseen problems of {args.devices} devices; policies of "
         f"{args.trained_on} devices\n"
@@ -148,18 +150,22 @@ def compared(args: argparse.Namespace, model: NeuralModel) -> None:
     )
 
 
-def transferred(args: argparse.Namespace, model: NeuralModel) -> None:
-    to_learn, testing = halves()
+def compare_transfer(args: argparse.Namespace, model: NeuralModel) -> None:
+    to_learn, testing = train_and_test_tables()
     rows = []
     for name in args.policies:
         own = {
-            kind: policy(
-                name, kind, args.out, lambda n, seed, size=size: sized(model, to_learn, size, n, seed), model
+            kind: load_or_train_policy(
+                name,
+                kind,
+                args.out,
+                lambda n, seed, size=size: problems_of_size(model, to_learn, size, n, seed),
+                model,
             )
             for kind, size in SIZES.items()
         }
         for kind in list(SIZES)[1:]:
-            drawn = sized(model, testing, SIZES[kind], args.problems, SEED)
+            drawn = problems_of_size(model, testing, SIZES[kind], args.problems, SEED)
             greedy = np.array(
                 [min(SHARDERS[n](p, model).provenance["predicted_ms"] for n in ORDERS) for p in drawn]
             )
@@ -182,7 +188,7 @@ def transferred(args: argparse.Namespace, model: NeuralModel) -> None:
 
 
 def main() -> None:
-    parser = common.parser(
+    parser = common.bench_parser(
         __doc__,
         {"model": "folder of a trained model"},
         out=(..., "folder that keeps trained policies"),
@@ -195,7 +201,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     model = neural.load(args.model)
-    (transferred if args.transfer else compared)(args, model)
+    (compare_transfer if args.transfer else compare_policies)(args, model)
 
 
 if __name__ == "__main__":

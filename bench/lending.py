@@ -24,7 +24,7 @@ import numpy as np
 from bench import common
 from shardcore import report
 from shardcore.cost import accuracy, collective_fit, features, fit, lending
-from shardcore.cost.drift_correction import Lent, Measurements, read, rescale_sample
+from shardcore.cost.drift_correction import Lent, Measurements, read_measurements, rescale_sample
 from shardcore.cost.fit_config import MIN_COMPUTE
 from shardcore.cost.metrics import mape
 from shardcore.cost.neural import NeuralModel
@@ -34,66 +34,78 @@ from shardcore.io.measurements import CollectiveSample, Spread
 WAYS = ("own", "one factor", "lending", "exchanges: own", "exchanges: lending")
 
 
-def changed(some: Measurements, small: float, large: float, exchanges: float) -> Measurements:
-    """On a machine that takes so many times as long for the smallest tenth of ops, the largest, and exchanges."""
+def slowed_measurements(some: Measurements, small: float, large: float, exchanges: float) -> Measurements:
+    """Measurements as on a slower machine. small, large, exchanges: factors of times of ops and exchanges."""
     ms = np.log([s.total_ms for s in some.compute])
     low, high = np.quantile(ms, (0.1, 0.9))
     factors = small * (large / small) ** np.clip((ms - low) / (high - low), 0, 1)
     compute = [rescale_sample(s, x, x) for s, x in zip(some.compute, factors.tolist(), strict=True)]
-    return Measurements(compute, [exchange(s, exchanges) for s in some.comm], [])
+    return Measurements(compute, [slowed_exchange(s, exchanges) for s in some.comm], [])
 
 
-def exchange(sample: CollectiveSample, factor: float) -> CollectiveSample:
-    def times(spreads: tuple[Spread, ...] | None) -> tuple[Spread, ...] | None:
-        return spreads and tuple(x.times(factor) for x in spreads)
+def slowed_exchange(sample: CollectiveSample, factor: float) -> CollectiveSample:
+    def slowed_spreads(spreads: tuple[Spread, ...] | None) -> tuple[Spread, ...] | None:
+        return spreads and tuple(x.scaled(factor) for x in spreads)
 
-    return dataclasses.replace(sample, forward=times(sample.forward), backward=times(sample.backward))
+    return dataclasses.replace(
+        sample, forward=slowed_spreads(sample.forward), backward=slowed_spreads(sample.backward)
+    )
 
 
-def errors(own: Measurements, test: Measurements, lender: Lent) -> dict[str, float]:
+def errors_with_lender(own: Measurements, test: Measurements, lender: Lent) -> dict[str, float]:
     setting, measured = test.compute[0].setting, features.measured_ms(test.compute).sum(1)
-    law = fit.fit_ops(lender.known.compute, setting, fit.FitConfig(epochs=30))
+    law = fit.train_op_model(lender.known.compute, setting, fit.FitConfig(epochs=30))
     # Without own groups the lender's level stands.
     some = own.compute or lender.known.compute
-    level = features.measured_ms(some).sum(1) / fit.predicted_ms(law, some).sum(1)
+    level = features.measured_ms(some).sum(1) / fit.predicted_op_ms(law, some).sum(1)
 
-    def of_exchanges(model: NeuralModel) -> float:
+    def exchange_error(model: NeuralModel) -> float:
         pairs = (
-            collective_fit.predicted(model.weights, [s], way) for s in test.comm for way in s.request.row.ways
+            collective_fit.predicted_and_measured_ms(model.weights, [s], way)
+            for s in test.comm
+            for way in s.request.definition.ways
         )
         return float(100 * np.mean(np.concatenate([np.abs(ms / took - 1) for ms, took in pairs])))
 
-    models = {"lending": lending.train(own, setting, [lender], fit.FitConfig(), None)[0].model}
+    models = {"lending": lending.train_with_lenders(own, setting, [lender], fit.FitConfig(), None)[0].model}
     if len(own.compute) >= MIN_COMPUTE:
         models["own"] = fit.train(own.compute, own.comm, setting).model
     return {
         "one factor": mape(np.median(level) * accuracy.predict(law, test.compute), measured),
         **{name: mape(accuracy.predict(model, test.compute), measured) for name, model in models.items()},
-        **{f"exchanges: {name}": of_exchanges(model) for name, model in models.items()},
+        **{f"exchanges: {name}": exchange_error(model) for name, model in models.items()},
     }
 
 
-def drawn(some: Measurements, n: int, seed: int) -> tuple[Measurements, Measurements, Measurements]:
-    """n groups with exchanges, others to judge by, and the rest."""
+def split_measurements(
+    some: Measurements, n: int, seed: int
+) -> tuple[Measurements, Measurements, Measurements]:
+    """Split measurements into n groups for training, groups for judging, and the rest."""
     rng = np.random.default_rng(seed)
     compute = [some.compute[i] for i in rng.permutation(len(some.compute))]
     comm = [some.comm[i] for i in rng.permutation(len(some.comm))]
     known = min(n, 120)
     return (
-        Measurements(dataset.best_known(compute[:n]), dataset.best_known(comm[:known]), []),
+        Measurements(
+            dataset.most_precise_samples(compute[:n]), dataset.most_precise_samples(comm[:known]), []
+        ),
         Measurements(compute[n : n + 400], comm[known : known + 60], []),
-        Measurements(dataset.best_known(compute[n + 400 :]), dataset.best_known(comm[known + 60 :]), []),
+        Measurements(
+            dataset.most_precise_samples(compute[n + 400 :]),
+            dataset.most_precise_samples(comm[known + 60 :]),
+            [],
+        ),
     )
 
 
-def timed(folder: Path) -> Measurements:
-    known = read(folder, common.only_setting(folder))
-    comm = [s for s in collective_fit.priced(known.comm) if s.error is None]
+def read_timed_measurements(folder: Path) -> Measurements:
+    known = read_measurements(folder, common.single_setting(folder))
+    comm = [s for s in collective_fit.priceable_samples(known.comm) if s.error is None]
     return Measurements([s for s in known.compute if s.error is None], comm, [])
 
 
 def main() -> None:
-    parser = common.parser(
+    parser = common.bench_parser(
         __doc__,
         {"own": (Path, "measurements of this machine"), "lender": (Path, "those of another one")},
         groups=([0, 60, 320], "numbers of own groups"),
@@ -102,23 +114,27 @@ def main() -> None:
         out=(..., "file of rows"),
     )
     args = parser.parse_args()
-    here, there = timed(args.own), timed(args.lender)
+    here, there = read_timed_measurements(args.own), read_timed_measurements(args.lender)
     hardware = there.compute[0].setting.hardware
     machines: dict[str, tuple[float, float, float] | None] = {here.compute[0].setting.hardware: None}
     machines |= {f"{hardware} × {x:g}": (x, x, x) for x in args.factors}
     machines[f"{hardware}, sizes"] = (1.2, 1.7, 0.8)
-    rows = common.lines_of(args.out)
+    rows = common.read_rows(args.out)
     for machine, change in machines.items():
         for n, seed in ((n, seed) for n in args.groups for seed in range(args.seeds)):
             if any((r["machine"], r["groups"], r["seed"]) == (machine, n, seed) for r in rows):
                 continue
-            own, test, rest = drawn(here if change is None else there, n, seed)
+            own, test, rest = split_measurements(here if change is None else there, n, seed)
             lender = Lent(str(args.lender), hardware, there if change is None else rest)
             if change is not None:
-                own, test = (changed(some, *change) if some.compute else some for some in (own, test))
-            rows.append({"machine": machine, "groups": n, "seed": seed, **errors(own, test, lender)})
-            common.write_lines(args.out, rows)
-            common.say(rows[-1])
+                own, test = (
+                    slowed_measurements(some, *change) if some.compute else some for some in (own, test)
+                )
+            rows.append(
+                {"machine": machine, "groups": n, "seed": seed, **errors_with_lender(own, test, lender)}
+            )
+            common.write_rows(args.out, rows)
+            common.print_progress(rows[-1])
     cells = []
     for machine, n in dict.fromkeys((r["machine"], r["groups"]) for r in rows):
         of_row = [r for r in rows if (r["machine"], r["groups"]) == (machine, n)]

@@ -39,7 +39,7 @@ from shardcore.measure.sampling.groups import GroupConfig
 from shardcore.stages.measure import Wanted, measure_groups
 from shardcore.stages.measure_config import MeasureConfig
 from shardcore.tables.generate import PoolConfig, generate_pool
-from tasks import ray_transport
+from tasks import owned, ray_cluster, ray_transport
 from tasks.ray_transport import RayFleet, RayTransport, RayWorker
 
 SETTING = Setting("emulated", 2048)
@@ -62,8 +62,8 @@ class Sleeper:
     def pid(self) -> int:
         return os.getpid()
 
-    def take(self, requests_s: Sequence[float], most_s: float) -> tuple[int, float]:
-        """Sleep for requests until most_s have passed. Returns their number, and all seconds slept so far."""
+    def measure_for_seconds(self, requests_s: Sequence[float], most_s: float) -> tuple[int, float]:
+        """Sleep as long as requests take, up to most_s. Returns the number of requests, and total seconds slept."""
         until, taken = time.monotonic() + most_s, 0
         while taken < len(requests_s) and not (taken and time.monotonic() > until):
             time.sleep(requests_s[taken])
@@ -88,12 +88,12 @@ class EmulatedWorker(RayWorker):
         self.began_s = self.ended_s = 0.0
 
     def call(self, method: str, *arguments: Any, label: str = "") -> None:
-        self._requests = arguments[0] if method == "take" else None
+        self._requests = arguments[0] if method == "measure_for_seconds" else None
         if self._requests is None:
             self.ongoing = self._actor.pid.remote()
         else:
             requests_s = [self._seconds(request) for request in self._requests]
-            self.ongoing = self._actor.take.remote(requests_s, arguments[2])
+            self.ongoing = self._actor.measure_for_seconds.remote(requests_s, arguments[2])
 
     def _seconds(self, request: ComputeRequest) -> float:
         draw = random.Random(dataset.compute_id(SETTING, request))
@@ -106,7 +106,7 @@ class EmulatedWorker(RayWorker):
             answer: Any = ray.get(self.ongoing)
         except RayError as error:
             self.ended_s = time.monotonic()
-            raise supervise.Ended(ray_transport.reason(error)) from None
+            raise supervise.Ended(ray_transport.failure_reason(error)) from None
         if self._requests is None:
             self.process = answer
             self.began_s = self.began_s or time.monotonic()
@@ -116,8 +116,8 @@ class EmulatedWorker(RayWorker):
         self.answers += 1
         return [emulated_sample(request) for request in self._requests[:taken]], taken
 
-    def look(self) -> None:
-        """No worker hangs here."""
+    def update_counts(self) -> None:
+        """Do nothing: an emulated worker never hangs."""
 
     def end(self) -> None:
         self.ended_s = self.ended_s or time.monotonic()
@@ -159,24 +159,24 @@ class Strikes:
         self.killed = 0
 
     def info(self, text: str, *values: object) -> None:
-        common.say(text % values)
+        common.print_progress(text % values)
 
     warning = info
 
     def show(self, tally: Any) -> None:
         now = time.monotonic()
         self._next_s = self._next_s or now + KILL_EVERY_S
-        for share in [share for share in self._left if tally.share >= share]:
-            common.say(tally.line)
+        for share in [share for share in self._left if tally.done_share >= share]:
+            common.print_progress(tally.progress_line)
             threading.Thread(target=self._left.pop(share)).start()
-        if now > self._next_s and tally.share < 0.9:
+        if now > self._next_s and tally.done_share < 0.9:
             self._next_s = now + KILL_EVERY_S
             there = [w for w in self._transport.made.workers if w.began_s and not w.ended_s]
             os.kill(random.Random(self.killed).choice(there).process, signal.SIGKILL)
             self.killed += 1
 
     def _lose_node(self) -> None:
-        """Kill a raylet, and each worker that is its child."""
+        """Kill a Ray node's raylet and its worker processes."""
         node = self._cluster.list_all_nodes()[-1]
         raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
         for process in [*raylet.children(recursive=True), raylet]:
@@ -191,7 +191,7 @@ def emulated_sample(request: ComputeRequest) -> ComputeSample:
 
 
 def add_node(cluster: Cluster, cpus: int) -> None:
-    """Start a raylet that listens at loopback, with little memory for objects."""
+    """Add a Ray node with a small object store, listening at loopback."""
     cluster.add_node(
         num_cpus=cpus,
         object_store_memory=80 << 20,
@@ -202,53 +202,61 @@ def add_node(cluster: Cluster, cpus: int) -> None:
 
 
 def main() -> None:
-    parser = common.parser(
+    parser = common.bench_parser(
         __doc__,
         workers=(64, "emulated workers"),
         minutes=(4.0, "about so long"),
         mean_s=(1.0, "seconds of a group"),
     )
     args = parser.parse_args()
-    share, wanted_n = args.workers // NODES, int(args.workers * 60 * args.minutes / args.mean_s)
     supervise.START_S = 600.0  # few cores start many processes
     os.environ["RAY_raylet_start_wait_time_s"] = "300"
-    cluster = Cluster()
+    with owned.owned_run():
+        rows = measured_rows(args.workers, args.minutes, args.mean_s)
+    print(report.markdown_table(("quantity", "value"), rows))
+
+
+def measured_rows(n: int, minutes: float, mean_s: float) -> list[tuple[str, object]]:
+    """Rows of quantities and their values, of measuring on a cluster of n emulated workers."""
+    share, wanted_n = n // NODES, int(n * 60 * minutes / mean_s)
+    ray_cluster.secure_local_ray()
+    cluster = Cluster(shutdown_at_exit=False)  # its hooks are for the main thread; `owned` ends the processes
     for _ in range(NODES):
         add_node(cluster, share)
     ray.init(address=cluster.address, log_to_driver=False, namespace="emulated")
     groups = GroupConfig(max_shards=2, planned=0.0)
-    config = MeasureConfig(compute_samples=wanted_n, actors=args.workers, groups=groups)
-    transport = EmulatedTransport(args.mean_s)
+    config = MeasureConfig(compute_samples=wanted_n, actors=n, groups=groups)
+    transport = EmulatedTransport(mean_s)
     wanted = Wanted(generate_pool(PoolConfig(40)), SETTING, config, transport)
     strikes = Strikes(cluster, transport, share)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         # A sample of the reference op, so that it is not calibrated.
-        reference = emulated_sample(wanted.reference())
-        dataset.write_compute(folder, [reference], dataset.write_pool(folder, wanted.pool))
+        reference = emulated_sample(wanted.reference_op_request())
+        dataset.write_compute_samples(folder, [reference], dataset.write_pool(folder, wanted.pool))
         driver_s = time.process_time()
         measure_groups(wanted, folder, strikes)
         ended_s, driver_s = time.monotonic(), time.process_time() - driver_s
-        samples = dataset.read_compute(folder, SETTING)
+        samples = dataset.read_compute_samples(folder, SETTING)
     workers = [w for w in transport.made.workers if w.began_s]
-    began_s = sorted(w.began_s for w in workers)[args.workers - 1]
+    began_s = sorted(w.began_s for w in workers)[n - 1]
     there_s = sum(min(w.ended_s or ended_s, ended_s) - max(w.began_s, began_s) for w in workers)
     slept_s = sum(w.counts.kernel_s for w in workers)
-    rows = [
-        ("emulated workers", args.workers),
+    rows: list[tuple[str, object]] = [
+        ("emulated workers", n),
         ("groups wanted", wanted_n),
-        ("groups lost", len({key for key, _ in wanted.groups()} - {s.id for s in samples})),
+        ("groups lost", len({key for key, _ in wanted.draw_groups()} - {s.id for s in samples})),
         ("groups with an error", sum(s.error is not None for s in samples)),
         ("workers killed", strikes.killed),
-        ("workers that joined later", len(workers) - args.workers),
+        ("workers that joined later", len(workers) - n),
         ("s", f"{ended_s - began_s:.0f}"),
         ("busy while there", f"{slept_s / there_s:.1%}"),
-        ("busy, of all devices and the whole time", f"{slept_s / args.workers / (ended_s - began_s):.1%}"),
+        ("busy, of all devices and the whole time", f"{slept_s / n / (ended_s - began_s):.1%}"),
         ("processor ms of the driver a call", f"{1e3 * driver_s / sum(w.answers for w in workers):.1f}"),
     ]
-    print(report.markdown_table(("quantity", "value"), rows))
     ray.shutdown()
     cluster.shutdown()
+    return rows
 
 
 if __name__ == "__main__":

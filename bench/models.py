@@ -43,17 +43,17 @@ import numpy as np
 import torch
 
 from bench import common, neuroshard_net
-from bench.common import say
+from bench.common import print_progress
 from shardcore import report
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting, Table
 from shardcore.cost import accuracy, drift_correction, fit, study
-from shardcore.cost.metrics import coverage, kendall_tau, mape
-from shardcore.cost.model import group_costs
+from shardcore.cost.metrics import interval_coverage, kendall_tau, mape
+from shardcore.cost.model import group_op_ms
 from shardcore.cost.neural import NeuralModel
 from shardcore.io import dataset, files, writing
 from shardcore.io.measurements import ComputeRequest, ComputeSample
-from shardcore.measure.sampling.groups import GroupConfig, compute_request
+from shardcore.measure.sampling.groups import GroupConfig, draw_compute_request
 
 ADDITIONS = 10_000
 
@@ -86,11 +86,11 @@ class Data:
 # --- ours ---------------------------------------------------------------------------------------------------
 
 
-def ours(groups: Sequence[ComputeSample], config: fit.FitConfig) -> Trained:
+def train_our_model(groups: Sequence[ComputeSample], config: fit.FitConfig) -> Trained:
     trained = fit.train(groups, [], groups[0].setting, config)
     model = trained.model
     return Trained(
-        lambda requests: np.array([group_costs([r.shards], model, r.batch)[0] for r in requests]),
+        lambda requests: np.array([group_op_ms([r.shards], model, r.batch)[0] for r in requests]),
         [r["validation_mape"] for r in trained.curves if r["epoch"]],
         model,
     )
@@ -99,25 +99,27 @@ def ours(groups: Sequence[ComputeSample], config: fit.FitConfig) -> Trained:
 # --- figures ------------------------------------------------------------------------------------------------
 
 
-def total_ms(samples: Sequence[ComputeSample]) -> np.ndarray:
+def measured_total_ms(samples: Sequence[ComputeSample]) -> np.ndarray:
     return np.array([s.total_ms for s in samples])
 
 
-def error(model: Trained, samples: Sequence[ComputeSample]) -> float:
-    return mape(model.predict([s.request for s in samples]), total_ms(samples))
+def error_percent(model: Trained, samples: Sequence[ComputeSample]) -> float:
+    return mape(model.predict([s.request for s in samples]), measured_total_ms(samples))
 
 
-def coverages(model: Trained, **samples: Sequence[ComputeSample]) -> dict[str, float]:
-    """In percent, of each of the samples given; nothing for a model without intervals."""
+def interval_coverages(model: Trained, **samples: Sequence[ComputeSample]) -> dict[str, float]:
+    """Interval coverage in percent on each set of samples. {} for a model without intervals."""
     if model.model is None:
         return {}
     return {
-        f"coverage {name}": coverage(*accuracy.intervals(model.model, found, 0.9), total_ms(found))
+        f"coverage {name}": interval_coverage(
+            *accuracy.confidence_intervals(model.model, found, 0.9), measured_total_ms(found)
+        )
         for name, found in samples.items()
     }
 
 
-def rate(model: Trained, test: Sequence[ComputeSample]) -> dict[str, float]:
+def test_metrics(model: Trained, test: Sequence[ComputeSample]) -> dict[str, float]:
     if model.model is None:
         return {}
     codes = [model.model.encode(s.request.shards, s.request.batch) for s in test]
@@ -130,7 +132,7 @@ def rate(model: Trained, test: Sequence[ComputeSample]) -> dict[str, float]:
     return {"costs a µs": len(sums) / seconds / 1e6}
 
 
-def lowered(model: Trained, test: Sequence[ComputeSample], seed: int) -> float:
+def lowered_by_additions_percent(model: Trained, test: Sequence[ComputeSample], seed: int) -> float:
     rng = np.random.default_rng(seed)
     shards = [s for x in test for s in x.request.shards]
     before = [test[i].request for i in rng.integers(0, len(test), ADDITIONS)]
@@ -138,53 +140,58 @@ def lowered(model: Trained, test: Sequence[ComputeSample], seed: int) -> float:
     return 100 * float(np.mean(model.predict(after) < model.predict(before)))
 
 
-def by_sample(model: Trained, data: Data, seed: int) -> dict[str, float]:
+def split_by_sample_metrics(model: Trained, data: Data, seed: int) -> dict[str, float]:
     found = model.predict([s.request for s in data.test])
-    whole = mape(found, total_ms(data.test))
+    whole = mape(found, measured_total_ms(data.test))
     return {
         "error": whole,
         "as measured": mape(found, np.array([data.as_measured[s.id] for s in data.test])),
-        "tau": kendall_tau(found, total_ms(data.test)),
+        "tau": kendall_tau(found, measured_total_ms(data.test)),
         "beyond floor": math.sqrt(max(0.0, whole**2 - data.floor**2)),
-        "planned": error(model, data.planned),
-        "random": error(model, data.random),
-        "lowered": lowered(model, data.test, seed),
-        **coverages(model, test=data.test, planned=data.planned),
-        **rate(model, data.test),
+        "planned": error_percent(model, data.planned),
+        "random": error_percent(model, data.random),
+        "lowered": lowered_by_additions_percent(model, data.test, seed),
+        **interval_coverages(model, test=data.test, planned=data.planned),
+        **test_metrics(model, data.test),
     }
 
 
-def by_table(model: Trained, data: Data, seed: int) -> dict[str, float]:
-    return {"unseen tables": error(model, data.unseen), **coverages(model, unseen=data.unseen)}
+def split_by_table_metrics(model: Trained, data: Data, seed: int) -> dict[str, float]:
+    return {
+        "unseen tables": error_percent(model, data.unseen),
+        **interval_coverages(model, unseen=data.unseen),
+    }
 
 
 def planned_ids(
     pool: Sequence[Table], setting: Setting, draws: int, seeds: Sequence[int], arena_bytes: int
 ) -> set[str]:
-    """Ids of the draws that are a device's op in a sharder's plan."""
+    """Ids of drawn groups that are a device's op in some sharder's plan."""
     # As drawn when the shipped dataset was measured: one batch, and all lookups pooled.
     config = GroupConfig(max_shard_bytes=arena_bytes, smaller_batches=0.0, sequences=0.0)
     live = [t for t in pool if t.pooling > 0]
     return {
-        dataset.compute_id(setting, compute_request(live, i, setting, seed, config))
+        dataset.compute_id(setting, draw_compute_request(live, i, setting, seed, config))
         for seed in seeds
         for i in range(draws)
         if np.random.default_rng([1, seed, i]).random() < config.planned
     }
 
 
-def read(args: argparse.Namespace) -> Data:
-    setting = common.only_setting(args.dataset)
-    known = drift_correction.read(args.dataset, setting)
+def read_data(args: argparse.Namespace) -> Data:
+    setting = common.single_setting(args.dataset)
+    known = drift_correction.read_measurements(args.dataset, setting)
     groups = [s for s in known.compute if s.error is None and s.request.batch == setting.batch]
     # The pools that were measured: one that is generated on another machine differs in a few tables.
     pools = [files.read_pool(path) for path in sorted(Path(args.dataset).glob("pool-*.json"))]
     asked = setting, args.draws, args.draw_seeds, int(args.arena_gib * 2**30)
     from_plans = set[str]().union(*(planned_ids(pool, *asked) for pool in pools))
-    test = accuracy.held_out(groups)
+    test = accuracy.held_out_samples(groups)
     planned, random = ([s for s in test if (s.id in from_plans) == side] for side in (True, False))
     seen, unseen = study.split_by_table(groups)
-    measured = {s.id: s.total_ms for s in dataset.read_compute(args.dataset, setting) if s.error is None}
+    measured = {
+        s.id: s.total_ms for s in dataset.read_compute_samples(args.dataset, setting) if s.error is None
+    }
     data = Data(
         groups, test, planned, random, unseen, seen, measured, study.repeatability(known.repeats) or 0.0
     )
@@ -194,7 +201,10 @@ def read(args: argparse.Namespace) -> Data:
             f"its test split, {len(unseen)} of unseen tables and {len(seen)} without any; "
             "each is needed (see --draws)"
         )
-    unsettled = study.repeatability(dataset.repeated(dataset.read_timings(args.dataset, setting))) or 0.0
+    unsettled = (
+        study.repeatability(dataset.repeated_samples(dataset.read_compute_timings(args.dataset, setting)))
+        or 0.0
+    )
     print(
         f"{setting}: {len(groups)} groups, {len(test)} of them held out, {len(planned)} of those from "
         f"plans; unseen tables: {len(unseen)} groups, by models of {len(seen)}; repeatability (floor): "
@@ -225,7 +235,7 @@ def curves_figure(rows: Sequence[dict[str, Any]]) -> Any:
 
 
 def main() -> None:
-    parser = common.parser(
+    parser = common.bench_parser(
         __doc__,
         {"dataset": "folder of measurements of one setting"},
         seeds=(1, "seeds of initial weights and order"),
@@ -240,20 +250,23 @@ def main() -> None:
     )
     args = parser.parse_args()
     torch.set_num_threads(1)
-    data = read(args)
+    data = read_data(args)
     models: dict[str, Callable[[Sequence[ComputeSample], int], Trained]] = {
         **{
             name: lambda known, seed, recipe=recipe: Trained(
-                *neuroshard_net.train(known, recipe, seed, args.epochs)
+                *neuroshard_net.train_network(known, recipe, seed, args.epochs)
             )
             for name, recipe in neuroshard_net.RECIPES.items()
         },
-        "physical rates": lambda known, seed: ours(
+        "physical rates": lambda known, seed: train_our_model(
             known, fit.FitConfig(seed=seed, epochs=1, learning_rate=1e-12)
         ),
-        "ShardCore": lambda known, seed: ours(known, fit.FitConfig(seed=seed)),
+        "ShardCore": lambda known, seed: train_our_model(known, fit.FitConfig(seed=seed)),
     }
-    splits = {"by sample": (data.groups, by_sample), "by table": (data.seen, by_table)}
+    splits = {
+        "by sample": (data.groups, split_by_sample_metrics),
+        "by table": (data.seen, split_by_table_metrics),
+    }
     made_of = {"dataset": str(args.dataset), "groups": len(data.groups), "epochs": args.epochs}
     rows = []
     for seed, (name, train), (split, (known, judge)) in itertools.product(
@@ -281,7 +294,7 @@ def main() -> None:
                 raise ShardCoreError(
                     f"{path} is of {rows[-1].get('made_of')}, this run of {made_of}; give another --out"
                 )
-            say(
+            print_progress(
                 f"seed {seed}, {name}, {split}: {rows[-1]['train s']:.0f} s, "
                 f"{next(iter(rows[-1]['figures'].values())):.2f}%"
             )

@@ -21,7 +21,7 @@ from shardcore.core.access_statistics import Reuse
 from shardcore.core.types import Shard
 from shardcore.cost import features, fit
 from shardcore.cost.metrics import mape
-from shardcore.io.dataset import split_of
+from shardcore.io.dataset import split_of_sample
 from shardcore.io.measurements import ComputeRequest, ComputeSample
 from shardcore.step import access
 from shardcore.tables import streams
@@ -30,10 +30,10 @@ BATCH, LEARNING_RATE = 512, 1e-3
 
 
 def table_features(shard: Shard, batch: int) -> list[float]:
-    """NeuroShard's 20 features of a table, of a shard's part of it."""
+    """NeuroShard's 20 table features, computed for a shard."""
     reuse = shard.table.access
     if not isinstance(reuse, Reuse):
-        reuse = access.reuse_of(streams.draw_lookups(shard.table, batch)[0], batch)
+        reuse = access.reuse_from_ids(streams.draw_lookups(shard.table, batch)[0], batch)
     return [shard.rows, shard.width, shard.table.pooling * access.access_share(shard), *reuse.bins]
 
 
@@ -42,8 +42,8 @@ def published_features(request: ComputeRequest) -> np.ndarray:
 
 
 def our_features(request: ComputeRequest) -> np.ndarray:
-    """All that our model knows of a shard: 13 amounts of work, and 9 conditions, which are logarithms."""
-    return np.concatenate(features.features(request.shards, request.batch), 1)
+    """Our model's features of each shard: 13 amounts of work, and 9 conditions as logarithms."""
+    return np.concatenate(features.shard_features(request.shards, request.batch), 1)
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,12 @@ def relative_error(found: torch.Tensor, measured: torch.Tensor) -> torch.Tensor:
     return (found.sum(1) / measured.sum(1) - 1).abs().mean()
 
 
-_OURS = {"outputs": 2, "ms": torch.nn.functional.softplus, "loss": fit.ratio_loss, "kept_by": relative_error}
+_OURS = {
+    "outputs": 2,
+    "ms": torch.nn.functional.softplus,
+    "loss": fit.log_ratio_loss,
+    "kept_by": relative_error,
+}
 RECIPES = {
     "NeuroShard's network": Recipe(
         features=published_features, outputs=1, ms=lambda x: x, loss=squared_error, kept_by=squared_error
@@ -90,7 +95,7 @@ class NeuroShardNet(torch.nn.Module):
         self.group = torch.nn.Sequential(torch.nn.Linear(32, 64), relu(), torch.nn.Linear(64, outputs))
 
     def forward(self, tables: torch.Tensor, sizes: np.ndarray) -> torch.Tensor:
-        """[S, G] of groups from their tables [N, F], group after group, and the size of each [S]."""
+        """Network outputs [S, G] of groups, from features of their tables [N, F] and group sizes [S]."""
         group = torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes))
         return self.group(torch.zeros(len(sizes), 32).index_add(0, group, self.table(tables)))
 
@@ -114,14 +119,14 @@ class _Groups:
             )
 
 
-def train(
+def train_network(
     groups: Sequence[ComputeSample], recipe: Recipe, seed: int, epochs: int
 ) -> tuple[Callable[[Sequence[ComputeRequest]], np.ndarray], list[float]]:
-    """A function that predicts [S] ms of groups, and the validation error in percent after each epoch."""
+    """Train a network. Returns a predictor of [S] ms of groups, and validation errors by epoch, in percent."""
     torch.manual_seed(seed)
     rng, side = np.random.default_rng(seed), {}
     for name in ("train", "validation"):
-        samples = [s for s in groups if split_of(s.id) == name]
+        samples = [s for s in groups if split_of_sample(s.id) == name]
         side[name] = (
             [recipe.features(s.request) for s in samples],
             [[s.forward.median_ms, s.backward.median_ms] for s in samples],
@@ -129,14 +134,14 @@ def train(
     known = np.concatenate(side["train"][0])
     mean, spread = known.mean(0), np.where(known.std(0) > 1e-9, known.std(0), 1.0)
 
-    def standardised(found: Sequence[np.ndarray]) -> tuple[torch.Tensor, np.ndarray]:
+    def standardise_features(found: Sequence[np.ndarray]) -> tuple[torch.Tensor, np.ndarray]:
         return (
             torch.tensor((np.concatenate(found) - mean) / spread, dtype=torch.float32),
             np.array([len(x) for x in found]),
         )
 
     trained, unseen = (
-        _Groups(*standardised(found), torch.tensor(measured)) for found, measured in side.values()
+        _Groups(*standardise_features(found), torch.tensor(measured)) for found, measured in side.values()
     )
     net = NeuroShardNet(known.shape[1], recipe.outputs)
     optimizer = torch.optim.Adam(net.parameters(), lr=LEARNING_RATE)
@@ -157,7 +162,7 @@ def train(
 
     @torch.no_grad()
     def predict(requests: Sequence[ComputeRequest]) -> np.ndarray:
-        found = recipe.ms(net(*standardised([recipe.features(r) for r in requests])))
+        found = recipe.ms(net(*standardise_features([recipe.features(r) for r in requests])))
         return found.sum(1).numpy().astype(float)
 
     return predict, curve

@@ -24,7 +24,7 @@ from shardcore.cost import neural
 from shardcore.cost.model import CostModel, price_plan
 from shardcore.io import files
 from shardcore.plans.decisions import Version
-from shardcore.plans.what_if import what_if
+from shardcore.plans.what_if import price_single_moves
 from shardcore.report import plan_page
 from shardcore.search import DEFAULT_SHARDER, SHARDERS, Budget
 
@@ -41,26 +41,26 @@ _ACTS = {
 """Scripts by name. i: number of the repeat."""
 
 
-def plans(inputs: Path, folder: Path | None) -> Iterator[tuple[Problem, Plan, CostModel, str]]:
-    """Problems with a plan, a model, and its name."""
-    for problem, profile in workloads.workloads():
+def plans_to_show(inputs: Path, folder: Path | None) -> Iterator[tuple[Problem, Plan, CostModel, str]]:
+    """Plans to show: problem, plan, cost model and title."""
+    for problem, profile in workloads.public_workloads():
         if problem.name.startswith(_LISTS):
-            yield problem, *_planned(problem, None, profile.model()), "a profile"
-    problem, profile, theirs = workloads.production(inputs)
-    yield problem, *_planned(problem, theirs, profile.model()), "a profile"
+            yield problem, *_plan_and_model(problem, None, profile.model()), "a profile"
+    problem, profile, theirs = workloads.production_workload(inputs)
+    yield problem, *_plan_and_model(problem, theirs, profile.model()), "a profile"
     if folder:
         for path in sorted(Path("problems").glob("pool-7-0[01].json")):
             problem = files.read_problem(path)
-            yield problem, *_planned(problem, None, neural.load(folder)), "a trained model"
+            yield problem, *_plan_and_model(problem, None, neural.load(folder)), "a trained model"
 
 
-def _planned(problem: Problem, plan: Plan | None, model: CostModel) -> tuple[Plan, CostModel]:
+def _plan_and_model(problem: Problem, plan: Plan | None, model: CostModel) -> tuple[Plan, CostModel]:
     model = model.for_problem(problem)
     return plan or SHARDERS[DEFAULT_SHARDER](problem, model, budget=Budget(evals=EVALS)), model
 
 
-def opened(page: Path, chrome: Browser, scheme: str = "light") -> Callable[[str], Any]:
-    """A function that evaluates an expression in a page."""
+def open_in_browser(page: Path, chrome: Browser, scheme: str = "light") -> Callable[[str], Any]:
+    """Open a page in a browser. Returns a function that evaluates JavaScript in the page."""
     chrome.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
     chrome.picture(Page(page.as_uri(), "Tables", height=1500))
 
@@ -71,8 +71,8 @@ def opened(page: Path, chrome: Browser, scheme: str = "light") -> Callable[[str]
     return evaluate
 
 
-def act_ms(evaluate: Callable[[str], Any], act: str) -> float:
-    """Median ms of an act with the layout after it, of five."""
+def action_ms(evaluate: Callable[[str], Any], act: str) -> float:
+    """Median ms of five runs of a user action, with page layout."""
     return evaluate(
         "(async () => { const took = []; for (let i = 0; i < 5; i++) { const began = performance.now(); "
         f"(() => {{ {act} }})(); document.body.offsetHeight; took.push(performance.now() - began); "
@@ -93,22 +93,22 @@ def main() -> None:
     times = []
     with tempfile.TemporaryDirectory() as folder, browser() as chrome:
         page = Path(folder, "page.html")
-        for problem, plan, model, name in plans(args.inputs, args.model):
+        for problem, plan, model, name in plans_to_show(args.inputs, args.model):
             priced = price_plan(plan, problem, model, fits=False)
             began = time.perf_counter()
-            known = what_if(priced, problem, model)
+            known = price_single_moves(priced, problem, model)
             moves = f"{len(known.best) + sum(map(len, known.of_table.values()))} in {time.perf_counter() - began:.1f} s"
             version = Version("plan", plan, priced.cost, priced.workload.memory_bytes, known)
             page.write_text(plan_page.unpublished_plan_page(problem, version))
-            evaluate, size = opened(page, chrome), f"{len(problem.tables)} × {len(problem.topology)}"
+            evaluate, size = open_in_browser(page, chrome), f"{len(problem.tables)} × {len(problem.topology)}"
             load = evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd")
-            took = [f"{act_ms(evaluate, act):.0f}" for act in _ACTS.values()]
+            took = [f"{action_ms(evaluate, act):.0f}" for act in _ACTS.values()]
             times.append(
                 (problem.name, size, name, moves, f"{page.stat().st_size / 1e3:,.0f}", f"{load:.0f}", *took)
             )
             if args.pictures and problem.name.startswith("production"):
                 for scheme in ("light", "dark"):
-                    opened(page, chrome, scheme)("document.querySelector('#tables-body tr').click()")
+                    open_in_browser(page, chrome, scheme)("document.querySelector('#tables-body tr').click()")
                     shot = chrome.call("Page.captureScreenshot", format="png")["data"]
                     (args.pictures / f"what-if-{scheme}.png").write_bytes(base64.b64decode(shot))
     print(

@@ -40,8 +40,8 @@ import torch
 
 from bench import common
 from bench import replays as one_host
-from bench.common import say
-from bench.learned import halves, policy
+from bench.common import print_progress
+from bench.learned import load_or_train_policy, train_and_test_tables
 from bench.peers import PEERS
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.topology import Device, Topology
@@ -78,13 +78,15 @@ Row = Mapping[str, Any]
 # --- tasks and arms -----------------------------------------------------------------------------------------
 
 
-def task(pool: Sequence[Table], setting: Setting, index: int, cell: tuple[int, int], seed: int) -> Problem:
-    """Task `index` of a cell, which is (devices, largest dim)."""
+def paper_task(
+    pool: Sequence[Table], setting: Setting, index: int, cell: tuple[int, int], seed: int
+) -> Problem:
+    """Draw sharding task `index` of a table cell (devices, largest dim)."""
     devices, max_dim = cell
     rng = np.random.default_rng([seed, devices, max_dim, index])
     live, dims = [t for t in pool if t.pooling > 0], np.array([d for d in DIMS if d <= max_dim])
     a_column = np.array([t.rows * PRECISION_BYTES[setting.precision] for t in live])
-    chosen, widths = drawn(a_column, dims, devices, rng)
+    chosen, widths = draw_task_tables(a_column, dims, devices, rng)
     tables = tuple(
         replace(live[i], name=f"{live[i].name}-{k}", dim=int(dim), precision=setting.precision)
         for k, (i, dim) in enumerate(zip(chosen, widths, strict=True))
@@ -100,10 +102,10 @@ def task(pool: Sequence[Table], setting: Setting, index: int, cell: tuple[int, i
     return replace(problem, topology=Topology((device,) * devices))
 
 
-def drawn(
+def draw_task_tables(
     a_column: np.ndarray, dims: np.ndarray, devices: int, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """[N] tables and [N] their dims, which leave SPARE_BYTES free. a_column: bytes of one column of each."""
+    """Draw [N] tables and their dims [N] that leave SPARE_BYTES free. a_column: bytes per column of each table."""
     while True:
         n = int(rng.integers(FEWEST * devices // 4, MOST * devices // 4))
         for _ in range(DRAWS):
@@ -113,40 +115,47 @@ def drawn(
                 return chosen[fits.argmax()], widths[fits.argmax()]
 
 
-def linked(problem: Problem) -> Problem:
-    """The problem with the links that all benches give where only two processes were measured."""
+def with_given_links(problem: Problem) -> Problem:
+    """Problem with assumed links, for models measured on two processes only."""
     return replace(problem, topology=replace(problem.topology, **common.LINKS))
 
 
-def solved(name: str, plan: Plan) -> bool:
-    """Tell if the arm's own algorithm found the plan, with tables whole if it is published so."""
+def is_solved(name: str, plan: Plan) -> bool:
+    """Tell if an arm's own algorithm found a plan, with whole tables if published for whole tables."""
     packed = plan.provenance.get("packed", False)
     return not packed and (
         name not in WHOLE or all(p.shard == Shard.whole(p.shard.table) for p in plan.placements)
     )
 
 
-def arms(model: NeuralModel, devices: int, pool: Sequence[Table], folder: Path) -> dict[str, common.Arm]:
-    """All arms by name. pool: to train policies on; they are kept in `folder`."""
+def sharding_arms(
+    model: NeuralModel, devices: int, pool: Sequence[Table], folder: Path
+) -> dict[str, common.Arm]:
+    """Sharding arms by name. pool: tables to train policies on; folder: stores the policies."""
 
-    def to_learn(n: int, seed: int) -> list[Problem]:
+    def training_problems(n: int, seed: int) -> list[Problem]:
         cells = [(devices, DIMS[i % len(DIMS)]) for i in range(n)]
-        return [linked(task(pool, model.setting, i, cell, seed)) for i, cell in enumerate(cells)]
+        return [
+            with_given_links(paper_task(pool, model.setting, i, cell, seed)) for i, cell in enumerate(cells)
+        ]
 
     found = {name: sharder(name) for name in ("random", *ORDERS)}
     found |= {
-        name: sharder(name, policy(name, f"{devices} devices", folder, to_learn, model)) for name in POLICIES
+        name: sharder(
+            name, load_or_train_policy(name, f"{devices} devices", folder, training_problems, model)
+        )
+        for name in POLICIES
     }
     found |= {name: SHARDERS[name] for name in ("torchrec", "neuroshard") if name in SHARDERS}
     found |= {**PEERS, OURS: SHARDERS[OURS], "anneal": SHARDERS["anneal"]}
     return {name: lambda problem, of=of: of(problem, model) for name, of in found.items()}
 
 
-def outcome(name: str, plan: Plan | None, seconds: float) -> dict[str, Any]:
+def arm_outcome(name: str, plan: Plan | None, seconds: float) -> dict[str, Any]:
     return {
         "ms": plan and plan.provenance["predicted_ms"],
         "seconds": seconds,
-        "solved": plan is not None and solved(name, plan),
+        "solved": plan is not None and is_solved(name, plan),
     }
 
 
@@ -165,7 +174,7 @@ class Cell:
     ours_ms: np.ndarray
 
     @classmethod
-    def of(cls, rows: Sequence[Row], name: str) -> Cell:
+    def of_rows(cls, rows: Sequence[Row], name: str) -> Cell:
         ms, ours_ms = (
             np.array(
                 [one["ms"] if (one := row["arms"].get(arm, {})).get("solved") else np.nan for row in rows],
@@ -176,35 +185,35 @@ class Cell:
         return cls(ms, ours_ms)
 
     @property
-    def solved(self) -> int:
+    def n_solved(self) -> int:
         return int(np.isfinite(self.ms).sum())
 
     @property
     def mean_ms(self) -> float:
-        """nan unless all are solved: the mean of some, often the smaller ones, is no match for others'."""
+        """Mean ms over the cell's tasks; nan unless all are solved."""
         return float(np.mean(self.ms)) if len(self.ms) else np.nan
 
-    def spoken_ms(self) -> str:
-        """A dash with how many, as in the paper, where none is solved; a mean of fewer says of how many."""
-        of = "" if self.solved == len(self.ms) else f" ({self.solved} of {len(self.ms)})"
-        return (f"{np.nanmean(self.ms):.2f}" if self.solved else "-") + of
+    def mean_ms_text(self) -> str:
+        """Text of the mean ms over solved tasks, with their number unless all are solved; "-" if none is."""
+        of = "" if self.n_solved == len(self.ms) else f" ({self.n_solved} of {len(self.ms)})"
+        return (f"{np.nanmean(self.ms):.2f}" if self.n_solved else "-") + of
 
-    def spoken_ratio(self) -> str:
+    def ratio_text(self) -> str:
         both = np.isfinite(self.ms) & np.isfinite(self.ours_ms)
         if not both.any():
             return "-"
-        return common.spoken(metrics.mean_interval(self.ms[both] / self.ours_ms[both]))
+        return common.interval_text(metrics.mean_interval(self.ms[both] / self.ours_ms[both]))
 
 
-def gain(rows: Sequence[Row], name: str) -> str:
-    """The paper's gain: 1 - the arm's mean over that of the best baseline that solved all tasks."""
-    best = np.array([Cell.of(rows, baseline).mean_ms for baseline in BASELINES])
-    own = Cell.of(rows, name).mean_ms
+def gain_over_baselines(rows: Sequence[Row], name: str) -> str:
+    """Gain as in the paper: 1 - mean cost of an arm / mean cost of the best baseline that solved all tasks."""
+    best = np.array([Cell.of_rows(rows, baseline).mean_ms for baseline in BASELINES])
+    own = Cell.of_rows(rows, name).mean_ms
     return f"{1 - own / np.nanmin(best):+.1%}" if np.isfinite(own) and np.isfinite(best).any() else "-"
 
 
-def tables(rows: Sequence[Row], what: str) -> str:
-    """Markdown: ms as in the paper's table; and over ours, by number of devices, with seconds."""
+def result_tables(rows: Sequence[Row], what: str) -> str:
+    """Markdown tables of results: ms as in the paper, and cost relative to ours by number of devices."""
     names = list(dict.fromkeys(name for row in rows for name in row["arms"]))
     by_cell: dict[tuple[int, int], list[Row]] = {}
     for row in rows:
@@ -215,9 +224,15 @@ def tables(rows: Sequence[Row], what: str) -> str:
         markdown_table(
             ("arm", *(f"{d} devices, {dim}" for d, dim in by_cell)),
             [
-                *((name, *(Cell.of(own, name).spoken_ms() for own in by_cell.values())) for name in names),
                 *(
-                    (f"{name} below the best baseline", *(gain(own, name) for own in by_cell.values()))
+                    (name, *(Cell.of_rows(own, name).mean_ms_text() for own in by_cell.values()))
+                    for name in names
+                ),
+                *(
+                    (
+                        f"{name} below the best baseline",
+                        *(gain_over_baselines(own, name) for own in by_cell.values()),
+                    )
                     for name in ("neuroshard", OURS, "anneal")
                 ),
             ],
@@ -237,9 +252,9 @@ def tables(rows: Sequence[Row], what: str) -> str:
                 [
                     (
                         name,
-                        *(Cell.of(own, name).spoken_ratio() for own in cells.values()),
-                        Cell.of(every, name).spoken_ratio(),
-                        f"{Cell.of(every, name).solved} of {len(every)}",
+                        *(Cell.of_rows(own, name).ratio_text() for own in cells.values()),
+                        Cell.of_rows(every, name).ratio_text(),
+                        f"{Cell.of_rows(every, name).n_solved} of {len(every)}",
                         f"{seconds[name]:.3f}",
                     )
                     for name in names
@@ -252,9 +267,9 @@ def tables(rows: Sequence[Row], what: str) -> str:
 # --- the file of tasks --------------------------------------------------------------------------------------
 
 
-def read(path: Path, made_with: Mapping[str, Any]) -> dict[tuple[int, int, int], Row]:
-    """The rows of a file by devices, dim and task. Raises ShardCoreError if others made them."""
-    rows = common.lines_of(path)
+def read_rows_by_task(path: Path, made_with: Mapping[str, Any]) -> dict[tuple[int, int, int], Row]:
+    """Read result rows by (devices, dim, task). Raises ShardCoreError if made with different inputs."""
+    rows = common.read_rows(path)
     for row in rows:
         if (found := {name: row.get(name) for name in made_with}) != made_with:
             raise ShardCoreError(
@@ -263,10 +278,10 @@ def read(path: Path, made_with: Mapping[str, Any]) -> dict[tuple[int, int, int],
     return {(row["devices"], row["max_dim"], row["task"]): row for row in rows}
 
 
-def complete(
+def complete_tasks(
     rows: Mapping[tuple[int, int, int], Row], cells: Sequence[tuple[int, int]], most: int
 ) -> list[Row]:
-    """The first tasks, as many of each of these cells, cell by cell."""
+    """First tasks of each cell, equally many per cell."""
     n = next((i for i in range(most) if any((*cell, i) not in rows for cell in cells)), most)
     return [rows[*cell, i] for cell in cells for i in range(n)]
 
@@ -274,23 +289,28 @@ def complete(
 # --- both parts ---------------------------------------------------------------------------------------------
 
 
-def predicted(args: argparse.Namespace, model: NeuralModel) -> str:
+def predicted_report(args: argparse.Namespace, model: NeuralModel) -> str:
     path, end = args.out / "tasks.jsonl", time.monotonic() + 60 * args.minutes
     made_with = {"model": model_files.model_digest(args.model), "seed": args.seed}
-    rows = read(path, made_with)
+    rows = read_rows_by_task(path, made_with)
     cells = [(devices, dim) for devices in args.devices for dim in args.dims]
-    to_learn, testing = halves()
+    to_learn, testing = train_and_test_tables()
     all_arms: dict[int, dict[str, common.Arm]] = {}
     # A task of every cell before the next: cut off, all cells have about as many.
     for i, cell in ((i, cell) for i in range(args.tasks) for cell in cells):
         if (*cell, i) in rows or time.monotonic() > end:
             continue
         if cell[0] not in all_arms:
-            all_arms[cell[0]] = arms(model, cell[0], to_learn, args.policies)
+            all_arms[cell[0]] = sharding_arms(model, cell[0], to_learn, args.policies)
             for arm in all_arms[cell[0]].values():  # compiled and imported before the clock starts
-                common.timed(arm, linked(task(testing, model.setting, 0, (2, DIMS[0]), args.seed + 1)))
-        problem = linked(task(testing, model.setting, i, cell, args.seed))
-        found = {name: outcome(name, *common.timed(arm, problem)) for name, arm in all_arms[cell[0]].items()}
+                common.timed_plan(
+                    arm, with_given_links(paper_task(testing, model.setting, 0, (2, DIMS[0]), args.seed + 1))
+                )
+        problem = with_given_links(paper_task(testing, model.setting, i, cell, args.seed))
+        found = {
+            name: arm_outcome(name, *common.timed_plan(arm, problem))
+            for name, arm in all_arms[cell[0]].items()
+        }
         rows[*cell, i] = {
             "devices": cell[0],
             "max_dim": cell[1],
@@ -299,37 +319,38 @@ def predicted(args: argparse.Namespace, model: NeuralModel) -> str:
             "tables": len(problem.tables),
             "arms": found,
         }
-        common.write_lines(path, list(rows.values()))
-        say(
+        common.write_rows(path, list(rows.values()))
+        print_progress(
             f"task {i + 1}: {cell[0]} devices, dims up to {cell[1]}, {len(problem.tables)} tables, "
             f"{sum(one['seconds'] for one in found.values()):.1f} s"
         )
     done = {
-        devices: complete(rows, [(devices, dim) for dim in args.dims], args.tasks) for devices in args.devices
+        devices: complete_tasks(rows, [(devices, dim) for dim in args.dims], args.tasks)
+        for devices in args.devices
     }
     each = ", ".join(f"{len(own) // len(args.dims)} tasks a cell of {d} devices" for d, own in done.items())
     return (
         f"{model.setting}; {each}, seed {args.seed}; predicted, links given.\n\n"
-        f"{tables([row for own in done.values() for row in own], 'Predicted')}\n"
+        f"{result_tables([row for own in done.values() for row in own], 'Predicted')}\n"
     )
 
 
-def replayed(args: argparse.Namespace, model: NeuralModel) -> str:
+def replayed_report(args: argparse.Namespace, model: NeuralModel) -> str:
     config, kept, seconds = ReplayConfig(args.repeats, 2, arena_bytes=DEVICE_BYTES), [], {}
     reference = dataset.reference_op(args.measurements, model.setting) if args.measurements else None
-    to_learn, testing = halves()
+    to_learn, testing = train_and_test_tables()
     cells = [(2, dim) for dim in args.dims]
-    all_arms = arms(model, DEVICES[0], to_learn, args.policies)
+    all_arms = sharding_arms(model, DEVICES[0], to_learn, args.policies)
     end = time.monotonic() + 60 * args.minutes
     for i, cell in ((i, cell) for i in range(args.tasks) for cell in cells):
         if time.monotonic() > end:
             break
-        problem, began = task(testing, model.setting, i, cell, args.seed), time.monotonic()
-        plans = {name: common.timed(arm, problem) for name, arm in all_arms.items()}
+        problem, began = paper_task(testing, model.setting, i, cell, args.seed), time.monotonic()
+        plans = {name: common.timed_plan(arm, problem) for name, arm in all_arms.items()}
         seconds |= {(problem.name, name): took for name, (_, took) in plans.items()}
-        made = [(name, plan) for name, (plan, _) in plans.items() if plan and solved(name, plan)]
+        made = [(name, plan) for name, (plan, _) in plans.items() if plan and is_solved(name, plan)]
         kept.append(
-            replays.keep(
+            replays.replay_or_reuse(
                 args.out / problem.name,
                 problem,
                 made,
@@ -338,7 +359,7 @@ def replayed(args: argparse.Namespace, model: NeuralModel) -> str:
                 lambda w: replay_all(w, model.setting, config, reference=reference),
             )
         )
-        say(
+        print_progress(
             f"{problem.name}: {len(problem.tables)} tables, {len(made)} plans, "
             f"{time.monotonic() - began:.0f} s"
         )
@@ -349,28 +370,28 @@ def replayed(args: argparse.Namespace, model: NeuralModel) -> str:
             "a table needs them all: the same command goes on"
         )
     kept = kept[: n * len(cells)]
-    records = replay_metrics.judge(kept, model)
+    records = replay_metrics.judge_replays(kept, model)
     noise = np.median([r.noise_ms / r.replayed_ms for r in records])
     head = (
         f"{model.setting}; 2 processes, {n} tasks a cell, seed {args.seed}, {args.repeats} "
         f"steps of each plan in alternation; a replay is known to ±{noise:.1%} (median, 95%)."
     )
-    one_host.write(args.out, kept, model, head)
+    one_host.write_report(args.out, kept, model, head)
     names = [(f"paper-2x{dim}-{i:03d}", dim, i) for _, dim in cells for i in range(n)]
     rows = [
-        {"devices": 2, "max_dim": dim, "task": i, "arms": of_replays(records, name, all_arms, seconds)}
+        {"devices": 2, "max_dim": dim, "task": i, "arms": replayed_arms(records, name, all_arms, seconds)}
         for name, dim, i in names
     ]
-    return f"{head}\n\n{tables(rows, 'Replayed')}\n"
+    return f"{head}\n\n{result_tables(rows, 'Replayed')}\n"
 
 
-def of_replays(
+def replayed_arms(
     records: Sequence[ReplayRecord],
     problem: str,
     names: Sequence[str],
     seconds: Mapping[tuple[str, str], float],
 ) -> dict[str, dict[str, Any]]:
-    """The arms of a row, from a problem's replays. An arm without one has not solved it."""
+    """Results by arm from the replays of one problem. An arm without a replay has not solved the problem."""
     ms = {r.algorithm: r.replayed_ms for r in records if r.problem == problem}
     return {
         name: {"ms": ms.get(name), "seconds": seconds[problem, name], "solved": name in ms} for name in names
@@ -378,7 +399,7 @@ def of_replays(
 
 
 def main() -> None:
-    parser = common.parser(
+    parser = common.bench_parser(
         __doc__,
         {"model": "folder of a trained model"},
         out=...,
@@ -406,7 +427,7 @@ def main() -> None:
     args = parser.parse_args()
     args.policies = args.policies or args.out
     torch.set_num_threads(1)
-    page = (replayed if args.replay else predicted)(args, neural.load(args.model))
+    page = (replayed_report if args.replay else predicted_report)(args, neural.load(args.model))
     writing.write_atomic(args.out / "table.md", page.encode())
     print(page)
 

@@ -25,7 +25,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from bench import common, published_plans
-from bench.published_cards import SHIPPED, card_of, profile_of, profiles
+from bench.published_cards import SHIPPED, card_of_timing, fitted_profiles, shipped_profile_of_card
 from shardcore import report
 from shardcore.core.types import PRECISION_BYTES
 from shardcore.cost.profile import Profile, load_profile, write_profile
@@ -67,8 +67,8 @@ _CACHED = {
 """Share of rows in a cache, by words of a note."""
 
 
-def reduced(rows: Iterable[Mapping[str, str]]) -> list[dict[str, str]]:
-    """Timings with the columns that are needed.
+def reduce_columns(rows: Iterable[Mapping[str, str]]) -> list[dict[str, str]]:
+    """Published timings, reduced to the needed columns.
 
     Kernels that make one backward pass are added up. Of the ten runs of an MLPerf system, the median stays.
     Kernels behind a flag are named so, and are no op of the law: users run the default ones.
@@ -100,19 +100,19 @@ def reduced(rows: Iterable[Mapping[str, str]]) -> list[dict[str, str]]:
     return made
 
 
-def reduce(raw: Path, path: Path = TIMINGS) -> None:
-    """Write the timings of a file, reduced."""
+def write_reduced_timings(raw: Path, path: Path = TIMINGS) -> None:
+    """Write published timings, reduced to the needed columns."""
     with open(raw, encoding="utf-8") as lines:
-        rows = reduced(csv.DictReader(lines))
+        rows = reduce_columns(csv.DictReader(lines))
     writing.write_csv(path, rows)
-    common.say(f"{len(rows)} timings of {raw}")
+    common.print_progress(f"{len(rows)} timings of {raw}")
 
 
 # --- TorchRec's constants -----------------------------------------------------------------------------------
 
 
-def torchrec_us(timing: Timing) -> float:
-    """Time of a timing by the constants of TorchRec's planner (planner/shard_estimators.py)."""
+def torchrec_planner_us(timing: Timing) -> float:
+    """Time in µs that TorchRec's planner predicts for a timing (planner/shard_estimators.py)."""
     if timing.op in EXCHANGES:
         passes = 2 if timing.op == "allreduce" else 1
         gbps = NEAR_GBPS if timing.hosts == 1 else FAR_GBPS
@@ -148,27 +148,29 @@ class Asked:
     torchrec: float
 
     @property
-    def kind(self) -> str:
-        """Words for tables: op and memory, or size of a collective."""
+    def op_or_size_text(self) -> str:
+        """Text of a timing for tables: op and memory, or size of a collective."""
         t = self.timing
         if t.op not in EXCHANGES:
             return f"{t.op}, {t.mode}"
         return f"collectives, {'32 MiB and more' if t.bytes >= LARGE_BYTES else 'smaller'}"
 
 
-def ask(
+def profile_errors(
     made: Mapping[str, Profile], timings: Sequence[Timing], sources: Sequence[str] = ASKED
 ) -> list[Asked]:
-    """Errors of profiles on the timings of their cards. sources: parts of the names of those that are asked."""
+    """Prediction errors of hardware profiles on published timings. sources: parts of the sources' names to include."""
     asked = []
     for name, profile in made.items():
-        own = [t for t in timings if (card_of(t) or profile_of(t.gpu)) == name]
+        own = [t for t in timings if (card_of_timing(t) or shipped_profile_of_card(t.gpu)) == name]
         predictor = Predictor(own)
         predicted = predictor.times_us(profile.values)
-        bands = profile.band(lambda many, p=predictor: np.array([p.times_us(values) for values in many]))
+        bands = profile.error_band(
+            lambda many, p=predictor: np.array([p.times_us(values) for values in many])
+        )
         for t, us, band in zip(own, predicted, bands, strict=True):
             part = "asked" if any(words in t.source for words in sources) else "fitted"
-            error, theirs = us / t.time_us - 1, torchrec_us(t) / t.time_us - 1
+            error, theirs = us / t.time_us - 1, torchrec_planner_us(t) / t.time_us - 1
             asked.append(Asked(t, name, part, float(error), float(band), theirs))
     return asked
 
@@ -176,8 +178,8 @@ def ask(
 HEADERS = ("", "rows", "mean", "worst", "bias", "in the band", "TorchRec's constants")
 
 
-def summary(title: str, some: Sequence[Asked]) -> tuple[str, ...]:
-    """Cells of HEADERS."""
+def summary_cells(title: str, some: Sequence[Asked]) -> tuple[str, ...]:
+    """Summary row of prediction errors, with the columns of HEADERS."""
     errors = np.array([a.error for a in some])
     inside = np.mean([abs(np.log1p(a.error)) <= a.band for a in some])
     theirs = np.mean([abs(a.torchrec) for a in some])
@@ -192,17 +194,17 @@ def summary(title: str, some: Sequence[Asked]) -> tuple[str, ...]:
     )
 
 
-def by(some: Iterable[Asked], *keys: Callable[[Asked], str]) -> Iterator[tuple[str, ...]]:
-    """Rows of summaries, one for each combination of keys."""
+def summaries_by(some: Iterable[Asked], *keys: Callable[[Asked], str]) -> Iterator[tuple[str, ...]]:
+    """Summary rows of prediction errors, one per combination of keys."""
     groups: dict[str, list[Asked]] = {}
     for a in some:
         groups.setdefault(" | ".join(key(a) for key in keys), []).append(a)
     for title, group in sorted(groups.items()):
-        yield summary(title, group)
+        yield summary_cells(title, group)
 
 
-def _range(values: Sequence[float], edges: Sequence[float]) -> str:
-    """A range that the largest value is in: "from 64", "below 16"."""
+def _range_text(values: Sequence[float], edges: Sequence[float]) -> str:
+    """Text of the range between edges that holds the largest value: "from 64", "below 16"."""
     value = max(values)
     low = max((e for e in edges if e <= value), default=None)
     high = min((e for e in edges if e > value), default=None)
@@ -210,46 +212,59 @@ def _range(values: Sequence[float], edges: Sequence[float]) -> str:
 
 
 RANGES: Mapping[str, Callable[[Asked], str]] = {
-    "batch": lambda a: f"B {_range([a.timing.batch], (4096, 65536, 1 << 20))}",
-    "width": lambda a: f"D {_range(a.timing.width, (32, 128, 256, 512))}",
-    "pooling": lambda a: f"L {_range(a.timing.pooling, (2, 16, 32))}",
-    "tables": lambda a: f"T {_range([a.timing.tables], (2, 8, 16))}",
+    "batch": lambda a: f"B {_range_text([a.timing.batch], (4096, 65536, 1 << 20))}",
+    "width": lambda a: f"D {_range_text(a.timing.width, (32, 128, 256, 512))}",
+    "pooling": lambda a: f"L {_range_text(a.timing.pooling, (2, 16, 32))}",
+    "tables": lambda a: f"T {_range_text([a.timing.tables], (2, 8, 16))}",
 }
 
 
-def tables(asked: Sequence[Asked]) -> Iterator[tuple[str, str]]:
-    """Titles and texts of the tables of errors."""
+def error_tables(asked: Sequence[Asked]) -> Iterator[tuple[str, str]]:
+    """Titles and Markdown of the tables of prediction errors."""
     good = [a for a in asked if a.timing.quality in QUALITIES]
 
-    def table(rows: Iterable[tuple[str, ...]]) -> str:
+    def error_table(rows: Iterable[tuple[str, ...]]) -> str:
         return report.markdown_table(HEADERS, list(rows))
 
-    yield "By source", table(by(good, lambda a: a.part, lambda a: a.timing.source, lambda a: a.card))
-    yield "By card and op", table(by(good, lambda a: a.part, lambda a: a.card, lambda a: a.kind))
+    yield (
+        "By source",
+        error_table(summaries_by(good, lambda a: a.part, lambda a: a.timing.source, lambda a: a.card)),
+    )
+    yield (
+        "By card and op",
+        error_table(summaries_by(good, lambda a: a.part, lambda a: a.card, lambda a: a.op_or_size_text)),
+    )
     yield (
         "Collectives",
-        table(
-            by(
+        error_table(
+            summaries_by(
                 (a for a in good if a.timing.op in EXCHANGES),
                 lambda a: a.part,
                 lambda a: a.card,
                 lambda a: a.timing.op,
                 lambda a: f"{a.timing.hosts} x {a.timing.ranks // a.timing.hosts}",
-                lambda a: a.kind.rpartition(", ")[2],
+                lambda a: a.op_or_size_text.rpartition(", ")[2],
             )
         ),
     )
     ops = [a for a in good if a.timing.op in OPS and a.timing.mode == "device"]
     for name, key in RANGES.items():
-        yield f"Ops in device memory by {name}", table(by(ops, lambda a: a.part, lambda a: a.card, key))
+        yield (
+            f"Ops in device memory by {name}",
+            error_table(summaries_by(ops, lambda a: a.part, lambda a: a.card, key)),
+        )
     yield (
         "Rows of quality C: not fitted",
-        table(by((a for a in asked if a.timing.quality == "C"), lambda a: a.card, lambda a: a.kind)),
+        error_table(
+            summaries_by(
+                (a for a in asked if a.timing.quality == "C"), lambda a: a.card, lambda a: a.op_or_size_text
+            )
+        ),
     )
 
 
-def calibration(asked: Sequence[Asked]) -> Iterator[tuple[str, ...]]:
-    """Share of errors within one and two bands, and the mean band."""
+def calibration_rows(asked: Sequence[Asked]) -> Iterator[tuple[str, ...]]:
+    """Calibration rows: share of errors within one and two error bands, and mean band."""
     for part in ("fitted", "asked"):
         for words, known in (("ops", OPS), ("collectives", EXCHANGES)):
             some = [
@@ -272,7 +287,7 @@ def calibration(asked: Sequence[Asked]) -> Iterator[tuple[str, ...]]:
 
 
 def main() -> None:
-    parser = common.parser(
+    parser = common.bench_parser(
         __doc__,
         ask=(Path, "another CSV file of published timings"),
         reduce=(Path, "a CSV file of published timings"),
@@ -281,27 +296,29 @@ def main() -> None:
     )
     args = parser.parse_args()
     if args.reduce:
-        reduce(args.reduce)
+        write_reduced_timings(args.reduce)
         return
     if args.regrets:
-        print(published_plans.regrets())
+        print(published_plans.regrets_table())
         return
     path, folder = TIMINGS, TemporaryDirectory()
     if args.ask:
         path = Path(folder.name) / args.ask.name
-        reduce(args.ask, path)
+        write_reduced_timings(args.ask, path)
     timings, reasons = read_timings(path)
     if args.write:
-        made = profiles(timings)
+        made = fitted_profiles(timings)
         for name in SHIPPED:
             write_profile(PROFILES / f"{name}.json", made[name])
         return
     shipped = {name: load_profile(name) for name in SHIPPED}
     if args.ask:
-        asked = ask(shipped, timings, sources=("",))
+        asked = profile_errors(shipped, timings, sources=("",))
     else:
-        common.say("fitting")
-        asked = ask(profiles([t for t in timings if not any(words in t.source for words in ASKED)]), timings)
+        common.print_progress("fitting")
+        asked = profile_errors(
+            fitted_profiles([t for t in timings if not any(words in t.source for words in ASKED)]), timings
+        )
     predicted = {a.timing for a in asked}
     reasons.update(
         f"no profile is of card {t.gpu!r}{f' with links {t.network!r}' if t.network else ''} (quality {t.quality})"
@@ -314,12 +331,12 @@ def main() -> None:
         f"{len(judged)} rows of {args.ask or TIMINGS} are judged, "
         f"{reasons.total()} are left out for the reasons below.\n"
     )
-    for title, text in tables(judged):
+    for title, text in error_tables(judged):
         print(f"## {title}\n\n{text}\n")
     print("## Calibration\n")
     print(
         report.markdown_table(
-            ("", "rows", "mean band", "within one band", "within two"), list(calibration(judged))
+            ("", "rows", "mean band", "within one band", "within two"), list(calibration_rows(judged))
         ),
         "\n",
     )
@@ -327,7 +344,7 @@ def main() -> None:
     print(
         report.markdown_table(("reason", "rows"), [(why, str(n)) for why, n in reasons.most_common()]), "\n"
     )
-    print(f"## Steps of MLPerf's DLRM-DCNv2\n\n{published_plans.steps(path, shipped)}")
+    print(f"## Steps of MLPerf's DLRM-DCNv2\n\n{published_plans.steps_table(path, shipped)}")
 
 
 if __name__ == "__main__":

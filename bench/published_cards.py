@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shardcore.cost.profile import PROFILED_COLLECTIVES, RATES, SPEC, Profile, Rate
-from shardcore.cost.profile_fit import QUALITIES, Timing, fit, scaled
+from shardcore.cost.profile_fit import QUALITIES, Timing, fit_profile, scale_profile
 from shardcore.cost.profile_law import FAR, NEAR
 
 MIB, GB = 1 << 20, 10**9
@@ -113,7 +113,7 @@ class Card:
     rates: Mapping[str, tuple[float, float, str]] = dataclasses.field(default_factory=dict)
 
 
-def _spec(memory_gb: float, hbm: float, sm: float, l2_mib: float, **more: float) -> dict[str, float]:
+def _card_spec(memory_gb: float, hbm: float, sm: float, l2_mib: float, **more: float) -> dict[str, float]:
     return {
         "memory_bytes": memory_gb * GB,
         "hbm_gbps": hbm,
@@ -128,7 +128,7 @@ _AMD = {"granule_bytes": 128, "pcie_gbps": 64, "network_gbps": 50, "switch_gener
 _CORE = "data sheet of AMD EPYC 7003, one core: 10 lines of 64 bytes on their way, 90 ns each"
 _GLOO = "gloo over the loopback of a host: copies through sockets, at a core's rate"
 _CPU_SPEC = {
-    **_spec(64, 204.8, 3.0, 32, nvlink_gbps=7, network_gbps=1.25, pcie_gbps=7, switch_generation=1),
+    **_card_spec(64, 204.8, 3.0, 32, nvlink_gbps=7, network_gbps=1.25, pcie_gbps=7, switch_generation=1),
     "granule_bytes": 64,
 }
 _CPU: Mapping[str, tuple[float, float, str]] = {
@@ -146,18 +146,18 @@ _CPU: Mapping[str, tuple[float, float, str]] = {
 }
 CARDS: Mapping[str, Card] = {
     # Columns of PR 2365 say how bandwidth depends on width; its card is Meta's H100 of 2.4 TB/s.
-    "h100-96": Card("base", _spec(96, 2400, 231.7, 50), (), ("unknown (Meta H100-96 fits)",)),
+    "h100-96": Card("base", _card_spec(96, 2400, 231.7, 50), (), ("unknown (Meta H100-96 fits)",)),
     # NCCL's small messages were timed on A100s only.
     "nvidia-a100-40": Card(
         "base",
-        _spec(40, 1555, 152.3, 40, **_A100),
+        _card_spec(40, 1555, 152.3, 40, **_A100),
         ("A100-SXM4-40GB", "A100-PCIE-40GB"),
         ("A100-40",),
         ("NVSwitch",),
     ),
     "nvidia-h100-sxm": Card(
         "h100-96",
-        _spec(80, 3350, 231.7, 50),
+        _card_spec(80, 3350, 231.7, 50),
         ("H100 80GB HBM3", "H100"),
         ("H100",),
         exchanges="nvidia-a100-40",
@@ -166,18 +166,18 @@ CARDS: Mapping[str, Card] = {
         "nvidia-a100-40", {"network_gbps": 12.5}, (), ("A100-40",), ("Slingshot",)
     ),
     "nvidia-a100-80": Card(
-        "nvidia-a100-40", _spec(80, 2039, 152.3, 40), ("A100-SXM4-80GB", "A100 80GB", "A100")
+        "nvidia-a100-40", _card_spec(80, 2039, 152.3, 40), ("A100-SXM4-80GB", "A100 80GB", "A100")
     ),
-    "nvidia-h200": Card("nvidia-h100-sxm", _spec(141, 4800, 231.7, 50), ("H200",), ("H200",)),
+    "nvidia-h200": Card("nvidia-h100-sxm", _card_spec(141, 4800, 231.7, 50), ("H200",), ("H200",)),
     "nvidia-b200": Card(
         "nvidia-h100-sxm",
-        _spec(180, 8000, 290.8, 126, nvlink_gbps=900, switch_generation=4),
+        _card_spec(180, 8000, 290.8, 126, nvlink_gbps=900, switch_generation=4),
         ("B200",),
         ("B200",),
     ),
     "nvidia-v100": Card(
         "nvidia-h100-sxm",
-        _spec(32, 900, 122.4, 6, nvlink_gbps=150, network_gbps=6.25, pcie_gbps=16, switch_generation=1),
+        _card_spec(32, 900, 122.4, 6, nvlink_gbps=150, network_gbps=6.25, pcie_gbps=16, switch_generation=1),
         ("V100",),
         ("V100",),
         exchanges="nvidia-a100-40",
@@ -185,12 +185,12 @@ CARDS: Mapping[str, Card] = {
     ),
     "amd-mi350": Card(
         "nvidia-h100-sxm",
-        _spec(288, 8000, 614.4, 256, nvlink_gbps=537, **_AMD),
+        _card_spec(288, 8000, 614.4, 256, nvlink_gbps=537, **_AMD),
         ("MI350", "MI355"),
         ("MI350", "MI355X"),
         error=0.15,
     ),
-    "amd-mi300x": Card("amd-mi350", _spec(192, 5300, 638.4, 256, nvlink_gbps=448), ("MI300X",)),
+    "amd-mi300x": Card("amd-mi350", _card_spec(192, 5300, 638.4, 256, nvlink_gbps=448), ("MI300X",)),
     "cpu": Card("base", _CPU_SPEC, rates=_CPU),
 }
 """In the order in which they are made."""
@@ -200,13 +200,13 @@ EXCHANGE_RATES = tuple(name for name in RATES if name.startswith(PROFILED_COLLEC
 SHIPPED = tuple(name for name in CARDS if name != "h100-96")
 
 
-def base() -> Profile:
+def base_profile() -> Profile:
     rates = {n: Rate(float(BASE[n][0]), BASE[n][1], RATES[n][0], BASE[n][2]) for n in RATES}
     return Profile("base", (), 80 * GB, rates)
 
 
-def card_of(timing: Timing) -> str | None:
-    """The card whose profile a timing is of. None: there is none."""
+def card_of_timing(timing: Timing) -> str | None:
+    """Name of the card that a published timing is of. None for other hardware."""
     for name, card in CARDS.items():
         if timing.gpu in card.gpus and (
             not timing.network or not card.networks or any(part in timing.network for part in card.networks)
@@ -215,37 +215,37 @@ def card_of(timing: Timing) -> str | None:
     return None
 
 
-def profile_of(gpu: str) -> str | None:
-    """The shipped profile of a card, by its name in timings, in torch.cuda or of the profile. None: there is none."""
+def shipped_profile_of_card(gpu: str) -> str | None:
+    """Name of the shipped profile for a GPU name. None if no profile is shipped."""
     names = {
         name: (*card.gpus, *card.devices, name.partition("-")[2].upper()) for name, card in CARDS.items()
     }
     return next((name for name in SHIPPED if gpu in names[name]), None)
 
 
-def _spec_of(profile: Profile) -> dict[str, float]:
+def _spec_of_profile(profile: Profile) -> dict[str, float]:
     return {name: profile.rates[name].value for name in SPEC}
 
 
-def profiles(timings: Sequence[Timing]) -> dict[str, Profile]:
-    """The profile of each card, fitted to those of these timings that may be fitted."""
-    made = {"base": base()}
+def fitted_profiles(timings: Sequence[Timing]) -> dict[str, Profile]:
+    """Hardware profile of each card, fitted to published timings."""
+    made = {"base": base_profile()}
     for name, card in CARDS.items():
-        start = scaled(made[card.like], name, **card.spec)
+        start = scale_profile(made[card.like], name, **card.spec)
         if card.exchanges:
-            exchanges = scaled(made[card.exchanges], name, **_spec_of(start)).rates
+            exchanges = scale_profile(made[card.exchanges], name, **_spec_of_profile(start)).rates
             start = dataclasses.replace(
                 start, rates={**start.rates, **{n: exchanges[n] for n in EXCHANGE_RATES}}
             )
         given = {n: Rate(float(v), sure, RATES[n][0], source) for n, (v, sure, source) in card.rates.items()}
         start = dataclasses.replace(start, rates={**start.rates, **given})
-        own = [t for t in timings if card_of(t) == name and t.quality in QUALITIES]
-        made[name] = fit(own, start, card.error) if own else start
-    return {name: _of_any_network(made[name], CARDS[name]) for name in CARDS}
+        own = [t for t in timings if card_of_timing(t) == name and t.quality in QUALITIES]
+        made[name] = fit_profile(own, start, card.error) if own else start
+    return {name: _with_network_uncertainty(made[name], CARDS[name]) for name in CARDS}
 
 
-def _of_any_network(profile: Profile, card: Card) -> Profile:
-    """The profile, less certain of networks: its timings are of one or two clusters, and those of users differ."""
+def _with_network_uncertainty(profile: Profile, card: Card) -> Profile:
+    """Profile with wider uncertainty of network rates, as users' clusters differ from the fitted clusters."""
     rates = dict(profile.rates)
     for name in EXCHANGE_RATES:
         more = next((sure for end, sure in _OTHER_NETWORKS.items() if name.endswith(end)), 0.0)

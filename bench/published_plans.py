@@ -14,13 +14,13 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.published_cards import profile_of
-from bench.workloads import FP16, H100, workloads
+from bench.published_cards import shipped_profile_of_card
+from bench.workloads import FP16, H100, public_workloads
 from shardcore import report
 from shardcore.core.types import Plan, Problem
-from shardcore.cost.model import price, total_ms
+from shardcore.cost.model import predicted_total_ms, price
 from shardcore.cost.profile import Profile
-from shardcore.cost.profile_fit import scaled
+from shardcore.cost.profile_fit import scale_profile
 from shardcore.search import DEFAULT_SHARDER, SHARDERS, Budget
 from shardcore.step.lower import lower
 from shardcore.tables.public import public_pool
@@ -55,8 +55,8 @@ _DRAWS = 6
 # --- MLPerf -------------------------------------------------------------------------------------------------
 
 
-def steps(timings: Path, shipped: Mapping[str, Profile]) -> str:
-    """A table of MLPerf's systems in a file: the published step, and the predicted embeddings of our plan.
+def steps_table(timings: Path, shipped: Mapping[str, Profile]) -> str:
+    """Table of MLPerf systems: published step time, and predicted embedding time of our plan.
 
     Each system is priced by its card's profile, or by its data sheet (SHEETS). Others are left out by name.
     """
@@ -66,13 +66,17 @@ def steps(timings: Path, shipped: Mapping[str, Profile]) -> str:
     cells, found, left_out = [], [], Counter[str]()
     for row in rows:
         key = row["gpu"], row["hosts"], row["ranks"], row["B"]
-        sheet, name = SHEETS.get(row["gpu"]), profile_of(row["gpu"]) or ""
+        sheet, name = SHEETS.get(row["gpu"]), shipped_profile_of_card(row["gpu"]) or ""
         if not (sheet or name):
             left_out[row["gpu"]] += 1
             continue
         if key not in seen:
-            profile = scaled(shipped[H100], row["gpu"].replace(" ", "-"), **sheet) if sheet else shipped[name]
-            seen[key] = _step(profile, int(row["hosts"]), int(row["ranks"]), int(row["B"]))
+            profile = (
+                scale_profile(shipped[H100], row["gpu"].replace(" ", "-"), **sheet)
+                if sheet
+                else shipped[name]
+            )
+            seen[key] = _predicted_step(profile, int(row["hosts"]), int(row["ranks"]), int(row["B"]))
         ms, band = seen[key]
         step_ms = float(row["time_us"]) / 1e3
         found.append((key, ms, step_ms))
@@ -99,8 +103,8 @@ def steps(timings: Path, shipped: Mapping[str, Profile]) -> str:
     )
 
 
-def _step(profile: Profile, hosts: int, ranks: int, batch: int) -> tuple[float, float]:
-    """Predicted ms of our plan's embeddings, and the band."""
+def _predicted_step(profile: Profile, hosts: int, ranks: int, batch: int) -> tuple[float, float]:
+    """Predicted embedding ms of our plan on a system, and the relative error band."""
     tables = public_pool("mlperf-dlrm-dcnv2")
     problem = Problem(
         "mlperf", tables, profile.topology(hosts, ranks // hosts), batch, "exact_adagrad", job=FP16
@@ -109,33 +113,37 @@ def _step(profile: Profile, hosts: int, ranks: int, batch: int) -> tuple[float, 
     workload = lower(SHARDERS[DEFAULT_SHARDER](problem, model, budget=Budget(evals=_EVALS)), problem)
     cost = price(workload, model)
     # Ids travel while the dense part runs, in HugeCTR as in TorchRec's pipelines.
-    return cost.total_ms - max(cost.input_ms), model.band(workload)
+    return cost.total_ms - max(cost.input_ms), model.step_error_band(workload)
 
 
 # --- plans --------------------------------------------------------------------------------------------------
 
 
-def regrets() -> str:
-    """A table of what our plans of workloads on at most two hosts lose, if rates are drawn within their bands."""
-    cells = [_regrets(problem, profile) for problem, profile in workloads() if len(problem.topology) <= 16]
+def regrets_table() -> str:
+    """Table of regrets of our plans under sampled hardware rates, for workloads on at most two hosts."""
+    cells = [
+        _regret_cells(problem, profile)
+        for problem, profile in public_workloads()
+        if len(problem.topology) <= 16
+    ]
     headers = ("problem", "mean regret", "worst regret", "cost of the plan over the draws")
     return report.markdown_table(headers, cells)
 
 
-def _regrets(problem: Problem, profile: Profile) -> tuple[str, ...]:
-    """Cells: what the default plan costs over the best plan known, if rates are drawn within the band."""
+def _regret_cells(problem: Problem, profile: Profile) -> tuple[str, ...]:
+    """Table cells: cost of the default plan over the best known plan, under sampled hardware rates."""
     rng = np.random.default_rng(0)
 
-    def planned(of: Profile) -> Plan:
+    def default_plan(of: Profile) -> Plan:
         model = of.model().for_problem(problem)
         return SHARDERS[DEFAULT_SHARDER](problem, model, budget=Budget(evals=_EVALS))
 
-    default, draws = planned(profile), [profile.drawn(rng) for _ in range(_DRAWS)]
-    plans: Sequence[Plan] = [default, *map(planned, draws)]
+    default, draws = default_plan(profile), [profile.sample(rng) for _ in range(_DRAWS)]
+    plans: Sequence[Plan] = [default, *map(default_plan, draws)]
     regrets, costs = [], []
     for drawn in draws:
         model = drawn.model().for_problem(problem)
-        ms = [total_ms(lower(plan, problem), model) for plan in plans]
+        ms = [predicted_total_ms(lower(plan, problem), model) for plan in plans]
         regrets.append(ms[0] / min(ms) - 1)
         costs.append(ms[0])
     spread = f"{min(costs):.2f} to {max(costs):.2f} ms"

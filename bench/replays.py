@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from bench import common
-from bench.common import say
+from bench.common import print_progress
 from shardcore import report
 from shardcore.core.job import Job
 from shardcore.core.types import Plan, Problem
@@ -36,12 +36,12 @@ from shardcore.cost import metrics, neural, replay_metrics
 from shardcore.cost.model import at_confidence, price
 from shardcore.io import dataset, replays, writing
 from shardcore.measure.replay import ReplayConfig, replay_all
-from shardcore.measure.sampling.problems import ProblemConfig, draw_problem, sized
+from shardcore.measure.sampling.problems import ProblemConfig, draw_problem, with_sized_devices
 from shardcore.report import model_report
 from shardcore.search import SHARDERS, greedy
-from shardcore.search.portfolio import annealing as anneal
+from shardcore.search.portfolio import search_with_annealing as anneal
 from shardcore.step.lower import lower
-from shardcore.step.memory import local_batch_bytes, table_bytes
+from shardcore.step.memory import local_batch_bytes, table_peak_bytes
 from shardcore.tables.generate import generate_pool
 
 SMALLEST, LARGEST = 1 << 20, 512 << 20
@@ -51,7 +51,7 @@ LOSS = 0.03
 """Relative time by which ours may be slower on a problem before the loss counts as one that matters."""
 
 
-def problems(
+def draw_problems(
     model: neural.NeuralModel,
     n: int,
     seed: int,
@@ -79,10 +79,10 @@ def _with_sequences(drawn: Problem, share: float) -> Problem:
             *drawn.tables[n:],
         ),
     )
-    return sized(given, ProblemConfig().slack, table_bytes, local_batch_bytes(given))
+    return with_sized_devices(given, ProblemConfig().slack, table_peak_bytes, local_batch_bytes(given))
 
 
-def plans(problem: Problem, model: neural.NeuralModel) -> list[tuple[str, Plan]]:
+def plans_by_name(problem: Problem, model: neural.NeuralModel) -> list[tuple[str, Plan]]:
     sure = at_confidence(model, 0.9)
     found = {
         replay_metrics.OURS: SHARDERS[replay_metrics.OURS](problem, model),
@@ -105,9 +105,9 @@ def plans(problem: Problem, model: neural.NeuralModel) -> list[tuple[str, Plan]]
     return [*found.items(), *(("random", SHARDERS["random"](problem, model, seed=seed)) for seed in range(3))]
 
 
-def text(rows: Sequence[replay_metrics.ReplayRecord], head: str) -> str:
-    """The report: Markdown with two tables and the plots that lie beside it."""
-    found = replay_metrics.by_problem(rows, replay_metrics.OURS)
+def report_text(rows: Sequence[replay_metrics.ReplayRecord], head: str) -> str:
+    """Markdown report of replays, with two tables and linked plots."""
+    found = replay_metrics.quality_by_problem(rows, replay_metrics.OURS)
     kinds = [
         (name, [r for r in rows if r.algorithm == name]) for name in dict.fromkeys(r.algorithm for r in rows)
     ]
@@ -117,10 +117,12 @@ def text(rows: Sequence[replay_metrics.ReplayRecord], head: str) -> str:
             len(own),
             *(
                 form.format(x)
-                for form, x in zip(("{:.1f}%", "{:+.1f}%"), replay_metrics.errors(own), strict=True)
+                for form, x in zip(
+                    ("{:.1f}%", "{:+.1f}%"), replay_metrics.mean_error_and_bias(own), strict=True
+                )
             ),
         )
-        for name, own in [("all plans", replay_metrics.distinct(rows)), *kinds]
+        for name, own in [("all plans", replay_metrics.distinct_plans(rows)), *kinds]
     ]
     return "\n\n".join(
         [
@@ -131,7 +133,7 @@ def text(rows: Sequence[replay_metrics.ReplayRecord], head: str) -> str:
             "![predicted against replayed](predicted.png)",
             "Among the plans of a problem (mean over problems, 95% interval): "
             + "; ".join(
-                f"{words} {common.spoken(metrics.mean_interval(found[name]), *form)}"
+                f"{words} {common.interval_text(metrics.mean_interval(found[name]), *form)}"
                 for name, words, *form in (
                     ("kendall_tau", "Kendall's tau"),
                     ("tau_beyond_noise", "tau of pairs that differ beyond noise"),
@@ -141,7 +143,7 @@ def text(rows: Sequence[replay_metrics.ReplayRecord], head: str) -> str:
             )
             + ".",
             f"## Cost against {replay_metrics.OURS}'s",
-            _rivals_table(replay_metrics.rivals(rows)),
+            _rivals_table(replay_metrics.compare_sharders(rows)),
             "![replayed cost](cost.png)",
             f"Losses: problems on which {replay_metrics.OURS}'s plan took longer, beyond the noise of the two "
             f"replays (95%: one in 40 is by chance); of them, those by more than {LOSS:.0%}.\n",
@@ -157,7 +159,7 @@ def _rivals_table(rivals: dict[str, replay_metrics.SharderComparison]) -> str:
             (
                 name,
                 f"{r.predicted:.3f}",
-                common.spoken(r.cost),
+                common.interval_text(r.cost),
                 f"{len(r.losses)} of {r.problems}",
                 sum(loss > LOSS for loss in r.losses.values()),
                 f"{worst:.1%}" if worst else "-",
@@ -176,25 +178,27 @@ def _rivals_table(rivals: dict[str, replay_metrics.SharderComparison]) -> str:
     )
 
 
-def write(folder: Path, kept: Sequence[replays.ReplaySet], model: neural.NeuralModel, head: str) -> str:
-    """Everything that FOLDER holds beside the problems' own; the report."""
-    rows = replay_metrics.judge(kept, model)
+def write_report(
+    folder: Path, kept: Sequence[replays.ReplaySet], model: neural.NeuralModel, head: str
+) -> str:
+    """Write the report, plots and records of replays to a folder. Returns the report."""
+    rows = replay_metrics.judge_replays(kept, model)
     writing.write_csv(folder / "replays.csv", replay_metrics.csv_rows(rows))
     for name, figure in (
         ("predicted", model_report.replay_scatter_figure(rows, "Replayed plans")),
         (
             "cost",
-            model_report.replayed_cost_figure(replay_metrics.rivals(rows), "Replayed cost"),
+            model_report.replayed_cost_figure(replay_metrics.compare_sharders(rows), "Replayed cost"),
         ),
     ):
         common.write_png(folder / f"{name}.png", figure)
-    page = text(rows, head)
+    page = report_text(rows, head)
     writing.write_atomic(folder / "report.md", page.encode())
     return page
 
 
 def main() -> None:
-    parser = common.parser(
+    parser = common.bench_parser(
         __doc__,
         {"model": "folder of a model of this machine"},
         out=(..., "folder of the report and of what is done"),
@@ -220,28 +224,34 @@ def main() -> None:
     model, config, kept = neural.load(args.model), ReplayConfig(repeats=args.repeats), []
     reference = dataset.reference_op(args.measurements, model.setting) if args.measurements else None
     job = Job("sparse_dist", *args.dense_ms) if args.dense_ms else None
-    for i, problem in enumerate(problems(model, args.problems, args.seed, args.max_dim, job, args.sequences)):
+    for i, problem in enumerate(
+        draw_problems(model, args.problems, args.seed, args.max_dim, job, args.sequences)
+    ):
         kept.append(
-            replays.keep(
+            replays.replay_or_reuse(
                 args.out / problem.name,
                 problem,
-                plans(problem, model),
+                plans_by_name(problem, model),
                 model.setting,
                 config,
                 lambda workloads: replay_all(workloads, model.setting, config, reference=reference),
             )
         )
-        [mine] = (r for r in replay_metrics.judge(kept[-1:], model) if r.algorithm == replay_metrics.OURS)
-        say(
+        [mine] = (
+            r for r in replay_metrics.judge_replays(kept[-1:], model) if r.algorithm == replay_metrics.OURS
+        )
+        print_progress(
             f"problem {i + 1} of {args.problems}: {len(problem.tables)} tables, {replay_metrics.OURS} "
             f"{mine.replayed_ms:.2f} ms replayed (± {mine.noise_ms:.2f}), "
             f"{mine.predicted_ms:.2f} predicted"
         )
-    print(write(args.out, kept, model, _head(args, kept, model)))
+    print(write_report(args.out, kept, model, _report_head(args, kept, model)))
 
 
-def _head(args: argparse.Namespace, kept: Sequence[replays.ReplaySet], model: neural.NeuralModel) -> str:
-    noise = np.median([r.noise_ms / r.replayed_ms for r in replay_metrics.judge(kept, model)])
+def _report_head(
+    args: argparse.Namespace, kept: Sequence[replays.ReplaySet], model: neural.NeuralModel
+) -> str:
+    noise = np.median([r.noise_ms / r.replayed_ms for r in replay_metrics.judge_replays(kept, model)])
     dense = f", a dense part of {sum(args.dense_ms):g} ms" if args.dense_ms else ""
     dense += f", {args.sequences:.0%} of the tables not pooled" if args.sequences else ""
     shared = any(cost.oversubscribed for one in kept for cost in one.costs.values())

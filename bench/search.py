@@ -28,8 +28,8 @@ import numpy as np
 import torch
 
 from bench import common, replays
-from bench.common import say
-from bench.kept import with_memory
+from bench.common import print_progress
+from bench.kept import with_memory_times
 from bench.peers import PEERS
 from shardcore import report
 from shardcore.core.links import links_of
@@ -40,8 +40,8 @@ from shardcore.cost.model import price
 from shardcore.cost.neural import NeuralModel
 from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
 from shardcore.search import SHARDERS, Budget, greedy
-from shardcore.search.bound.lower_bound import bound
-from shardcore.search.portfolio import annealing as anneal
+from shardcore.search.bound.lower_bound import prove_lower_bound
+from shardcore.search.portfolio import search_with_annealing as anneal
 from shardcore.stages import evaluate
 from shardcore.step.lower import lower
 from shardcore.tables.generate import generate_pool
@@ -49,7 +49,7 @@ from shardcore.tables.generate import generate_pool
 EVALS = (2_000, 20_000, 200_000)
 
 
-def problems(
+def draw_problems(
     model: NeuralModel,
     n: int,
     devices: int,
@@ -74,21 +74,21 @@ def problems(
 
 
 def warm_up(problem: Problem, model: NeuralModel, arms: Mapping[str, Callable[[Problem], Plan]]) -> None:
-    """Run all arms on two tables, so that nothing compiles or imports while a clock runs."""
+    """Run all sharding arms on a tiny problem, so that compiling and imports precede the timing."""
     few = replace(problem, name="warm-up", tables=problem.tables[:2])
     for arm in arms.values():
-        common.timed(arm, few)
+        common.timed_plan(arm, few)
 
 
 def add_best_greedy(cost: dict[str, list[float]], seconds: dict[str, list[float]]) -> None:
-    """The cheapest of the greedy orders on each problem, which takes the seconds of all."""
+    """Add an arm to the results: the best greedy order on each problem, with the seconds of all orders."""
     costs = np.array([cost[name] for name in greedy.ORDERS], dtype=float)
     cost["best greedy"] = np.fmin.reduce(costs, 0).tolist()
     seconds["best greedy"] = np.sum([seconds[name] for name in greedy.ORDERS], 0).tolist()
 
 
 def main() -> None:
-    parser = common.parser(
+    parser = common.bench_parser(
         __doc__,
         {"model": "folder of a trained model"},
         problems=20,
@@ -125,29 +125,29 @@ def main() -> None:
         if unknown := sorted(set(args.sharders) - set(arms)):
             parser.error(f"no sharder {unknown[0]!r}; there are {', '.join(map(repr, arms))}")
         arms = {name: arm for name, arm in arms.items() if name in {"neuroshard", *args.sharders}}
-    warm_up(problems(model, 1, args.devices, 0)[0], model, arms)
+    warm_up(draw_problems(model, 1, args.devices, 0)[0], model, arms)
     bounds = [] if args.no_bound else ["lower bound"]
     cost, seconds = ({name: [] for name in [*arms, *bounds]} for _ in range(2))
     drawn = (
-        replays.problems(model, args.problems, args.seed, args.two_ranks)
+        replays.draw_problems(model, args.problems, args.seed, args.two_ranks)
         if args.two_ranks
-        else problems(model, args.problems, args.devices, args.seed, args.unequal)
+        else draw_problems(model, args.problems, args.devices, args.seed, args.unequal)
     )
-    drawn = [with_memory(p, args.memory) for p in drawn] if args.memory else drawn
+    drawn = [with_memory_times(p, args.memory) for p in drawn] if args.memory else drawn
     for i, problem in enumerate(drawn):
         for name, arm in arms.items():
-            plan, took = common.timed(arm, problem, time.perf_counter)
+            plan, took = common.timed_plan(arm, problem, time.perf_counter)
             cost[name].append(price(lower(plan, problem), model).total_ms if plan else np.nan)
             seconds[name].append(took)
         if not args.no_bound:
-            least = bound(problem, model)
+            least = prove_lower_bound(problem, model)
             cost["lower bound"].append(least.proved_ms if least else None)
-        say(f"problem {i + 1} of {len(drawn)}: {len(problem.tables)} tables")
+        print_progress(f"problem {i + 1} of {len(drawn)}: {len(problem.tables)} tables")
     if set(greedy.ORDERS) <= set(arms):
         add_best_greedy(cost, seconds)
     if None in cost.get("lower bound", []):
         del cost["lower bound"]
-    found = evaluate.standings(cost, seconds, "neuroshard")
+    found = evaluate.compute_standings(cost, seconds, "neuroshard")
     theirs = found["neuroshard"]
     rows = [
         (

@@ -24,15 +24,15 @@ import torch
 from matplotlib.figure import Figure
 
 from bench import common
-from bench.common import say
-from bench.kept import of_size
+from bench.common import print_progress
+from bench.kept import problem_of_size
 from shardcore import report
 from shardcore.cost import neural
 from shardcore.search import BASELINES, SHARDERS, Budget
-from shardcore.search.bound.lower_bound import bound
+from shardcore.search.bound.lower_bound import prove_lower_bound
 from shardcore.search.decisions.driver import decide
 from shardcore.search.decisions.row_units import RowUnits
-from shardcore.search.portfolio import annealing as anneal
+from shardcore.search.portfolio import search_with_annealing as anneal
 
 SIZES = {(40, 4): (0.5, 5.0), (160, 16): (1.0, 10.0), (856, 128): (4.0, 40.0), (10_000, 1024): (100.0, None)}
 """Tables and devices: seconds of annealing, and of the best known plan (None: not looked for)."""
@@ -43,35 +43,37 @@ COMPARED = 128
 """On more devices neuroshard's first pass alone takes longer than annealing."""
 
 
-def one(model: neural.NeuralModel, n_tables: int, n_devices: int, pods: bool) -> dict[str, float]:
+def search_times(model: neural.NeuralModel, n_tables: int, n_devices: int, pods: bool) -> dict[str, float]:
     seconds, long_s = (IN_PODS if pods else SIZES)[n_tables, n_devices]
-    asked = of_size(n_tables, n_devices, model.setting.batch, n_devices // DEVICES_OF_POD if pods else 1)
+    asked = problem_of_size(
+        n_tables, n_devices, model.setting.batch, n_devices // DEVICES_OF_POD if pods else 1
+    )
 
-    def ms(name: str, seconds: float | None = None, seed: int = 0) -> float:
+    def search_ms(name: str, seconds: float | None = None, seed: int = 0) -> float:
         return decide(
             asked, model, [RowUnits()], SHARDERS[name], seed=seed, budget=Budget(seconds=seconds)
         ).ms
 
     # Compiled before the clock starts.
-    anneal(of_size(8, 2, model.setting.batch), model, budget=Budget(evals=100))
+    anneal(problem_of_size(8, 2, model.setting.batch), model, budget=Budget(evals=100))
     began = time.perf_counter()
-    found = {"anneal_ms": ms("anneal", seconds)}
+    found = {"anneal_ms": search_ms("anneal", seconds)}
     found["anneal_s"] = time.perf_counter() - began
     found["anneal_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     if n_devices <= COMPARED:
         began = time.perf_counter()
-        found["neuroshard_ms"] = ms("neuroshard", seconds)
+        found["neuroshard_ms"] = search_ms("neuroshard", seconds)
         found["neuroshard_s"] = time.perf_counter() - began
-    found["greedy_ms"] = min(map(ms, BASELINES))
-    best = ms("anneal", long_s, seed=1) if long_s else np.inf
+    found["greedy_ms"] = min(map(search_ms, BASELINES))
+    best = search_ms("anneal", long_s, seed=1) if long_s else np.inf
     found["best_ms"] = min(best, found["anneal_ms"])
-    least = bound(asked, model)
+    least = prove_lower_bound(asked, model)
     found["proved_ms"] = least.proved_ms if least else np.nan
     return found
 
 
 def main() -> None:
-    parser = common.parser(
+    parser = common.bench_parser(
         __doc__,
         {"model": "folder of a trained model"},
         out=(Path("search-sizes.png"), "the plot"),
@@ -82,7 +84,7 @@ def main() -> None:
     torch.set_num_threads(1)
     if args.one:
         n_tables, n_devices = args.one
-        print(json.dumps(one(neural.load(args.model), n_tables, n_devices, args.pods)))
+        print(json.dumps(search_times(neural.load(args.model), n_tables, n_devices, args.pods)))
         return
     rows, found = [], []
     sizes = IN_PODS if args.pods else SIZES
@@ -120,7 +122,7 @@ def main() -> None:
                 f"{f['anneal_ms'] / f['proved_ms']:.3f}",
             )
         )
-        say(f"{size[0]} tables, {size[1]} devices done")
+        print_progress(f"{size[0]} tables, {size[1]} devices done")
     print(
         report.text_table(
             (
@@ -136,10 +138,10 @@ def main() -> None:
             rows,
         )
     )
-    _plot(found, list(sizes), args.out)
+    _plot_times(found, list(sizes), args.out)
 
 
-def _plot(found: list[dict[str, float]], sizes: list[tuple[int, int]], out: Path) -> None:
+def _plot_times(found: list[dict[str, float]], sizes: list[tuple[int, int]], out: Path) -> None:
     figure = Figure(figsize=(6, 3.6), layout="constrained")
     axes, devices = figure.subplots(), [d for _, d in sizes]
     for key, label in (

@@ -40,8 +40,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from bench import common
-from bench.common import say
-from bench.steps_training import LARGE, TIMEOUT_S, TURN, Steps, combine, work
+from bench.common import print_progress
+from bench.steps_training import LARGE, TIMEOUT_S, TURN, Steps, combine_ranks, run_rank
 from shardcore import report
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import PRECISION_BYTES, Plan, Problem, Setting
@@ -55,7 +55,7 @@ from shardcore.torchrec.sharding_plan import to_torchrec
 
 ALGORITHMS = (replay_metrics.OURS, "neuroshard", "torchrec", "best greedy", replay_metrics.RANDOM)
 RANKING = {"kendall_tau": "{:.3f}", "tau_beyond_noise": "{:.3f}", "regret": "{:.1f}%"}
-"""What of replay_metrics.by_problem is reported, and how."""
+"""What of replay_metrics.quality_by_problem is reported, and how."""
 
 
 @dataclass(frozen=True)
@@ -69,21 +69,21 @@ class Trained:
 # --- all ranks ----------------------------------------------------------------------------------------------
 
 
-def plans_of(kept: replays.ReplaySet) -> dict[str, Plan]:
-    """Those that are trained, each once, by digest: of ALGORITHMS, as far as TorchRec trains them."""
+def trained_plans(kept: replays.ReplaySet) -> dict[str, Plan]:
+    """Distinct plans among a problem's replays, by digest. TorchRec trains under each."""
     found = {name: kept.plans[name] for algorithm, name in kept.made if algorithm in ALGORITHMS}
-    return {name: plan for name, plan in found.items() if _trains(plan, kept.problem)}
+    return {name: plan for name, plan in found.items() if _is_trainable(plan, kept.problem)}
 
 
-def _trains(plan: Plan, problem: Problem) -> bool:
+def _is_trainable(plan: Plan, problem: Problem) -> bool:
     try:
         return bool(to_torchrec(plan, problem, "tables", "cpu"))
     except ShardCoreError as error:
-        say(f"{problem.name}, plan of {plan.provenance.get('algorithm')}: {error}")
+        print_progress(f"{problem.name}, plan of {plan.provenance.get('algorithm')}: {error}")
         return False
 
 
-def run(
+def train_plans(
     all_kept: Sequence[replays.ReplaySet],
     setting: Setting,
     out: Path,
@@ -91,30 +91,35 @@ def run(
     minutes: float,
     reference: ReferenceOp,
 ) -> list[Trained]:
-    """The steps of as many problems as the time allows beside those that `out` has. Raises as
-    local_ranks.run."""
-    found = {kept.problem.name: steps for kept in all_kept if (steps := _before(out, kept, rounds))}
+    """Train steps of further problems within a time limit. Returns all steps, including those stored in `out`.
+
+    Raises as local_ranks.run_ranks.
+    """
+    found = {
+        kept.problem.name: steps for kept in all_kept if (steps := _read_earlier_steps(out, kept, rounds))
+    }
     waiting = [kept for kept in all_kept if kept.problem.name not in found]
     until = time.monotonic() + 60 * minutes
-    with closing(_trained(waiting if minutes > 0 else [], setting, rounds, reference)) as trained:
+    with closing(_train_problems(waiting if minutes > 0 else [], setting, rounds, reference)) as trained:
         for kept, steps in trained:
             writing.write_json(
-                _path(out, kept), {**_asked(kept, rounds), "plans": {n: asdict(s) for n, s in steps.items()}}
+                _steps_path(out, kept),
+                {**_run_settings(kept, rounds), "plans": {n: asdict(s) for n, s in steps.items()}},
             )
             found[kept.problem.name] = steps
-            say(f"{len(found)} of {len(all_kept)} problems: {_line(kept, steps)}")
+            print_progress(f"{len(found)} of {len(all_kept)} problems: {_steps_line(kept, steps)}")
             if time.monotonic() > until:
                 break
     return [Trained(kept, found[kept.problem.name]) for kept in all_kept if kept.problem.name in found]
 
 
-def _trained(
+def _train_problems(
     waiting: Sequence[replays.ReplaySet], setting: Setting, rounds: int, reference: ReferenceOp
 ) -> Iterator[tuple[replays.ReplaySet, dict[str, Steps]]]:
-    """The steps of one problem after the other, by plan."""
+    """Train the plans of each problem in turn. Yields the replays and steps by plan."""
     if not waiting:
         return
-    given = [(kept.problem, plans_of(kept)) for kept in waiting]
+    given = [(kept.problem, trained_plans(kept)) for kept in waiting]
     largest = max(
         max(lower(plan, problem).memory_bytes) for problem, plans in given for plan in plans.values()
     )
@@ -123,41 +128,43 @@ def _trained(
     marks: list[list[dict[str, np.ndarray]]] = [[] for _ in range(ranks)]
     done = 0
     with closing(
-        local_ranks.run("steps", work, ranks, (given, setting, rounds, elements, reference), TIMEOUT_S)
+        local_ranks.run_ranks(
+            "steps", run_rank, ranks, (given, setting, rounds, elements, reference), TIMEOUT_S
+        )
     ) as heard:
         for rank, said in heard:
             marks[rank] += [said] if said else []
             while min(map(len, marks)) > done:
                 yield (
                     waiting[done],
-                    {name: combine([m[done][name] for m in marks]) for name in marks[0][done]},
+                    {name: combine_ranks([m[done][name] for m in marks]) for name in marks[0][done]},
                 )
                 done += 1
 
 
-def _line(kept: replays.ReplaySet, steps: dict[str, Steps]) -> str:
+def _steps_line(kept: replays.ReplaySet, steps: dict[str, Steps]) -> str:
     name, own = next(iter(steps.items()))
     return (
         f"{kept.problem.name}, {len(steps)} plans; the first {kept.costs[name].total_ms:.1f} ms "
         f"replayed, in TorchRec {own.embedding.median_ms:.1f} ± "
-        f"{replay_metrics.noise_ms(own.embedding):.1f} of {own.whole.median_ms:.1f}"
+        f"{replay_metrics.median_noise_ms(own.embedding):.1f} of {own.whole.median_ms:.1f}"
     )
 
 
-def _path(out: Path, kept: replays.ReplaySet) -> Path:
+def _steps_path(out: Path, kept: replays.ReplaySet) -> Path:
     return out / f"{kept.problem.name}.json"
 
 
-def _asked(kept: replays.ReplaySet, rounds: int) -> dict[str, Any]:
+def _run_settings(kept: replays.ReplaySet, rounds: int) -> dict[str, Any]:
     return {"problem": files.digest(files.problem_to_json(kept.problem)), "rounds": rounds, "turn": TURN}
 
 
-def _before(out: Path, kept: replays.ReplaySet, rounds: int) -> dict[str, Steps] | None:
-    """The steps that `out` has, where they are of the same plans, made in the same way."""
-    path = _path(out, kept)
+def _read_earlier_steps(out: Path, kept: replays.ReplaySet, rounds: int) -> dict[str, Steps] | None:
+    """Read a problem's stored steps. None unless measured for the same plans in the same way."""
+    path = _steps_path(out, kept)
     written = schema.read_json(path) if path.exists() else {}
-    asked = _asked(kept, rounds)
-    if {k: written.get(k) for k in asked} != asked or set(written["plans"]) != set(plans_of(kept)):
+    asked = _run_settings(kept, rounds)
+    if {k: written.get(k) for k in asked} != asked or set(written["plans"]) != set(trained_plans(kept)):
         return None
     return {
         name: Steps(Spread(**s["embedding"]), Spread(**s["whole"]), s["share"])
@@ -168,10 +175,10 @@ def _before(out: Path, kept: replays.ReplaySet, rounds: int) -> dict[str, Steps]
 # --- the report ---------------------------------------------------------------------------------------------
 
 
-def stepped(
+def records_with_step_times(
     trained: Sequence[Trained], replayed: Sequence[replay_metrics.ReplayRecord], part: str
 ) -> list[replay_metrics.ReplayRecord]:
-    """The records with times of TorchRec's steps in place of replayed ones.
+    """Replay records with measured TorchRec step times in place of replayed times.
 
     part: of the step, "embedding" or "whole".
     """
@@ -179,45 +186,45 @@ def stepped(
         (t.kept.problem.name, plan): getattr(own, part) for t in trained for plan, own in t.steps.items()
     }
     return [
-        replace(r, replayed_ms=step.median_ms, noise_ms=replay_metrics.noise_ms(step))
+        replace(r, replayed_ms=step.median_ms, noise_ms=replay_metrics.median_noise_ms(step))
         for r in replayed
         for step in [steps[r.problem, r.plan]]
     ]
 
 
-def text(
+def report_text(
     replayed: Sequence[replay_metrics.ReplayRecord],
     embedding: Sequence[replay_metrics.ReplayRecord],
     whole: Sequence[replay_metrics.ReplayRecord],
     head: str,
 ) -> str:
-    """The report: Markdown with two tables and the plot that lies beside it."""
+    """Markdown report of TorchRec steps, with two tables and a linked plot."""
     ranks = []
     for words, rows in (
         ("predicted, replayed", replayed),
         ("predicted, embedding part in TorchRec", embedding),
-        ("replayed, embedding part in TorchRec", foretold(embedding, replayed)),
+        ("replayed, embedding part in TorchRec", steps_against_replays(embedding, replayed)),
         ("predicted, whole step", whole),
-        ("replayed, whole step", foretold(whole, replayed)),
+        ("replayed, whole step", steps_against_replays(whole, replayed)),
     ):
-        found = replay_metrics.by_problem(rows)
+        found = replay_metrics.quality_by_problem(rows)
         ranks.append(
             (
                 words,
                 *(
-                    common.spoken(metrics.mean_interval(found[name]), form)
+                    common.interval_text(metrics.mean_interval(found[name]), form)
                     if np.isfinite(found[name]).any()
                     else "-"
                     for name, form in RANKING.items()
                 ),
             )
         )
-    by_part = [replay_metrics.rivals(rows) for rows in (replayed, embedding, whole)]
+    by_part = [replay_metrics.compare_sharders(rows) for rows in (replayed, embedding, whole)]
     costs = [
         (
             name,
             f"{rival.predicted:.3f}",
-            *(common.spoken(found[name].cost) for found in by_part),
+            *(common.interval_text(found[name].cost) for found in by_part),
             f"{len(by_part[1][name].losses)} of {rival.problems}",
         )
         for name, rival in by_part[0].items()
@@ -256,17 +263,19 @@ def text(
     )
 
 
-def foretold(
+def steps_against_replays(
     rows: Sequence[replay_metrics.ReplayRecord], replayed: Sequence[replay_metrics.ReplayRecord]
 ) -> list[replay_metrics.ReplayRecord]:
-    """Steps beside what was replayed, in the place of what was predicted."""
+    """Records of TorchRec steps with replayed times as predictions."""
     ms = {(r.problem, r.plan): r.replayed_ms for r in replayed}
     return [replace(r, predicted_ms=ms[r.problem, r.plan]) for r in rows]
 
 
-def _head(trained: Sequence[Trained], rows: Sequence[replay_metrics.ReplayRecord], setting: Setting) -> str:
-    """rows: as of `foretold`."""
-    plans, ranks = replay_metrics.distinct(rows), len(trained[0].kept.problem.topology)
+def _report_head(
+    trained: Sequence[Trained], rows: Sequence[replay_metrics.ReplayRecord], setting: Setting
+) -> str:
+    """Head of the report. rows: result of `steps_against_replays`."""
+    plans, ranks = replay_metrics.distinct_plans(rows), len(trained[0].kept.problem.topology)
     ratio = np.array([r.replayed_ms / r.predicted_ms for r in plans])
     share = np.median([s.share for t in trained for s in t.steps.values()])
     noise = np.median([r.noise_ms / r.replayed_ms for r in plans])
@@ -280,12 +289,14 @@ def _head(trained: Sequence[Trained], rows: Sequence[replay_metrics.ReplayRecord
     )
 
 
-def plot(
+def plot_steps(
     rows: Sequence[replay_metrics.ReplayRecord],
     by_part: dict[str, dict[str, replay_metrics.SharderComparison]],
 ) -> Figure:
-    """Plans replayed and in TorchRec (rows as of `foretold`), those of a problem on a line; every algorithm's
-    cost over ours."""
+    """Plot of replayed against TorchRec step times, and each algorithm's cost relative to ours.
+
+    rows: result of `steps_against_replays`.
+    """
     figure = Figure(figsize=(11, 4.8), layout="constrained")
     left, right = figure.subplots(1, 2)
     for problem in dict.fromkeys(r.problem for r in rows):
@@ -326,21 +337,21 @@ def plot(
     return figure
 
 
-def write(out: Path, trained: Sequence[Trained], model: neural.NeuralModel) -> str:
-    """report.md, its plot and steps.csv; the report."""
+def write_report(out: Path, trained: Sequence[Trained], model: neural.NeuralModel) -> str:
+    """Write report.md, its plot and steps.csv. Returns the report."""
     # Ids travel beside the dense part here, so the embedding part has none.
     replayed = [
         r
         for t in trained
-        for r in replay_metrics.judge([t.kept], model, ids=False)
+        for r in replay_metrics.judge_replays([t.kept], model, ids=False)
         if r.algorithm in ALGORITHMS and r.plan in t.steps
     ]
-    embedding, whole = (stepped(trained, replayed, part) for part in ("embedding", "whole"))
-    by_replay = foretold(embedding, replayed)
-    figure = plot(
+    embedding, whole = (records_with_step_times(trained, replayed, part) for part in ("embedding", "whole"))
+    by_replay = steps_against_replays(embedding, replayed)
+    figure = plot_steps(
         by_replay,
         {
-            part: replay_metrics.rivals(rows)
+            part: replay_metrics.compare_sharders(rows)
             for part, rows in (
                 ("replayed", replayed),
                 ("embedding part in TorchRec", embedding),
@@ -367,13 +378,13 @@ def write(out: Path, trained: Sequence[Trained], model: neural.NeuralModel) -> s
             for r, e, w in zip(replayed, embedding, whole, strict=True)
         ],
     )
-    page = text(replayed, embedding, whole, _head(trained, by_replay, model.setting))
+    page = report_text(replayed, embedding, whole, _report_head(trained, by_replay, model.setting))
     writing.write_atomic(out / "report.md", page.encode())
     return page
 
 
 def main() -> None:
-    parser = common.parser(
+    parser = common.bench_parser(
         __doc__,
         {"model": "folder of the cost model", "replays": (Path, "folder of bench.replays, of this machine")},
         out=(..., "folder of the report and of what is done"),
@@ -386,7 +397,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     model = neural.load(args.model)
-    kept = replays.read_all(args.replays, model.setting)[: args.problems]
+    kept = replays.read_all_replays(args.replays, model.setting)[: args.problems]
     if not kept:
         raise ShardCoreError(
             f"folder {str(args.replays)!r} has no replays for ({model.setting}); run python -m bench.replays"
@@ -397,10 +408,10 @@ def main() -> None:
             f"folder {str(args.measurements)!r} has no reference op for ({model.setting}); "
             "give the dataset of MODEL"
         )
-    trained = run(kept, model.setting, args.out, args.rounds, args.minutes, reference)
+    trained = train_plans(kept, model.setting, args.out, args.rounds, args.minutes, reference)
     if not trained:
         raise ShardCoreError(f"no problem was done in {args.minutes:g} minutes; give more --minutes")
-    print(write(args.out, trained, model))
+    print(write_report(args.out, trained, model))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from shardcore.io.dataset import ReferenceOp
 from shardcore.io.measurements import Spread
 from shardcore.measure import local_ranks, own_core
 from shardcore.measure.kernels import KernelBench, KernelConfig
-from shardcore.measure.timing import spread
+from shardcore.measure.timing import timing_spread
 from shardcore.tables import streams
 from shardcore.torchrec.sharding_plan import to_torchrec
 
@@ -89,7 +89,7 @@ class Trainer:
     _marks: list[float] = field(default_factory=list)
 
     @classmethod
-    def of(
+    def of_plan(
         cls,
         plan: Plan,
         problem: Problem,
@@ -98,33 +98,35 @@ class Trainer:
         batches: Sequence[Any],
         cache: torch.Tensor,
     ) -> Trainer:
-        pipeline, optimizer, model = pipeline_of(plan, problem, setting, arena)
+        pipeline, optimizer, model = build_pipeline(plan, problem, setting, arena)
         trainer = cls(pipeline, itertools.cycle(batches))
         trainer.pipeline.progress(trainer.batches)  # traces the model, so marks come after it
         inner = model.module
-        inner.tables.register_forward_pre_hook(lambda *_: trainer.mark())
-        inner.dense.register_forward_pre_hook(lambda _, inputs: trainer._dense_begins(inputs[0], cache))
-        optimizer.register_step_pre_hook(lambda *_: trainer.mark())
+        inner.tables.register_forward_pre_hook(lambda *_: trainer.record_mark())
+        inner.dense.register_forward_pre_hook(
+            lambda _, inputs: trainer._hook_dense_backward(inputs[0], cache)
+        )
+        optimizer.register_step_pre_hook(lambda *_: trainer.record_mark())
         return trainer
 
-    def mark(self) -> None:
+    def record_mark(self) -> None:
         self._marks.append(time.perf_counter())
 
-    def _dense_begins(self, inputs: torch.Tensor, cache: torch.Tensor) -> None:
-        self.mark()
+    def _hook_dense_backward(self, inputs: torch.Tensor, cache: torch.Tensor) -> None:
+        self.record_mark()
         cache.add_(1)
         dist.barrier()
-        inputs.register_hook(lambda _: self.mark())
-        self.mark()
+        inputs.register_hook(lambda _: self.record_mark())
+        self.record_mark()
 
-    def turn(self) -> None:
+    def train_turn(self) -> None:
         self._marks.clear()
         for _ in range(TURN):
             self.pipeline.progress(self.batches)
         self.turns.append(np.array(self._marks).reshape(TURN, 5))
 
 
-def pipeline_of(
+def build_pipeline(
     plan: Plan, problem: Problem, setting: Setting, arena: torch.Tensor
 ) -> tuple[Any, torch.optim.Optimizer, Any]:
     """A plan's model in TorchRec's pipeline, the optimizer of its dense part and replicas, and the model itself."""
@@ -132,7 +134,7 @@ def pipeline_of(
     from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDist
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 
-    cpu, module = torch.device("cpu"), _model(problem)
+    cpu, module = torch.device("cpu"), _build_model(problem)
     fused = {
         "optimizer": EmbOptimType[OPTIMIZERS[setting.optimizer].theirs],
         "learning_rate": LEARNING_RATE,
@@ -150,7 +152,7 @@ def pipeline_of(
     return TrainPipelineSparseDist(model, optimizer, cpu), optimizer, model
 
 
-def _model(problem: Problem) -> torch.nn.Module:
+def _build_model(problem: Problem) -> torch.nn.Module:
     from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
     from torchrec.modules.embedding_configs import DataType
 
@@ -184,8 +186,8 @@ def _model(problem: Problem) -> torch.nn.Module:
     return Model()
 
 
-def batch_of(problem: Problem, rank: int, seed: int) -> Any:
-    """A rank's samples of the global batch that a replay of this seed looks up."""
+def rank_batch(problem: Problem, rank: int, seed: int) -> Any:
+    """Rank's share of the global batch that a replay of the same seed looks up."""
     from torchrec import KeyedJaggedTensor
     from torchrec.datasets.utils import Batch
 
@@ -204,7 +206,7 @@ def batch_of(problem: Problem, rank: int, seed: int) -> Any:
     return Batch(torch.randn(local, DENSE), features, torch.rand(local).round())
 
 
-def work(
+def run_rank(
     rank: int,
     init_method: str,
     say: Callable[[Any], None],
@@ -214,7 +216,7 @@ def work(
     elements: int,
     reference: ReferenceOp,
 ) -> None:
-    """One process of the gang: of each problem in turn it says its marks at the usual speed, by plan."""
+    """Train as one rank of a gang: send time marks of each problem's steps, by plan."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     os.environ.update(
@@ -230,23 +232,23 @@ def work(
     bench = KernelBench(setting, "cpu", KernelConfig(max(s.bytes for s in reference[0].shards)))
     beside = bench.prepare(reference[0])
     say(None)
-    with local_ranks.exchanging():
+    with local_ranks.report_lost_ranks():
         dist.init_process_group("gloo", init_method, rank=rank, world_size=len(given[0][0].topology))
-        own_core.take(rank)
+        own_core.take_core(rank)
         for problem, plans in given:
-            batches = [batch_of(problem, rank, seed) for seed in range(BATCHES)]
+            batches = [rank_batch(problem, rank, seed) for seed in range(BATCHES)]
             trainers = {}
             for name, plan in plans.items():
-                trainers[name] = Trainer.of(plan, problem, setting, arena, batches, cache)
+                trainers[name] = Trainer.of_plan(plan, problem, setting, arena, batches, cache)
                 say(None)
-            own_core.let_network_wait()
+            own_core.deprioritize_network_threads()
             reference_ms = []
             for index in range(-1, rounds):
                 for i in np.random.default_rng([index + 1]).permutation(len(trainers)):
-                    list(trainers.values())[i].turn()
+                    list(trainers.values())[i].train_turn()
                 for _ in range(_REFERENCE_RUNS):
                     cache.add_(1)
-                    reference_ms.append(bench.once_ms(beside))
+                    reference_ms.append(bench.run_once_ms(beside))
                 say(None)
             slowdown = float(np.median(reference_ms)) / reference[1]
             say({name: np.stack(trainer.turns[1:]) / slowdown for name, trainer in trainers.items()})
@@ -254,11 +256,13 @@ def work(
             gc.collect()
 
 
-def combine(marks_s: Sequence[np.ndarray]) -> Steps:
-    """A plan's steps from what each rank saw of them: D arrays [turns, TURN, 5]."""
+def combine_ranks(marks_s: Sequence[np.ndarray]) -> Steps:
+    """Combine the time marks of all ranks into a plan's steps. marks_s: times in s of each of the D ranks, [turns,
+    steps of a turn, 5 marks of a step].
+    """
     marks = np.stack(marks_s) * 1e3
     now, following = marks[:, :, :-1], marks[:, :, 1:]
     began = np.minimum(now[..., GRADIENT].max(0), now[..., UPDATED])
     embedding = (now[..., UPDATED] - began + following[..., POOLED] - following[..., LOOKUP]).max(0).ravel()
     whole = (following[..., POOLED].max(0) - now[..., DENSE_PART].max(0)).ravel()
-    return Steps(spread(embedding), spread(whole), float(np.median(embedding / whole)))
+    return Steps(timing_spread(embedding), timing_spread(whole), float(np.median(embedding / whole)))

@@ -35,22 +35,27 @@ import numpy as np
 from torchrec.distributed.planner.proposers import EmbeddingOffloadScaleupProposer, UniformProposer
 
 from bench import common
-from bench.common import say
-from bench.peers.tiers import DynamicProgram, planned
+from bench.common import print_progress
+from bench.peers.tiers import DynamicProgram, torchrec_plan
 from shardcore.core.access_statistics import Zipf
 from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.job import Job
 from shardcore.core.topology import Device
 from shardcore.core.types import Problem, Table
-from shardcore.cost.model import CostModel, price, total_ms
+from shardcore.cost.model import CostModel, predicted_total_ms, price
 from shardcore.cost.profile import load_profile
 from shardcore.report.text import markdown_table
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.decisions.driver import decide
-from shardcore.search.decisions.memory_tiers import MemoryTiers, tier_bytes, tiers_of, with_load_factors
-from shardcore.search.state.shards import priced
+from shardcore.search.decisions.memory_tiers import (
+    MemoryTiers,
+    device_bytes_for_tables,
+    tiers_of_tables,
+    with_load_factors,
+)
+from shardcore.search.state.shards import priced_plan
 from shardcore.step.lower import lower
-from shardcore.step.memory import fits
+from shardcore.step.memory import plan_fits
 from shardcore.tables.generate import generate_pool
 from shardcore.torchrec.baseline import silence_torchrec_logging
 
@@ -68,7 +73,7 @@ MEMORY = (1.0, 0.97, 0.9, 0.75, 0.5)
 # --- plans --------------------------------------------------------------------------------------------------
 
 
-def drawn(seed: int) -> Problem:
+def draw_problem(seed: int) -> Problem:
     rng = np.random.default_rng([seed, 29])
     n = int(rng.integers(12, 25))
     if seed % 2:
@@ -91,13 +96,13 @@ def drawn(seed: int) -> Problem:
     rich = Problem(
         f"tiers-{seed}", tables, replace(topology, devices=(Device(1 << 40),) * DEVICES), BATCH, "exact_sgd"
     )
-    beside = DEVICES * (1 << 40) - tier_bytes(rich)
+    beside = DEVICES * (1 << 40) - device_bytes_for_tables(rich)
     memory = int(beside + WEIGHTS[seed % len(WEIGHTS)] * weights) // DEVICES
     return replace(rich, topology=replace(topology, devices=(Device(memory),) * DEVICES))
 
 
-def searched(problem: Problem, model: CostModel) -> float:
-    """ms of our plan. Infinite: there is none."""
+def our_plan_ms(problem: Problem, model: CostModel) -> float:
+    """Predicted ms of our plan for a problem; infinite if infeasible."""
     try:
         plan = SHARDERS["portfolio"](problem, model.for_problem(problem), budget=Budget(EVALS))
     except Infeasible:
@@ -105,68 +110,74 @@ def searched(problem: Problem, model: CostModel) -> float:
     return plan.provenance["predicted_ms"]
 
 
-def ours(problem: Problem, model: CostModel) -> Sequence[float]:
+def our_ms(problem: Problem, model: CostModel) -> Sequence[float]:
     return [decide(problem, model, [MemoryTiers()], SHARDERS["portfolio"], budget=Budget(EVALS)).ms]
 
 
-def easy_rec(problem: Problem, model: CostModel) -> Sequence[float]:
+def easy_rec_ms(problem: Problem, model: CostModel) -> Sequence[float]:
     kernels = "fused", "fused_uvm", "fused_uvm_caching"
-    return _rival(problem, model, lambda: [DynamicProgram(), UniformProposer()], kernels, [TYPES])
+    return _rival_ms(problem, model, lambda: [DynamicProgram(), UniformProposer()], kernels, [TYPES])
 
 
-def scale_up(problem: Problem, model: CostModel) -> Sequence[float]:
+def scale_up_ms(problem: Problem, model: CostModel) -> Sequence[float]:
     # It takes one sharding type a table.
     types = [[name] for name in TYPES]
-    return _rival(problem, model, lambda: [EmbeddingOffloadScaleupProposer()], ["fused_uvm_caching"], types)
+    return _rival_ms(
+        problem, model, lambda: [EmbeddingOffloadScaleupProposer()], ["fused_uvm_caching"], types
+    )
 
 
-def _rival(
+def _rival_ms(
     problem: Problem,
     model: CostModel,
     proposers: Callable[[], Sequence[Any]],
     kernels: Sequence[str],
     types: Sequence[Sequence[str]],
 ) -> Sequence[float]:
-    """ms of its best plan, and of the best with its load factors and our places."""
+    """Predicted ms of a rival's best plan, and of the best with the rival's load factors and our placements."""
     best, chosen = np.inf, None
     for some, factor in ((some, factor) for some in types for factor in FACTORS):
         for share in MEMORY:
             with silence_torchrec_logging():
-                found = planned(problem, proposers(), kernels, some, factor, share)
+                found = torchrec_plan(problem, proposers(), kernels, some, factor, share)
             if found is None:
                 continue
             own, placements = found
             try:
-                plan = priced(placements, own, model.for_problem(own))
+                plan = priced_plan(placements, own, model.for_problem(own))
             # Rows that do not divide evenly are no plan that TorchRec trains.
             except ShardCoreError:
                 break
-            if fits(plan, own):
+            if plan_fits(plan, own):
                 best, chosen = min((best, chosen), (plan.provenance["predicted_ms"], own), key=lambda x: x[0])
                 break
-    return [best, searched(chosen, model) if chosen else np.inf]
+    return [best, our_plan_ms(chosen, model) if chosen else np.inf]
 
 
-def largest_to_host(problem: Problem, model: CostModel) -> Sequence[float]:
+def largest_to_host_ms(problem: Problem, model: CostModel) -> Sequence[float]:
     names = [t.name for t in sorted(problem.tables, key=lambda t: -t.bytes)]
     several = [with_load_factors(problem, dict.fromkeys(names[:n], 0.0)) for n in range(len(names) + 1)]
     found = [np.inf]
     for share in MEMORY:
-        fitting = (p for p in several if sum(t.device_bytes for t in tiers_of(p)) <= share * tier_bytes(p))
-        found += [searched(p, model) for p in [next(fitting, None)] if p]
+        fitting = (
+            p
+            for p in several
+            if sum(t.device_bytes for t in tiers_of_tables(p)) <= share * device_bytes_for_tables(p)
+        )
+        found += [our_plan_ms(p, model) for p in [next(fitting, None)] if p]
     return [min(found)]
 
 
 ARMS = {
-    "ours": ours,
-    "TorchEasyRec's dynamic program": easy_rec,
-    "TorchRec's scale-up": scale_up,
-    "largest to host": largest_to_host,
+    "ours": our_ms,
+    "TorchEasyRec's dynamic program": easy_rec_ms,
+    "TorchRec's scale-up": scale_up_ms,
+    "largest to host": largest_to_host_ms,
 }
 
 
-def plans(seed: int) -> Row:
-    problem, model = drawn(seed), load_profile(PROFILE).model()
+def plan_costs(seed: int) -> Row:
+    problem, model = draw_problem(seed), load_profile(PROFILE).model()
     ms = {}
     for name, arm in ARMS.items():
         for what, one in zip((name, f"{name}, our places"), arm(problem, model), strict=False):
@@ -174,7 +185,7 @@ def plans(seed: int) -> Row:
     return {"ms": ms}
 
 
-def plans_report(rows: Sequence[Row]) -> str:
+def plan_costs_report(rows: Sequence[Row]) -> str:
     cells = []
     for name in rows[0]["ms"]:
         if ratios := [r["ms"][name] / r["ms"]["ours"] for r in rows if r["ms"][name]]:
@@ -188,12 +199,13 @@ def plans_report(rows: Sequence[Row]) -> str:
 DENSE_MS = (0.0, 2.0)
 
 
-def ahead(seed: int) -> Row:
+def prefetch_costs(seed: int) -> Row:
     model, rows = load_profile(PROFILE).model(), {}
     for dense_ms in DENSE_MS:
         plain, fetching = (
             replace(
-                drawn(seed), job=Job(name, dense_forward_ms=dense_ms / 3, dense_backward_ms=2 * dense_ms / 3)
+                draw_problem(seed),
+                job=Job(name, dense_forward_ms=dense_ms / 3, dense_backward_ms=2 * dense_ms / 3),
             )
             for name in ("sparse_dist", "prefetch")
         )
@@ -203,7 +215,7 @@ def ahead(seed: int) -> Row:
         )
         same = replace(found.problem, job=fetching.job)
         # It may not fit: this pipeline has more ids in memory.
-        its_ms = total_ms(lower(found.plan, same, fits=False), model.for_problem(same))
+        its_ms = predicted_total_ms(lower(found.plan, same, fits=False), model.for_problem(same))
         cost = price(lower(best.plan, best.problem), model.for_problem(best.problem))
         rows[f"{dense_ms:g}"] = {
             "sparse_dist": found.ms,
@@ -216,7 +228,7 @@ def ahead(seed: int) -> Row:
     return {"by_dense_ms": rows}
 
 
-def ahead_report(rows: Sequence[Row]) -> str:
+def prefetch_report(rows: Sequence[Row]) -> str:
     cells = [
         [
             str(row["seed"]),
@@ -241,14 +253,14 @@ def ahead_report(rows: Sequence[Row]) -> str:
 
 
 PARTS: Mapping[str, tuple[Callable[[int], Row], Callable[[Sequence[Row]], str]]] = {
-    "plans": (plans, plans_report),
-    "ahead": (ahead, ahead_report),
+    "plans": (plan_costs, plan_costs_report),
+    "ahead": (prefetch_costs, prefetch_report),
 }
 """By name: what one drawn problem gives, and the report of all."""
 
 
 def main() -> None:
-    parser = common.parser(
+    parser = common.bench_parser(
         __doc__,
         {"part": f"one of {', '.join(PARTS)}"},
         problems=(30, "to draw"),
@@ -259,11 +271,11 @@ def main() -> None:
     if args.part not in PARTS:
         parser.error(f"part is {args.part!r}; known are {', '.join(PARTS)}")
     take, show = PARTS[args.part]
-    rows = common.rows_with(args.out, {"part": args.part})
+    rows = common.read_rows_of_settings(args.out, {"part": args.part})
     for seed in range(args.first + len(rows), args.first + args.problems):
         rows.append({"part": args.part, "seed": seed, **take(seed)})
-        common.write_lines(args.out, rows)
-        say(f"{len(rows)} of {args.problems}")
+        common.write_rows(args.out, rows)
+        print_progress(f"{len(rows)} of {args.problems}")
     print(show(rows))
 
 

@@ -22,10 +22,10 @@ from bench import common
 from shardcore import report
 from shardcore.core.job import Job
 from shardcore.core.types import Placement, Plan, Problem, Shard
-from shardcore.cost.model import total_ms
+from shardcore.cost.model import predicted_total_ms
 from shardcore.cost.profile import Profile, load_profile
 from shardcore.io import files
-from shardcore.measure.sampling.placements import deal_columns
+from shardcore.measure.sampling.placements import cut_columns
 from shardcore.search import BASELINES, DEFAULT_SHARDER, SHARDERS, Budget
 from shardcore.step.kinds import WHOLE_ROWS
 from shardcore.step.lower import lower
@@ -50,8 +50,8 @@ _OTHERS = {"neuroshard": "NeuroShard's search", "torchrec": "TorchRec's planner"
 """Other searches, and what the table calls them. The best of BASELINES is a column of its own."""
 
 
-def workloads() -> Iterator[tuple[Problem, Profile]]:
-    """The problem of each list, and its card's profile."""
+def public_workloads() -> Iterator[tuple[Problem, Profile]]:
+    """Problem of each public table list, with its card's hardware profile."""
     for name, card, hosts, batch in LISTS:
         profile = load_profile(card)
         problem = Problem(
@@ -65,8 +65,8 @@ def workloads() -> Iterator[tuple[Problem, Profile]]:
         yield problem, profile
 
 
-def production(inputs: Path) -> tuple[Problem, Profile, Plan]:
-    """A production list of 1,935 tables on 96 cards, the cards' profile, and the plan that TorchRec published for it.
+def production_workload(inputs: Path) -> tuple[Problem, Profile, Plan]:
+    """Production problem of 1,935 tables on 96 cards, its hardware profile, and TorchRec's published plan.
 
     The file of the plan has the problem's tables, in their order. Several shards that it put on one rank are one here,
     as its kernels need it.
@@ -89,12 +89,12 @@ def production(inputs: Path) -> tuple[Problem, Profile, Plan]:
                 continue
             shards = Counter(int(rank) for rank in row["ranks"].split(","))
             widths = {rank: n * int(row["cw_dim"]) for rank, n in shards.items()}
-            placements += [Placement(WHOLE_ROWS.name, s, (rank,)) for rank, s in deal_columns(table, widths)]
+            placements += [Placement(WHOLE_ROWS.name, s, (rank,)) for rank, s in cut_columns(table, widths)]
     return problem, profile, Plan(tuple(placements))
 
 
-def costs(problem: Problem, profile: Profile, seconds: float, published: Plan | None) -> dict[str, Any]:
-    """Predicted ms of each arm's plan. None where it finds none.
+def arm_costs(problem: Problem, profile: Profile, seconds: float, published: Plan | None) -> dict[str, Any]:
+    """Predicted ms of each sharding arm's plan; None if infeasible.
 
     published: TorchRec's plan where it is known, in place of a search.
     """
@@ -107,16 +107,16 @@ def costs(problem: Problem, profile: Profile, seconds: float, published: Plan | 
     if published:
         arms["torchrec"] = lambda problem: published
     for name, arm in arms.items():
-        plan, took_s = common.timed(arm, problem, time.perf_counter)
-        found[name] = total_ms(lower(plan, problem), model) if plan else None
-        common.say(problem.name, name, found[name], "ms", round(took_s), "s")
+        plan, took_s = common.timed_plan(arm, problem, time.perf_counter)
+        found[name] = predicted_total_ms(lower(plan, problem), model) if plan else None
+        common.print_progress(problem.name, name, found[name], "ms", round(took_s), "s")
         if name == DEFAULT_SHARDER and plan:
-            found["band"] = model.band(lower(plan, problem))
+            found["band"] = model.step_error_band(lower(plan, problem))
     return found
 
 
-def table(found: Sequence[Mapping[str, Any]]) -> str:
-    """A row for each problem with a plan of ours: its ms, and costs of others' plans relative to it."""
+def costs_table(found: Sequence[Mapping[str, Any]]) -> str:
+    """Table with a row per problem: ms of our plan, and costs of rivals' plans relative to ours."""
     cells = []
     for row in (row for row in found if row[DEFAULT_SHARDER]):
         ours = row[DEFAULT_SHARDER]
@@ -128,22 +128,22 @@ def table(found: Sequence[Mapping[str, Any]]) -> str:
 
 
 def main() -> None:
-    args = common.parser(
+    args = common.bench_parser(
         __doc__,
         out=(..., "file of rows, one a problem"),
         inputs=(Path, "folder with the production list"),
         only=("", "a word in the names of the problems"),
         seconds=(30.0, "seconds of each search"),
     ).parse_args()
-    found = common.rows_with(args.out, {"seconds": args.seconds})
-    problems: list[tuple[Problem, Profile, Plan | None]] = [(*one, None) for one in workloads()]
+    found = common.read_rows_of_settings(args.out, {"seconds": args.seconds})
+    problems: list[tuple[Problem, Profile, Plan | None]] = [(*one, None) for one in public_workloads()]
     if args.inputs:
-        problems.append(production(args.inputs))
+        problems.append(production_workload(args.inputs))
     for problem, profile, published in problems:
         if args.only in problem.name and all(row["problem"] != problem.name for row in found):
-            found.append({"seconds": args.seconds, **costs(problem, profile, args.seconds, published)})
-            common.write_lines(args.out, found)
-    print(table(found))
+            found.append({"seconds": args.seconds, **arm_costs(problem, profile, args.seconds, published)})
+            common.write_rows(args.out, found)
+    print(costs_table(found))
 
 
 if __name__ == "__main__":

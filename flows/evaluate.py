@@ -9,8 +9,8 @@ from prefect import flow, get_run_logger, task
 
 from flows import program
 from shardcore.cost import neural
-from shardcore.cost.accuracy import summary
-from shardcore.cost.replay_metrics import verdict
+from shardcore.cost.accuracy import accuracy_summary
+from shardcore.cost.replay_metrics import describe_accuracy
 from shardcore.io import files
 from shardcore.stages import evaluate as stage
 from shardcore.stages.evaluate import Candidate, EvaluateConfig
@@ -22,14 +22,14 @@ from tasks.ray_transport import RayTransport
 
 @contextmanager
 def ray_transport() -> Iterator[RayTransport]:
-    """A transport on a cluster, to which the process is connected meanwhile."""
+    """Transport of measuring workers on the Ray cluster, connected while the context lasts."""
     with ray_cluster(), RayTransport() as transport:
         yield transport
 
 
 @task(task_run_name="evaluate")
 def evaluate_model(config: EvaluateConfig) -> dict[str, dict[str, float]]:
-    """Evaluate the trained model. Returns the figures of each section."""
+    """Evaluate the trained cost model. Returns the metrics by section."""
     model, pool = neural.load(paths.MODEL), files.read_pool(paths.POOL)
     candidate = Candidate(model, pool, paths.MEASUREMENTS, config, RunProgress())
     return stage.evaluate(candidate, paths.EVALUATION, ray_transport)
@@ -37,10 +37,10 @@ def evaluate_model(config: EvaluateConfig) -> dict[str, dict[str, float]]:
 
 @flow(name="evaluate")
 def evaluate() -> None:
-    found = evaluate_model(params.section("evaluate", EvaluateConfig))
-    steps = f"; replayed plans: {verdict(found['replays'])}" if "replays" in found else ""
-    get_run_logger().info("%s%s", summary(found["accuracy"]), steps, extra=console.RESULT)
+    found = evaluate_model(params.read_section("evaluate", EvaluateConfig))
+    steps = f"; replayed plans: {describe_accuracy(found['replays'])}" if "replays" in found else ""
+    get_run_logger().info("%s%s", accuracy_summary(found["accuracy"]), steps, extra=console.RESULT)
 
 
 if __name__ == "__main__":
-    program.run(evaluate)
+    program.run_as_program(evaluate)

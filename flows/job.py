@@ -11,7 +11,7 @@ from prefect import flow, get_run_logger, task
 from flows import program
 from shardcore.core.errors import ShardCoreError
 from shardcore.cost import composite, traced_factors, traced_training
-from shardcore.cost.model import total_ms
+from shardcore.cost.model import predicted_total_ms
 from shardcore.cost.profile import write_profile
 from shardcore.cost.profile_model import ProfileModel
 from shardcore.cost.traced_training import Corrected
@@ -25,7 +25,7 @@ from shardcore.report.job_page import JobRecord
 from shardcore.step.lower import lower
 from tasks import params, paths, registry
 from tasks.artifacts import create_markdown_artifact
-from tasks.pricing import Pricing, pricing
+from tasks.pricing import Pricing, choose_pricing
 from tasks.promote import PromoteConfig, promote_model
 from tasks.publish import PublishConfig, publish_plans
 from tasks.setting import SettingConfig
@@ -57,32 +57,32 @@ class JobSteps:
 
 
 @task(task_run_name="read-traces")
-@registry.plain_errors()
+@registry.one_line_errors()
 def read_traces(folder: Path, out: Path, wanted: SettingConfig, traced: Path = paths.TRACED) -> JobSteps:
-    """Read the steps of a job that no run has read, and correct the champion by all known steps.
+    """Read a job's new traced steps, and correct the champion cost model by all its traced steps.
 
     The steps are added to a dataset of traced steps. The corrected model is written to `out`, or without a champion the
     corrected profile. A profile that the correction does not improve is written as it is.
 
     Raises ShardCoreError for a folder without traced steps, and if none of them can be read.
     """
-    logger, client = get_run_logger(), registry.connect()
-    steps = job_folder.traced_steps(folder)
+    logger, client = get_run_logger(), registry.connect_to_mlflow()
+    steps = job_folder.complete_step_folders(folder)
     if not steps:
         raise ShardCoreError(f"{folder} has no traced step of all ranks; ShardCoreProfiler writes them there")
     name = folder.resolve().name
-    by = pricing(client, wanted.of_dataset_or_local(paths.MEASUREMENTS).hardware)
+    by = choose_pricing(client, wanted.dataset_or_local_setting(paths.MEASUREMENTS).hardware)
     new: dict[int, tuple[ReadJob, CheckedJob]] = {}
     errors = []
-    with registry.run(run_id=_run_of(folder), run_name=f"job-{name}") as run:
+    with registry.tagged_run(run_id=_find_run_id(folder), run_name=f"job-{name}") as run:
         mlflow.set_tags({"stage": "job", JOB_TAG: str(folder.resolve()), "model": by.name})
         known = {m.step for m in client.get_metric_history(run.info.run_id, MEASURED)}
         for step in steps:
             if (number := job_folder.step_number(step)) in known:
                 continue
             try:
-                job = traced_job.read(step)
-                new[number] = job, traced_job.check(job, by.model)
+                job = traced_job.read_job_traces(step)
+                new[number] = job, traced_job.check_traced_job(job, by.model)
             except ShardCoreError as error:  # a damaged step must not hide the others
                 errors.append(f"{step.name}: {error}")
                 logger.warning("%s", errors[-1])
@@ -91,45 +91,45 @@ def read_traces(folder: Path, out: Path, wanted: SettingConfig, traced: Path = p
                 raise ShardCoreError(errors[0])
             return JobSteps({}, (f"{folder}: no new traced step",))
         for job, _ in new.values():
-            traced_samples.append(traced, traced_job.sample(job, by.model.setting.hardware))
+            traced_samples.add_traced_sample(traced, traced_job.traced_sample(job, by.model.setting.hardware))
         lines = [
-            _log(
+            _log_step(
                 client,
                 job_folder.step_folder(folder, number),
                 by,
-                _predicted_ms(out, by, checked),
+                _predicted_step_ms(out, by, checked),
                 job,
                 checked,
             )
             for number, (job, checked) in new.items()
         ]
-    corrected = traced_training.correct(by.model, _samples(by.model, name, traced))
+    corrected = traced_training.correct_model(by.model, _newest_samples(by.model, name, traced))
     lines.append(corrected.words)
     for line in lines:
         logger.info("%s", line)
     measured_ms = {number: job.total_ms for number, (job, _) in new.items()}
-    return JobSteps(measured_ms, tuple(lines), _keep(out, by, corrected))
+    return JobSteps(measured_ms, tuple(lines), _write_corrected_model(out, by, corrected))
 
 
-def _samples(model: object, name: str, traced: Path) -> list[TracedSample]:
-    """The newest samples of a job, oldest first."""
-    samples = [s for s in traced_samples.read_all([traced]) if s.job == name]
-    return [s for s in samples if traced_training.is_for(model, s)][-MOST_STEPS:]
+def _newest_samples(model: object, name: str, traced: Path) -> list[TracedSample]:
+    """A job's newest traced samples for the model's setting, oldest first."""
+    samples = [s for s in traced_samples.read_traced_samples([traced]) if s.job == name]
+    return [s for s in samples if traced_training.is_model_for(model, s)][-MOST_STEPS:]
 
 
-def _keep(out: Path, by: Pricing, corrected: Corrected) -> Path | None:
-    """Write the corrected model. Returns its folder if the gate should judge it."""
+def _write_corrected_model(out: Path, by: Pricing, corrected: Corrected) -> Path | None:
+    """Write a cost model corrected by traces. Returns its folder if the promotion gate should judge the model."""
     if isinstance(corrected.model, ProfileModel):
         write_profile(out / PROFILE_JSON, corrected.model.profile)
         return None
-    if corrected.gain < LEAST_GAIN:
+    if corrected.error_reduction < LEAST_GAIN:
         return None
-    composite.save(corrected.model, out / MODEL)
+    composite.save_models(corrected.model, out / MODEL)
     return out / MODEL
 
 
-def _run_of(folder: Path) -> str | None:
-    """The run of a job's folder. None if there is none yet."""
+def _find_run_id(folder: Path) -> str | None:
+    """Id of the MLflow run for a job's folder. None if there is no run yet."""
     wanted = str(folder.resolve()).replace("'", "\\'")
     runs = mlflow.search_runs(
         filter_string=f"tags.`{JOB_TAG}` = '{wanted}'", max_results=1, output_format="list"
@@ -137,7 +137,7 @@ def _run_of(folder: Path) -> str | None:
     return runs[0].info.run_id if runs else None
 
 
-def _log(
+def _log_step(
     client: mlflow.MlflowClient,
     step: Path,
     by: Pricing,
@@ -145,85 +145,87 @@ def _log(
     job: ReadJob,
     checked: CheckedJob,
 ) -> str:
-    """Log a step in the active run. Returns a line for people."""
+    """Log a traced step in the active MLflow run. Returns a line of text on the step."""
     metrics = {
         "predicted_ms": predicted_ms,
         "around_ms": checked.correction.around_ms,
-        "named_share": min(rank.named_share for step in job.traced.steps for rank in step.ranks),
+        "named_share": min(rank.recognised_share for step in job.traced.steps for rank in step.ranks),
         **{
-            f"{_FACTOR}{q.words.replace(' ', '_').replace(',', '')}": f.value
+            f"{_FACTOR}{q.label.replace(' ', '_').replace(',', '')}": f.value
             for q, f in checked.correction.factors.items()
             if f.units
         },
     }
     if by.champion:
         metrics["model_version"] = float(by.version)
-    _log_metrics(client, metrics, job_folder.step_number(step), _at_ms(step))
+    _log_metrics(client, metrics, job_folder.step_number(step), _traced_at_ms(step))
     mlflow.log_text(job_report.traced_step_text(job.traced), f"{job.name}/parts.txt")
-    mlflow.log_dict(dict(checked.correction.document()), f"{job.name}/correction.json")
+    mlflow.log_dict(dict(checked.correction.to_json()), f"{job.name}/correction.json")
     headline = job_report.step_headline(job.total_ms, predicted_ms, checked.interval_ms)
     return f"{job.name}: {headline}. {job_report.bottleneck_sentence(job.traced.steps[-1])}"
 
 
-def _predicted_ms(out: Path, by: Pricing, checked: CheckedJob) -> float:
-    """ms of a step, predicted by the model and the dense part of earlier steps. The first step shows its own."""
+def _predicted_step_ms(out: Path, by: Pricing, checked: CheckedJob) -> float:
+    """Predicted ms of a traced step, with the dense part taken from earlier steps if known."""
     if not (out / PROBLEM_JSON).exists():
         return checked.before.cost.total_ms
     around_ms = files.read_problem(out / PROBLEM_JSON).job.dense_ms
-    problem = traced_factors.with_around(checked.problem, around_ms)
-    return total_ms(lower(checked.after.plan, problem, fits=False), by.model.for_problem(problem))
+    problem = traced_factors.with_dense_ms(checked.problem, around_ms)
+    return predicted_total_ms(lower(checked.after.plan, problem, fits=False), by.model.for_problem(problem))
 
 
 @task(task_run_name="keep-problem")
-@registry.plain_errors()
-def keep_problem(folder: Path, out: Path, wanted: SettingConfig, traced: Path = paths.TRACED) -> Path:
-    """Write the job's problem. Its dense part is the time of its newest step that the champion does not predict.
+@registry.one_line_errors()
+def write_job_problem(folder: Path, out: Path, wanted: SettingConfig, traced: Path = paths.TRACED) -> Path:
+    """Write a traced job's problem. The dense part is step time beyond the champion's predicted embedding time.
 
     Call it after the gate, which may have changed the champion. Returns the file.
     """
-    client, name = registry.connect(), folder.resolve().name
-    by = pricing(client, wanted.of_dataset_or_local(paths.MEASUREMENTS).hardware, profile_of(out))
-    samples = _samples(by.model, name, traced)
+    client, name = registry.connect_to_mlflow(), folder.resolve().name
+    by = choose_pricing(
+        client, wanted.dataset_or_local_setting(paths.MEASUREMENTS).hardware, corrected_profile_path(out)
+    )
+    samples = _newest_samples(by.model, name, traced)
     if not samples:  # the champion has changed meanwhile
-        raise ShardCoreError(f"{by.words} is not for the setting of {name}'s traced steps in {traced}")
+        raise ShardCoreError(f"{by.origin_text} is not for the setting of {name}'s traced steps in {traced}")
     problem = traced_training.job_problem(by.model, samples[-1])
     files.write_problem(out / PROBLEM_JSON, replace(problem, name=name))
     return out / PROBLEM_JSON
 
 
-def profile_of(out: Path) -> Path | None:
-    """The file of a job's corrected profile. None if there is none."""
+def corrected_profile_path(out: Path) -> Path | None:
+    """File of a job's corrected hardware profile. None if no profile was corrected."""
     return out / PROFILE_JSON if (out / PROFILE_JSON).exists() else None
 
 
 @task(task_run_name="log-steps")
-@registry.plain_errors()
+@registry.one_line_errors()
 def log_steps(folder: Path, out: Path, steps: JobSteps, notes: Sequence[str]) -> Path:
-    """Log steps as read, and write the job's page, which is also logged. Returns the page's file.
+    """Record a job's traced steps as read in MLflow, and write the job's HTML page. Returns the page's file.
 
     Call it last: until then a rerun reads the steps again.
     """
-    client, name = registry.connect(), folder.resolve().name
-    with registry.run(run_id=_run_of(folder), run_name=f"job-{name}") as run:
+    client, name = registry.connect_to_mlflow(), folder.resolve().name
+    with registry.tagged_run(run_id=_find_run_id(folder), run_name=f"job-{name}") as run:
         for number, ms in steps.measured_ms.items():
-            at_ms = _at_ms(job_folder.step_folder(folder, number))
+            at_ms = _traced_at_ms(job_folder.step_folder(folder, number))
             _log_metrics(client, {MEASURED: ms}, number, at_ms)
-        page = job_page.traced_job_page(name, records(client, run.info.run_id), notes)
+        page = job_page.traced_job_page(name, job_records(client, run.info.run_id), notes)
         mlflow.log_text(page, PAGE)
         mlflow.set_tag("mlflow.note.content", "\n\n".join(notes))
     writing.write_atomic(out / PAGE, page.encode())
     return out / PAGE
 
 
-def records(client: mlflow.MlflowClient, run_id: str) -> list[JobRecord]:
-    """The steps of a job's run. A step that was read twice counts once."""
+def job_records(client: mlflow.MlflowClient, run_id: str) -> list[JobRecord]:
+    """Records of the traced steps in a job's MLflow run. A step that was logged twice counts once."""
     # If a step was logged several times, the last time counts.
     history = {
         name: {m.step: m for m in client.get_metric_history(run_id, name)}
         for name in client.get_run(run_id).data.metrics
     }
 
-    def value(name: str, step: int) -> float:
+    def metric_value(name: str, step: int) -> float:
         return history[name][step].value if step in history.get(name, {}) else float("nan")
 
     return [
@@ -231,10 +233,10 @@ def records(client: mlflow.MlflowClient, run_id: str) -> list[JobRecord]:
             step,
             measured.timestamp / 1000,
             measured.value,
-            value("predicted_ms", step),
-            value("around_ms", step),
-            value("named_share", step),
-            f"{value('model_version', step):.0f}" if step in history.get("model_version", {}) else "",
+            metric_value("predicted_ms", step),
+            metric_value("around_ms", step),
+            metric_value("named_share", step),
+            f"{metric_value('model_version', step):.0f}" if step in history.get("model_version", {}) else "",
             {
                 name.removeprefix(_FACTOR).replace("_", " "): found[step].value
                 for name, found in history.items()
@@ -245,7 +247,7 @@ def records(client: mlflow.MlflowClient, run_id: str) -> list[JobRecord]:
     ]
 
 
-def _at_ms(step: Path) -> int:
+def _traced_at_ms(step: Path) -> int:
     """Time at which a step was traced, Unix ms."""
     return int(1000 * (step / job_folder.JOB_JSON).stat().st_mtime)
 
@@ -269,7 +271,7 @@ def job(folder: str, out: str | None = None, plans: str | None = None, approve: 
         plans: Folder or object-store URL in which to publish a plan for the job, under the champion. Default: none.
         approve: Approve a model that passes, if promote.approval in params.yaml asks for a person.
     """
-    setting = params.section("setting", SettingConfig)
+    setting = params.read_section("setting", SettingConfig)
     of_job = Path(folder)
     where = Path(out) if out else paths.JOBS / of_job.resolve().name
     steps = read_traces(of_job, where, setting)
@@ -277,14 +279,14 @@ def job(folder: str, out: str | None = None, plans: str | None = None, approve: 
     if not steps.measured_ms:
         return "\n".join(lines)
     if steps.challenger:
-        config = params.section("promote", PromoteConfig)
+        config = params.read_section("promote", PromoteConfig)
         model, *others = model_folders(steps.challenger)
         config = replace(config, also=tuple(map(str, others)) or config.also)
         lines.append(promote_model(model, paths.MEASUREMENTS, config, approve).reason)
-    problem = keep_problem(of_job, where, setting)
+    problem = write_job_problem(of_job, where, setting)
     if plans:
-        config = params.section("publish", PublishConfig)
-        lines.append(publish_plans([problem], plans, setting, config, profile=profile_of(where)))
+        config = params.read_section("publish", PublishConfig)
+        lines.append(publish_plans([problem], plans, setting, config, profile=corrected_profile_path(where)))
     log_steps(of_job, where, steps, lines)
     text = "\n".join(lines)
     create_markdown_artifact(f"```\n{text}\n```", key="job", description=f"traced steps of {where.name}")
@@ -292,4 +294,4 @@ def job(folder: str, out: str | None = None, plans: str | None = None, approve: 
 
 
 if __name__ == "__main__":
-    program.run(job, shows_result=True)
+    program.run_as_program(job, shows_result=True)

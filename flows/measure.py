@@ -18,7 +18,7 @@ from ray.util.metrics import Counter, Gauge
 from shardcore.io import files
 from shardcore.measure.tally import Tally
 from shardcore.stages import measure as run
-from shardcore.stages.measure import Wanted, estimate
+from shardcore.stages.measure import Wanted, estimate_measuring_time
 from shardcore.stages.measure_config import MeasureConfig
 from tasks import console, params, paths, services
 from tasks.artifacts import create_progress_artifact, update_progress_artifact
@@ -41,21 +41,21 @@ class MeasureProgress(RunProgress):
         self._shown_s = 0.0
         self._counted: dict[str, int] = {}
 
-        def gauge(name: str, text: str, tags: tuple[str, ...] = _OF_RUN) -> Gauge:
+        def make_gauge(name: str, text: str, tags: tuple[str, ...] = _OF_RUN) -> Gauge:
             return Gauge(f"shardcore_measure_{name}", text, tag_keys=tags)
 
         self._samples = Counter(
             "shardcore_measure_samples_total", "Samples measured or failed", tag_keys=_OF_DEVICE
         )
-        self._kernel_share = gauge("kernel_share", "Share of a device's time in kernels", _OF_DEVICE)
-        self._wanted = gauge("wanted", "Samples that the run has to measure")
-        self._rate = gauge("samples_per_s", "Samples a second, all devices together")
-        self._left_s = gauge("left_s", "Estimated seconds to the end")
+        self._kernel_share = make_gauge("kernel_share", "Share of a device's time in kernels", _OF_DEVICE)
+        self._wanted = make_gauge("wanted", "Samples that the run has to measure")
+        self._rate = make_gauge("samples_per_s", "Samples a second, all devices together")
+        self._left_s = make_gauge("left_s", "Estimated seconds to the end")
 
     def show(self, tally: Tally) -> None:
-        """Show the progress. Every few seconds, and at the end, also log and publish it."""
+        """Show measuring progress. Every few seconds, and at the end, also log and publish the progress."""
         if tally is not self._tally:
-            self._begin(tally)
+            self._start_tally(tally)
         super().show(tally)
         tags = {"run": flow_run.name or "", "kind": tally.kind}
         for device, samples in tally.by_device.items():
@@ -67,15 +67,15 @@ class MeasureProgress(RunProgress):
         if tally.elapsed_s - self._shown_s < _EVERY_S and tally.done != tally.total:
             return
         self._shown_s = tally.elapsed_s
-        self.info("%s", tally.line)
-        update_progress_artifact(self._artifact, 100.0 * tally.share, description=tally.line)
+        self.info("%s", tally.progress_line)
+        update_progress_artifact(self._artifact, 100.0 * tally.done_share, description=tally.progress_line)
         # All are set each time, as Ray forgets a gauge that was not set for 20 s.
         self._wanted.set(tally.total or 0, tags)
-        self._rate.set(tally.rate, tags)
-        if tally.left_s is not None:
-            self._left_s.set(tally.left_s, tags)
+        self._rate.set(tally.samples_per_s, tags)
+        if tally.remaining_s is not None:
+            self._left_s.set(tally.remaining_s, tags)
 
-    def _begin(self, tally: Tally) -> None:
+    def _start_tally(self, tally: Tally) -> None:
         self._tally, self._shown_s, self._counted = tally, 0.0, {}
         self._artifact = create_progress_artifact(
             0.0, key=f"measure-{tally.kind}", description=f"{tally.total} {tally.kind} samples"
@@ -83,10 +83,10 @@ class MeasureProgress(RunProgress):
 
 
 @task(task_run_name="measure")
-def measure_lacking(
+def measure_missing_samples(
     pool: Path, setting: SettingConfig, config: MeasureConfig, folder: Path
 ) -> dict[str, int]:
-    """Measure the samples that the dataset lacks, on the devices of the connected cluster.
+    """Measure the samples that a dataset lacks, on the devices of the connected Ray cluster.
 
     Returns the number of samples of each kind that were lacking.
     """
@@ -96,27 +96,27 @@ def measure_lacking(
         return run.measure(wanted, folder, MeasureProgress())
 
 
-def given() -> tuple[SettingConfig, MeasureConfig]:
-    return params.section("setting", SettingConfig), params.section("measure", MeasureConfig)
+def read_configs() -> tuple[SettingConfig, MeasureConfig]:
+    return params.read_section("setting", SettingConfig), params.read_section("measure", MeasureConfig)
 
 
 @flow(name="measure")
 def measure() -> None:
-    setting, config = given()
+    setting, config = read_configs()
     with ray_cluster():
-        found = measure_lacking(paths.POOL, setting, config, paths.MEASUREMENTS)
+        found = measure_missing_samples(paths.POOL, setting, config, paths.MEASUREMENTS)
     get_run_logger().info(
         "measured %d groups, %d exchanges and %d steps of plans", *found.values(), extra=console.RESULT
     )
 
 
 def dry_run() -> None:
-    setting, config = given()
+    setting, config = read_configs()
     with ray_cluster(), RayTransport() as transport:
         # Without a device, the hardware is the dataset's, or else this machine's.
-        at_hand = setting.of_dataset_or_local(paths.MEASUREMENTS)
+        at_hand = setting.dataset_or_local_setting(paths.MEASUREMENTS)
         wanted = Wanted(files.read_pool(paths.POOL), at_hand, config, transport)
-        for line in estimate(wanted, paths.MEASUREMENTS):
+        for line in estimate_measuring_time(wanted, paths.MEASUREMENTS):
             console.show("text", line)
 
 

@@ -12,8 +12,8 @@ _ARGUMENT = re.compile(r"^    (\w+): (.*(?:\n     .*)*)", re.MULTILINE)
 """A parameter and its help, in a docstring."""
 
 
-def run(flow: Any, shows_result: bool = False) -> None:
-    """Run a flow with the arguments of this process.
+def run_as_program(flow: Any, shows_result: bool = False) -> None:
+    """Run a Prefect flow as a program, with parameters from the command line.
 
     Parameters without a default are positional, unless they are keywords only. The docstring's "Args:" has their help.
     """

@@ -20,21 +20,21 @@ def promote(approve: bool = False, will_publish: bool = False) -> str | None:
         will_publish: The caller publishes the plans afterwards. Otherwise the registry watch does.
     """
     promotion = promote_model(
-        paths.MODEL, paths.MEASUREMENTS, params.section("promote", PromoteConfig), approve, will_publish
+        paths.MODEL, paths.MEASUREMENTS, params.read_section("promote", PromoteConfig), approve, will_publish
     )
     promote_policy(paths.POLICY)
-    create_markdown_artifact(page(promotion), key="promotion", description=promotion.reason)
+    create_markdown_artifact(promotion_page(promotion), key="promotion", description=promotion.reason)
     return promotion.champion
 
 
-def page(promotion: Promotion) -> str:
-    """A page as Markdown: the champion, the challenger and the decision."""
+def promotion_page(promotion: Promotion) -> str:
+    """Markdown page on a promotion: the champion, the challenger and the decision."""
     rows = [
-        (role, links.model_version(promotion.model, version) if version else "none yet")
+        (role, links.model_version_link(promotion.model, version) if version else "none yet")
         for role, version in (("champion", promotion.champion), ("challenger", promotion.challenger))
     ]
     return f"{promotion.reason}\n\n{report.markdown_table(('alias', 'version'), rows)}"
 
 
 if __name__ == "__main__":
-    program.run(promote)
+    program.run_as_program(promote)

@@ -18,8 +18,8 @@ def publish(problems: list[str] | None = None, plans: str | None = None) -> str:
         problems: Problem files to publish plans for. Default: all in problems/.
         plans: Folder or object-store URL in which to publish. Default: publish.plans of params.yaml.
     """
-    setting = params.section("setting", SettingConfig)
-    config = params.section("publish", PublishConfig)
+    setting = params.read_section("setting", SettingConfig)
+    config = params.read_section("publish", PublishConfig)
     chosen = [Path(p) for p in problems] if problems else sorted(paths.PROBLEMS.glob("*.json"))
     # The champion counts as published only after a run over all problems, at the usual place.
     everything = not problems and plans in (None, config.plans)
@@ -27,4 +27,4 @@ def publish(problems: list[str] | None = None, plans: str | None = None) -> str:
 
 
 if __name__ == "__main__":
-    program.run(publish, shows_result=True)
+    program.run_as_program(publish, shows_result=True)

@@ -23,17 +23,17 @@ from tasks import console, links, owned, params, paths, services
 from tasks.artifacts import create_markdown_artifact
 from tasks.commit import git
 from tasks.promote import PromoteConfig
-from tasks.publish import PublishConfig, compile_searches, publish_first
+from tasks.publish import PublishConfig, compile_searches, publish_first_plan
 from tasks.refresh import (
     OPTIONAL,
     STAGES,
     Stage,
     StageRun,
-    heading,
     override_params,
     push_data,
-    repro,
+    reproduce_stage,
     require_pushable,
+    stage_heading,
 )
 from tasks.setting import SettingConfig
 
@@ -69,44 +69,44 @@ def refresh(
     override_params(overrides or {}, SECTIONS)
     stages: list[StageRun] = []
     if target == STAGES[-1]:
-        config = params.section("publish", PublishConfig)
+        config = params.read_section("publish", PublishConfig)
         # Both threads are of one run, whose end ends what they start.
-        with owned.owned():
+        with owned.owned_run():
             # On another core: nothing is measured yet.
-            tables = repro.submit(STAGES[0], target)
+            tables = reproduce_stage.submit(STAGES[0], target)
             try:
-                publish_first(sorted(paths.PROBLEMS.glob("*.json")), config.plans, config)
+                publish_first_plan(sorted(paths.PROBLEMS.glob("*.json")), config.plans, config)
             # To measure needs no plan. `publish` tells at the end what is wrong.
             except ShardCoreError as error:
                 get_run_logger().warning("there is no first plan: %s", error)
             stages = tables.result()
-    stages = repro(target, done=stages)
+    stages = reproduce_stage(target, done=stages)
     targets: list[Stage] = [target]
-    if target == STAGES[-1] and params.section(OPTIONAL, TrainPolicyConfig).algorithm:
-        stages += repro(OPTIONAL)[-1:]
+    if target == STAGES[-1] and params.read_section(OPTIONAL, TrainPolicyConfig).algorithm:
+        stages += reproduce_stage(OPTIONAL)[-1:]
         targets.append(OPTIONAL)
     # The first commit has the state of all stages, so others are None.
     commit, *_ = [push_data(t) for t in targets] if push else [None]
     done = f"stage {target} is up to date"
     if target == STAGES[-1]:
         # Promote and publish change the registry and the plans, so DVC does not run them.
-        get_run_logger().info(heading("promote", target), extra=console.STAGE)
+        get_run_logger().info(stage_heading("promote", target), extra=console.STAGE)
         champion = promote(will_publish=True)
         done = "no model is champion yet: the line of stage promote says what the challenger waits for"
         # Without a champion, a profile prices plans, and they come with the reason why the challenger was refused.
-        if champion or not params.section("promote", PromoteConfig).approval:
-            get_run_logger().info(heading("publish", target), extra=console.STAGE)
+        if champion or not params.read_section("promote", PromoteConfig).approval:
+            get_run_logger().info(stage_heading("publish", target), extra=console.STAGE)
             done = publish()
     create_markdown_artifact(
-        page(stages, overrides or {}, commit, done), key="refresh", description=f"refresh of {target}"
+        refresh_page(stages, overrides or {}, commit, done), key="refresh", description=f"refresh of {target}"
     )
     return done
 
 
-def page(
+def refresh_page(
     stages: Sequence[StageRun], overrides: dict[str, dict[str, Any]], commit: str | None, done: str
 ) -> str:
-    """A page as Markdown: stages that ran, parameters that were set, the commit, and the result."""
+    """Markdown page on a refresh: stages that ran, parameters that were set, the commit, and the result."""
     parts = [
         report.markdown_table(
             ("stage", "ran", "seconds"),
@@ -119,7 +119,7 @@ def page(
         parts.append(report.markdown_table(("parameter", "set to"), rows))
     if commit:
         parts.append(f"dvc.lock and params.yaml are committed as `{commit}`; their data is at DVC's remote.")
-    parts += [dashboard] if (dashboard := links.ray_dashboard()) else []
+    parts += [dashboard] if (dashboard := links.ray_dashboard_link()) else []
     return "\n\n".join([*parts, f"```\n{done}\n```"])
 
 
@@ -144,8 +144,8 @@ or take the shipped one back by `git checkout {paths.LOCK}`.
 """
 
 
-def setting_of(text: str) -> tuple[str, str, Any]:
-    """Section, key and YAML value of a text such as "measure.compute_samples=1000"."""
+def parse_override(text: str) -> tuple[str, str, Any]:
+    """Parse an override such as "measure.compute_samples=1000" into section, key and YAML value."""
     import yaml
 
     name, equals, value = text.partition("=")
@@ -160,8 +160,8 @@ def setting_of(text: str) -> tuple[str, str, Any]:
         ) from None
 
 
-def overrides_of(path: Path) -> dict[str, dict[str, Any]]:
-    """Sections of a parameter file. Raises ShardCoreError where it has none."""
+def read_overrides(path: Path) -> dict[str, dict[str, Any]]:
+    """Read parameter overrides, by section, from a YAML file. Raises ShardCoreError for a file without sections."""
     found = schema.read_yaml(path)
     if not isinstance(found, dict) or not all(isinstance(values, dict) for values in found.values()):
         raise ShardCoreError(f"{path} holds no sections with keys, such as those of {paths.PARAMS}")
@@ -195,9 +195,9 @@ def main() -> None:
     parser.add_argument("--open", action="store_true", help="show the page of the published plans at the end")
     args = parser.parse_args()
 
-    def run() -> None:
-        overrides: dict[str, dict[str, Any]] = overrides_of(args.params) if args.params else {}
-        for section, key, value in map(setting_of, args.set):
+    def run_refresh() -> None:
+        overrides: dict[str, dict[str, Any]] = read_overrides(args.params) if args.params else {}
+        for section, key, value in map(parse_override, args.set):
             overrides.setdefault(section, {})[key] = value
         done = refresh(args.target, overrides, args.push)
         changed = ""
@@ -209,12 +209,12 @@ def main() -> None:
         )
         console.show("text", f"\n{table if args.target == STAGES[-1] else done}")
         if args.open:
-            index = Path(params.section("publish", PublishConfig).plans, "index.html")
+            index = Path(params.read_section("publish", PublishConfig).plans, "index.html")
             if index.exists():
                 console.show("text", f"  page         {index.resolve().as_uri()}\n")
                 open_page(index)
 
-    services.run_flow(run, meanwhile=compile_searches if args.target == STAGES[-1] else lambda: None)
+    services.run_flow(run_refresh, meanwhile=compile_searches if args.target == STAGES[-1] else lambda: None)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from prefect import flow, get_run_logger, task
 from flows import program
 from shardcore.core.types import Table
 from shardcore.io import files
-from shardcore.io.dlrm_datasets import dlrm_datasets_pool
+from shardcore.io.dlrm_datasets import read_dlrm_datasets_pool
 from shardcore.tables.generate import PoolConfig, generate_pool
 from shardcore.tables.public import public_pool
 from tasks import console, params, paths
@@ -31,13 +31,13 @@ def make_pool(config: TablesConfig) -> tuple[Table, ...]:
     if config.source == "generated":
         return generate_pool(config)
     if Path(config.source).suffix in (".pt", ".gz") or Path(config.source).exists():
-        return dlrm_datasets_pool(config.source, dim=config.dim)
+        return read_dlrm_datasets_pool(config.source, dim=config.dim)
     return public_pool(config.source)
 
 
 @flow(name="tables")
 def tables() -> None:
-    config = params.section("tables", TablesConfig)
+    config = params.read_section("tables", TablesConfig)
     pool = make_pool(config)
     files.write_pool(paths.POOL, pool)
     live = [t for t in pool if t.pooling > 0]
@@ -53,4 +53,4 @@ def tables() -> None:
 
 
 if __name__ == "__main__":
-    program.run(tables)
+    program.run_as_program(tables)

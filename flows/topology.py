@@ -14,27 +14,27 @@ from tasks.ray_cluster import ray_cluster
 from tasks.ray_transport import RayTransport
 
 
-def find_links(problem: Path, out: Path, ranks: Path | None, config: PairConfig) -> str:
-    """Measure with a rank for each device of a problem, and write the problem with its links. Returns a report."""
+def write_measured_links(problem: Path, out: Path, ranks: Path | None, config: PairConfig) -> str:
+    """Measure links between ranks, one per device of a problem, and write the problem with links. Returns a report."""
     stored = files.read_problem(problem)
-    pairs.require_links(stored)
+    pairs.require_measurable_links(stored)
     with ray_cluster():
-        measured = measure_pairs(len(stored.topology), config)
+        measured = measure_pair_times(len(stored.topology), config)
     return topology_report.write_measured_topology(measured, stored, out, ranks)
 
 
 @task(task_run_name="measure-pairs")
-def measure_pairs(ranks: int, config: PairConfig) -> PairMeasurement:
-    """Times of pairs by a gang of the connected cluster. Ray fills a host before it takes another.
+def measure_pair_times(ranks: int, config: PairConfig) -> PairMeasurement:
+    """Message times between all pairs of ranks on the connected Ray cluster. Ranks fill one host after another.
 
     Raises ShardCoreError if the ranks find no room, or one fails, dies or hangs.
     """
 
-    def note(done: int, of: int) -> None:
-        console.progress(done / of, f"turns of pairs: {done} of {of}")
+    def show_turns(done: int, of: int) -> None:
+        console.show_progress(done / of, f"turns of pairs: {done} of {of}")
 
     with RayTransport() as transport:
-        return pairs.measure(ranks, config, transport, note)
+        return pairs.measure_pairs(ranks, config, transport, show_turns)
 
 
 @flow(name="topology")
@@ -52,8 +52,8 @@ def topology(
         repeats: Repeats of each message, in each of three sweeps. The fastest counts.
     """
     config = PairConfig(message_kib, repeats=repeats)
-    return find_links(Path(problem), Path(out), Path(ranks) if ranks else None, config)
+    return write_measured_links(Path(problem), Path(out), Path(ranks) if ranks else None, config)
 
 
 if __name__ == "__main__":
-    program.run(topology, shows_result=True)
+    program.run_as_program(topology, shows_result=True)

@@ -21,7 +21,7 @@ from flows import program
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting
 from shardcore.cost import accuracy, fit, neural, study, training
-from shardcore.cost.metrics import coverage
+from shardcore.cost.metrics import interval_coverage
 from shardcore.io import dataset, model_files, replays, schema, traced_samples, writing
 from shardcore.io.measurements import ComputeSample
 from shardcore.report import model_report
@@ -57,12 +57,12 @@ class TrainConfig(fit.FitConfig):
                 )
 
     @property
-    def fit(self) -> fit.FitConfig:
+    def fit_config(self) -> fit.FitConfig:
         return fit.FitConfig(**{f.name: getattr(self, f.name) for f in dataclasses.fields(fit.FitConfig)})
 
 
 def data_version() -> str:
-    """DVC's hash of the measurements, from dvc.lock. "unversioned" outside a DVC stage, as they may have changed."""
+    """DVC's hash of the measurements, from dvc.lock. "unversioned" outside a DVC stage."""
     if "DVC_STAGE" not in os.environ:
         return "unversioned"
     try:
@@ -74,43 +74,43 @@ def data_version() -> str:
         return "unversioned"
 
 
-def lenders(setting: Setting) -> list[Path]:
-    """Shipped folders with samples that differ from a setting in hardware only, or with traced steps of its jobs."""
+def lending_folders(setting: Setting) -> list[Path]:
+    """Shipped dataset folders to lend samples: of settings that differ in hardware only, or of traced jobs."""
     return [
         folder
         for folder in sorted(p for p in paths.DATASETS.glob("*") if p.is_dir())
-        if any(training.is_alike(held, setting) for held in dataset.settings(folder))
-        or setting in traced_samples.settings(folder)
+        if any(training.differs_in_hardware_only(held, setting) for held in dataset.dataset_settings(folder))
+        or setting in traced_samples.traced_settings(folder)
     ]
 
 
 @task(task_run_name="train-model")
-@registry.plain_errors()
+@registry.one_line_errors()
 def train_model(
     measurements: Path, wanted: SettingConfig, config: TrainConfig, folder: Path
 ) -> dict[str, float]:
-    """Train on the measurements, and log the run. Returns the metrics on the test split.
+    """Train a cost model on measurements, and log the run to MLflow. Returns the metrics on the test split.
 
     Writes the model's files to `folder`, and curves.csv and card.md beside it.
     """
-    client, progress = registry.connect(), RunProgress()
-    setting = wanted.of_dataset(measurements)
-    shipped = lenders(setting) if config.datasets is None else list(map(Path, config.datasets))
-    data = training.read(measurements, setting, shipped)
-    with registry.run(run_name=f"train-{setting.hardware}") as run:
+    client, progress = registry.connect_to_mlflow(), RunProgress()
+    setting = wanted.dataset_setting(measurements)
+    shipped = lending_folders(setting) if config.datasets is None else list(map(Path, config.datasets))
+    data = training.read_training_data(measurements, setting, shipped)
+    with registry.tagged_run(run_name=f"train-{setting.hardware}") as run:
         provenance = {"data_version": data_version(), "git_commit": git_commit(), "seed": config.seed}
         _log_inputs(data, config, provenance)
-        trained = stage.train(data, config.fit, progress, provenance=provenance)
+        trained = stage.train(data, config.fit_config, progress, provenance=provenance)
         model = trained.model
-        studied = stage.study_model(model, data, config.fit, progress, config.learning_curve)
-        card = model_report.model_card(model, studied, registry.model_name(setting.hardware))
+        studied = stage.study_model(model, data, config.fit_config, progress, config.learning_curve)
+        card = model_report.model_card(model, studied, registry.registered_model_name(setting.hardware))
         mlflow.log_metrics(studied.flat_metrics())
         if trained.traced_errors:
             mlflow.log_metrics(
                 dict(zip(("traced/error_before", "traced/error"), trained.traced_errors, strict=True))
             )
         _log_curves(client, run.info.run_id, trained.curves, studied.curve)
-        _log_figures(model, accuracy.held_out(data.known.compute))
+        _log_figures(model, accuracy.held_out_samples(data.known.compute))
         mlflow.log_text(card, registry.CARD)
         mlflow.set_tag("mlflow.note.content", card)  # the run's description
         # Files come last, so that a failed run leaves no model that looks trained.
@@ -125,13 +125,13 @@ def train_model(
 
 
 def _log_inputs(data: training.TrainingData, config: TrainConfig, provenance: Mapping[str, Any]) -> None:
-    """Log parameters and versions of a training, and each folder of samples as an input."""
+    """Log training parameters and data versions to MLflow, and each folder of samples as an input."""
     setting = {f"setting_{k}": v for k, v in dataclasses.asdict(data.setting).items()}
     mlflow.log_params({**dataclasses.asdict(config), **setting})
     mlflow.set_tags({key: provenance[key] for key in ("git_commit", "data_version")})
     folders = {data.folder: (provenance["data_version"], data.known.compute)}
     for lent in data.lent:
-        folders[Path(lent.name)] = replays.parts_digest(Path(lent.name)), lent.known.compute
+        folders[Path(lent.name)] = replays.dataset_digest(Path(lent.name)), lent.known.compute
     for folder, (version, samples) in folders.items():
         frame = pd.DataFrame(
             {
@@ -152,7 +152,7 @@ def _log_curves(
     rows: Sequence[Mapping[str, Any]],
     curve: study.LearningCurve | None,
 ) -> None:
-    """Log training curves by epoch, and the learning curve by samples."""
+    """Log training curves by epoch, and the learning curve by number of samples, to MLflow."""
     metrics = [
         Metric(f"{r['model']}/{k}", float(v), 0, r["epoch"])
         for r in rows
@@ -178,7 +178,7 @@ def _log_figures(
         shards = np.array([len(s.request.shards) for s in timed])
         # MLflow draws it: over the percent of measurements that an interval is to hold, the percent that it held.
         for level in _LEVELS:
-            held = coverage(*accuracy.intervals(model, timed, level / 100), measured)
+            held = interval_coverage(*accuracy.confidence_intervals(model, timed, level / 100), measured)
             mlflow.log_metric("calibration/held", held, step=level)
         for name, figure in {
             "predicted_against_measured": model_report.prediction_scatter_figure(
@@ -193,13 +193,13 @@ def _log_figures(
 
 @flow(name="train")
 def train() -> None:
-    setting = params.section("setting", SettingConfig)
-    config = params.section("train", TrainConfig)
+    setting = params.read_section("setting", SettingConfig)
+    config = params.read_section("train", TrainConfig)
     metrics = train_model(paths.MEASUREMENTS, setting, config, paths.MODEL)
     logger = get_run_logger()
     logger.info("on the test split: %s", ", ".join(f"{k} {v:.4g}" for k, v in metrics.items()))
-    logger.info("%s", accuracy.summary(metrics), extra=console.RESULT)
+    logger.info("%s", accuracy.accuracy_summary(metrics), extra=console.RESULT)
 
 
 if __name__ == "__main__":
-    program.run(train)
+    program.run_as_program(train)

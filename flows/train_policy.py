@@ -44,17 +44,17 @@ class TrainPolicyConfig(PolicyConfig, PolicyProblems):
                 f"known are {', '.join(NETS)}, or null for none"
             )
 
-    def part(self, cls: type[Part]) -> Part:
-        """The fields of one of the two configs."""
+    def part_of_type(self, cls: type[Part]) -> Part:
+        """The part of this config that is a `cls`: a PolicyConfig or a PolicyProblems."""
         return cls(**{f.name: getattr(self, f.name) for f in dataclasses.fields(cls)})
 
 
 @task(task_run_name="train-policy")
-@registry.plain_errors()
-def train_against(
+@registry.one_line_errors()
+def train_against_cost_model(
     model_folder: Path, pool: Path, config: TrainPolicyConfig, folder: Path
 ) -> dict[str, float]:
-    """Train a policy against a cost model, and log the run. Returns its metrics; {} if none is wanted.
+    """Train a sharding policy against a cost model, and log the run to MLflow. Returns its metrics; {} if disabled.
 
     Writes the policy's files and curves.csv to `folder`. Without a policy, the folder is empty.
     """
@@ -67,21 +67,21 @@ def train_against(
         progress.info("no policy is trained: train_policy.algorithm in params.yaml is null")
         return {}
     model, digest = neural.load(model_folder), model_files.model_digest(model_folder)
-    client, work = registry.connect(), Work(progress, "rounds", config.rounds)
+    client, work = registry.connect_to_mlflow(), Work(progress, "rounds", config.rounds)
 
-    def count(round_: int, values: dict[str, float]) -> None:
-        work.done(round_, ", ".join(f"{k} {v:.4g}" for k, v in values.items() if k != "round"))
+    def show_round(round_: int, values: dict[str, float]) -> None:
+        work.show_done(round_, ", ".join(f"{k} {v:.4g}" for k, v in values.items() if k != "round"))
 
-    with registry.run(run_name=f"train-policy-{config.algorithm}-{model.setting.hardware}") as run:
+    with registry.tagged_run(run_name=f"train-policy-{config.algorithm}-{model.setting.hardware}") as run:
         mlflow.log_params({**dataclasses.asdict(config), "setting_hardware": model.setting.hardware})
         mlflow.set_tags({"git_commit": git_commit(), policy_registry.COST_MODEL_TAG: digest})
         trained = make_policy(
             config.algorithm,
             files.read_pool(pool),
             model,
-            config.part(PolicyProblems),
-            config.part(PolicyConfig),
-            progress=count,
+            config.part_of_type(PolicyProblems),
+            config.part_of_type(PolicyConfig),
+            progress=show_round,
         )
         policy, metrics = trained.policy, dict(trained.policy.meta["metrics"])
         client.log_batch(
@@ -114,8 +114,8 @@ def train_against(
 @flow(name="train_policy")
 def train_policy() -> None:
     params.require_section("train_policy")
-    config = params.section("train_policy", TrainPolicyConfig)
-    metrics = train_against(paths.MODEL, paths.POOL, config, paths.POLICY)
+    config = params.read_section("train_policy", TrainPolicyConfig)
+    metrics = train_against_cost_model(paths.MODEL, paths.POOL, config, paths.POLICY)
     if metrics:
         get_run_logger().info(
             "plans cost %.3f of the best greedy order's on unseen tables",
@@ -125,4 +125,4 @@ def train_policy() -> None:
 
 
 if __name__ == "__main__":
-    program.run(train_policy)
+    program.run_as_program(train_policy)

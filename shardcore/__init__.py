@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING
 from shardcore.core.access_statistics import Reuse, Zipf
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import Infeasible, SettingMismatch, ShardCoreError
-from shardcore.core.extras import extras_named
+from shardcore.core.extras import explain_missing_extras
 from shardcore.core.step_cost import StepCost
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 
 if TYPE_CHECKING:
-    from shardcore.cost.composite import load as load_model
+    from shardcore.cost.composite import load_models as load_model
     from shardcore.cost.model import CostModel, price
     from shardcore.cost.profile import load_profile
     from shardcore.measure.replay import replay
@@ -48,7 +48,7 @@ _LATE = {
     "SHARDERS": ("shardcore.search", "SHARDERS"),
     "Sharder": ("shardcore.search", "Sharder"),
     "decide": ("shardcore.search.decisions.driver", "decide"),
-    "load_model": ("shardcore.cost.composite", "load"),
+    "load_model": ("shardcore.cost.composite", "load_models"),
     "load_plan": ("shardcore.plans.store", "load_plan"),
     "load_profile": ("shardcore.cost.profile", "load_profile"),
     "lower": ("shardcore.step.lower", "lower"),
@@ -94,7 +94,7 @@ def __getattr__(name: str) -> object:
     if name not in _LATE:
         raise AttributeError(f"module 'shardcore' has no attribute {name!r}")
     module, attribute = _LATE[name]
-    with extras_named():
+    with explain_missing_extras():
         return getattr(import_module(module), attribute)
 
 

@@ -16,25 +16,29 @@ from tasks import services
 
 
 def create_progress_artifact(progress: float, key: str, description: str) -> UUID | None:
-    return _try(key, lambda: artifacts.create_progress_artifact(progress, key=key, description=description))
+    return _call_or_warn(
+        key, lambda: artifacts.create_progress_artifact(progress, key=key, description=description)
+    )
 
 
 def update_progress_artifact(artifact_id: UUID | None, progress: float, description: str) -> None:
-    """Update an artifact. artifact_id None: it could not be created, so nothing happens."""
+    """Update a Prefect progress artifact. artifact_id None: do nothing, as creating the artifact failed."""
     if artifact_id is not None:
-        _try(
+        _call_or_warn(
             "progress",
             lambda: artifacts.update_progress_artifact(artifact_id, progress, description=description),
         )
 
 
 def create_markdown_artifact(markdown: str, key: str, description: str) -> None:
-    _try(key, lambda: artifacts.create_markdown_artifact(markdown, key=key, description=description))
+    _call_or_warn(key, lambda: artifacts.create_markdown_artifact(markdown, key=key, description=description))
 
 
-def _try(what: str, call: Callable[[], Any]) -> Any:
+def _call_or_warn(what: str, call: Callable[[], Any]) -> Any:
     try:
         return call()
     except httpx.HTTPError as error:
-        get_run_logger().warning("%s is not shown on the run's page: %s", what, services.away(error))
+        get_run_logger().warning(
+            "%s is not shown on the run's page: %s", what, services.unreachable_prefect_text(error)
+        )
         return None

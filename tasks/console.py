@@ -4,8 +4,8 @@ Everything else (all lines of Prefect, DVC, Ray and MLflow) goes to a log file i
 and Prefect's pages have all of it. A log record is shown if it is a warning of ours, or has `extra=STAGE` or
 `extra=RESULT`. Progress is shown and not logged, so it may change often.
 
-Without `start` nothing is shown, as runs of deployments have their pages. In a refresh, `dvc repro` runs each stage in
-a process of its own. This process marks the lines to show, and the refresh shows them (`relayed`).
+Without `start_program` nothing is shown, as runs of deployments have their pages. In a refresh, `dvc repro` runs each
+stage in a process of its own. This process marks the lines to show, and the refresh shows them (`show_if_marked`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Ta
 from rich.table import Column
 from rich.text import Text
 
-from shardcore.measure.tally import duration
+from shardcore.measure.tally import duration_text
 from tasks import paths
 
 LOGS = Path("logs")
@@ -56,7 +56,7 @@ _display: _Display | None = None
 
 
 def show(kind: str, message: str, share: float = 0.0) -> None:
-    """Show a line.
+    """Show a line of a flow run on the screen.
 
     kind: "stage", "progress", "result", "warning" or "text".
     message: the line.
@@ -66,8 +66,8 @@ def show(kind: str, message: str, share: float = 0.0) -> None:
         _display.show(kind, message, share)
 
 
-def progress(share: float, message: str) -> None:
-    """Show the progress of long work.
+def show_progress(share: float, message: str) -> None:
+    """Show the progress of long work on the screen.
 
     share: share that is done, 0 to 1.
     message: description of the work.
@@ -78,7 +78,7 @@ def progress(share: float, message: str) -> None:
 # --- who shows it -------------------------------------------------------------------------------------------
 
 
-class _Lasting:
+class _ErrorTolerantStream:
     """A stream that ignores errors, so that a run goes on when nobody reads its output any more."""
 
     def __init__(self, out: TextIO):
@@ -109,31 +109,36 @@ class _Terminal(Console):
         return False  # a cursor that is hidden would stay so after a kill
 
 
-class _Turning(SpinnerColumn):
-    """A spinner that goes on after the last part is done, as the stage does."""
+class _StageSpinner(SpinnerColumn):
+    """Spinner that keeps turning when the progress bar is full."""
 
     def render(self, task: Task) -> RenderableType:
         return self.spinner.render(task.get_time())
 
 
-class _Doing(ProgressColumn):
-    """The present work of a stage. Until this is known, the time that the stage has run."""
+class _PresentWorkColumn(ProgressColumn):
+    """Column with the present work of a stage, or the time that the stage has run while its work is unknown."""
 
     def get_table_column(self) -> Column:
         return Column(no_wrap=True, overflow="ellipsis", ratio=1)
 
     def render(self, task: Task) -> Text:
-        return Text(task.fields["doing"] or f"{duration(task.elapsed or 0.0)} so far")
+        return Text(task.fields["doing"] or f"{duration_text(task.elapsed or 0.0)} so far")
 
 
 class Screen:
-    """Lines for a person.
+    """Screen of a flow run: lines, and a live progress line.
 
     On a terminal, a live line below them shows the stage, its progress and its rate. Elsewhere an occasional line does.
     """
 
     def __init__(self, out: TextIO, clock: Callable[[], float] = time.monotonic):
-        self._out, self._clock, self._began, self._shown_s = _Lasting(out), clock, clock(), clock()
+        self._out, self._clock, self._began, self._shown_s = (
+            _ErrorTolerantStream(out),
+            clock,
+            clock(),
+            clock(),
+        )
         self._stage = ""
         self._live: Progress | None = None
         terminal = out.isatty() and os.environ.get("TERM") != "dumb"
@@ -141,37 +146,37 @@ class Screen:
 
     def show(self, kind: str, message: str, share: float = 0.0) -> None:
         if kind == "progress":
-            self._progress(message, share)
+            self._show_progress(message, share)
             return
         if kind == "result":
-            message = f"  {message} ({duration(self._clock() - self._began)})"
+            message = f"  {message} ({duration_text(self._clock() - self._began)})"
         elif kind == "warning":
             message = f"  warning: {message}"
-        self._line(message)
+        self._print_line(message)
         if kind == "stage":
-            self.begin(message.partition(", ")[0])
+            self.begin_stage(message.partition(", ")[0])
 
-    def begin(self, stage: str) -> None:
-        """Count the time of a stage from now, and show that it runs."""
+    def begin_stage(self, stage: str) -> None:
+        """Start the clock of a stage, and show on the live line that the stage runs."""
         self._began = self._shown_s = self._clock()
         self._stage = stage
         if self._terminal:
-            self._draw(self._terminal)
+            self._start_live_line(self._terminal)
 
-    def clear(self) -> None:
-        """Remove the live line."""
+    def clear_live_line(self) -> None:
+        """Remove the live progress line from the terminal."""
         if self._live:
             self._live.stop()
             self._live = None
 
-    def _draw(self, terminal: Console) -> Progress:
-        """Show the live line of the stage, whose progress is not known yet."""
-        self.clear()
+    def _start_live_line(self, terminal: Console) -> Progress:
+        """Show a new live progress line for the current stage."""
+        self.clear_live_line()
         self._live = live = Progress(
-            _Turning(),
+            _StageSpinner(),
             TextColumn("{task.description}", markup=False),
             BarColumn(_BAR),
-            _Doing(),
+            _PresentWorkColumn(),
             console=terminal,
             transient=True,
             expand=True,
@@ -183,16 +188,16 @@ class Screen:
         live.start()
         return live
 
-    def _progress(self, message: str, share: float) -> None:
+    def _show_progress(self, message: str, share: float) -> None:
         if self._terminal:
-            live = self._live or self._draw(self._terminal)
+            live = self._live or self._start_live_line(self._terminal)
             # Without a total the bar pulses: nothing is done yet.
             live.update(live.task_ids[0], total=1.0 if share else None, completed=share, doing=message)
         elif self._clock() - self._shown_s >= _LINE_EVERY_S:
             self._shown_s = self._clock()
-            self._line(f"  {100 * share:3.0f}%  {message}")
+            self._print_line(f"  {100 * share:3.0f}%  {message}")
 
-    def _line(self, text: str) -> None:
+    def _print_line(self, text: str) -> None:
         if self._terminal:
             self._terminal.out(text, highlight=False)
         else:
@@ -201,29 +206,29 @@ class Screen:
 
 
 class _Relay:
-    """Prints marked lines, for another process to show."""
+    """Display that prints marked lines, for the parent process to show."""
 
     def show(self, kind: str, message: str, share: float = 0.0) -> None:
         print(_MARK + json.dumps([kind, message, share]), flush=True)
 
 
-def relayed(line: str) -> bool:
-    """Show a line if another process has marked it. Returns True if so."""
+def show_if_marked(line: str) -> bool:
+    """Show a line of output that a child process marked for display. Returns False for an unmarked line."""
     if not line.startswith(_MARK):
         return False
     show(*json.loads(line.removeprefix(_MARK)))
     return True
 
 
-class _ForPeople(logging.Handler):
-    """A handler that shows the log records for a person."""
+class _ScreenHandler(logging.Handler):
+    """Logging handler that shows warnings and results on the screen."""
 
-    _prefect = f"{paths.package('prefect')}{os.sep}"
+    _prefect = f"{paths.package_folder('prefect')}{os.sep}"
 
     def emit(self, record: logging.LogRecord) -> None:
         kind = getattr(record, "shown", None)
         if record.levelno >= logging.WARNING and not record.pathname.startswith(self._prefect):
-            # Prefect's own warnings report how a run ended. `Program.failed` does so once, at the end.
+            # Prefect's own warnings report how a run ended. `Program.print_failure` does so once, at the end.
             kind = "warning"
         if kind:
             show(kind, record.getMessage())
@@ -234,7 +239,7 @@ class _ForPeople(logging.Handler):
 
 @dataclass(frozen=True)
 class Program:
-    """This process as a person sees it.
+    """A flow run as a program: its screen, log file and error stream.
 
     screen: screen of its lines. None: another process shows them.
     log: file of all other output. None: another process has it.
@@ -247,55 +252,57 @@ class Program:
     err: TextIO
     began: float = field(default_factory=time.monotonic)
 
-    def ended(self) -> None:
+    def print_end(self) -> None:
         if self.screen:
-            self.screen.clear()
-            self.screen.show("text", f"done in {duration(time.monotonic() - self.began)}; log: {self.log}")
+            self.screen.clear_live_line()
+            self.screen.show(
+                "text", f"done in {duration_text(time.monotonic() - self.began)}; log: {self.log}"
+            )
 
-    def failed(self, line: str) -> None:
-        """Print in one line why the run ended."""
+    def print_failure(self, line: str) -> None:
+        """Print in one line why the flow run failed."""
         if self.screen:
-            self.screen.clear()
+            self.screen.clear_live_line()
         with suppress(OSError):
             print(f"{line}; log: {self.log}" if self.log else line, file=self.err, flush=True)
 
 
 def is_relayed() -> bool:
-    """Tell if `dvc repro` runs this process for a refresh, which shows its marked lines."""
+    """Tell if a refresh runs this process by `dvc repro`, and shows its marked lines."""
     return RELAYED.items() <= os.environ.items()
 
 
-def start(name: str) -> Program:
-    """Show a person the flow `name` from now on.
+def start_program(name: str) -> Program:
+    """Start the screen and the log file of the flow `name`.
 
     All other output of this process, and of those that it starts, goes to a log file. Raises OSError if that cannot be
     written.
     """
     global _display
     for logger in map(logging.getLogger, _RUN_LOGGERS):
-        logger.addHandler(_ForPeople())
+        logger.addHandler(_ScreenHandler())
     if is_relayed():
         _display = _Relay()
         return Program(None, None, sys.stderr)
-    log = _new_log(name)
+    log = _new_log_path(name)
     out, err = (os.fdopen(os.dup(stream.fileno()), "w") for stream in (sys.stdout, sys.stderr))
-    _redirect(log)
+    _redirect_output(log)
     _display = screen = Screen(out)
     screen.show("text", f"{name}: every line of Prefect, DVC, Ray and MLflow goes to {log}")
-    screen.begin(name)
+    screen.begin_stage(name)
     return Program(screen, log, err)
 
 
-def _new_log(name: str) -> Path:
-    """Path of a new log. Of older logs only the newest are kept."""
+def _new_log_path(name: str) -> Path:
+    """Path of a new log file. Deletes old log files except the newest."""
     LOGS.mkdir(exist_ok=True)
     for old in sorted(LOGS.glob("[0-9]*.log"))[: 1 - KEPT_LOGS]:  # names sort by time
         old.unlink(missing_ok=True)
     return LOGS / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}-{os.getpid()}.log"
 
 
-def _redirect(log: Path) -> None:
-    """Send all output to the log, also that of compiled code and of other processes."""
+def _redirect_output(log: Path) -> None:
+    """Redirect standard output and error to a log file, also for compiled code and child processes."""
     with open(log, "a") as file:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()

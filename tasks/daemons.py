@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from shardcore.core.errors import ShardCoreError, escaped
+from shardcore.core.errors import ShardCoreError, escape_unprintable
 from tasks.processes import is_running
 
 _MARK = "SHARDCORE_DAEMON"
@@ -56,7 +56,7 @@ class Daemon:
         return self.folder / "logs" / f"{self.name}.log"
 
     def start(self) -> None:
-        """Start it with a new log. The previous log is kept as NAME.log.1."""
+        """Start the daemon's process with a new log. The previous log is kept as NAME.log.1."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         if self.log.exists():
             self.log.replace(self.log.with_name(f"{self.log.name}.1"))
@@ -72,31 +72,31 @@ class Daemon:
             )
 
     def process(self) -> psutil.Process | None:
-        """The process, if it runs."""
+        """Process of the daemon. None if the daemon does not run."""
         try:
-            process = psutil.Process(int(self._id.read_text()))
-            return process if self._owns(process) and is_running(process) else None
+            process = psutil.Process(int(self._id_file.read_text()))
+            return process if self._has_mark(process) and is_running(process) else None
         except (OSError, ValueError, psutil.Error):
             return None
 
-    def started(self) -> float | None:
-        """Time of its start, Unix s, if it runs.
+    def start_time(self) -> float | None:
+        """Start time of the daemon, Unix s. None if the daemon does not run.
 
         This is the clock of files, which the records of services use, too. psutil's counts from the boot, whose time is
         known to a second only. It decides if the clock was set back since.
         """
         try:
             process = self.process()
-            return process and min(self._id.stat().st_mtime, process.create_time() + 2 * _CLOCK_S)
+            return process and min(self._id_file.stat().st_mtime, process.create_time() + 2 * _CLOCK_S)
         except (FileNotFoundError, psutil.Error):  # it was stopped meanwhile
             return None
 
     def runs_as_configured(self) -> bool:
-        """Tell if it runs. Raises ShardCoreError if it was started with another command or other stores."""
+        """Tell if the daemon runs. Raises ShardCoreError if it runs with another command or other data stores."""
         process = self.process()
         if process is not None and (
             process.cmdline() != list(self.command)
-            or self._stores(process.environ()) != self._stores(self.env)
+            or self._store_variables(process.environ()) != self._store_variables(self.env)
         ):
             raise ShardCoreError(
                 f"{self.name} (process {process.pid}) runs with other settings than those "
@@ -105,39 +105,43 @@ class Daemon:
         return process is not None
 
     @staticmethod
-    def _stores(env: Mapping[str, str]) -> dict[str, str]:
+    def _store_variables(env: Mapping[str, str]) -> dict[str, str]:
         return {name: value for name, value in env.items() if name in STORES}
 
-    def died(self) -> bool:
-        """Tell if it does not run, though it was started and not stopped."""
-        return self._id.exists() and self.process() is None
+    def has_died(self) -> bool:
+        """Tell if the daemon ended without being stopped."""
+        return self._id_file.exists() and self.process() is None
 
-    def leftovers(self) -> list[psutil.Process]:
-        """Its descendants that still run."""
+    def leftover_processes(self) -> list[psutil.Process]:
+        """Running descendants of the daemon, which may have ended."""
         leader = self.process()
-        session = self._session()
+        session = self._session_id()
         return [
             p
             for p in psutil.process_iter()
-            if p != leader and (self._owns(p) or (session and _session_of(p) == session)) and is_running(p)
+            if p != leader
+            and (self._has_mark(p) or (session and _session_id_of(p) == session))
+            and is_running(p)
         ]
 
-    def forget(self) -> None:
-        self._id.unlink(missing_ok=True)
+    def remove_id_file(self) -> None:
+        self._id_file.unlink(missing_ok=True)
 
-    def last_lines(self, count: int) -> list[str]:
-        """The last lines of its log. Control characters are escaped, as a terminal would obey them."""
+    def last_log_lines(self, count: int) -> list[str]:
+        """Last lines of the daemon's log, with control characters escaped."""
         try:
             with open(self.log, "rb") as log:
                 log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
                 return [
-                    escaped(line) for line in log.read().decode(errors="replace").splitlines() if line.strip()
+                    escape_unprintable(line)
+                    for line in log.read().decode(errors="replace").splitlines()
+                    if line.strip()
                 ][-count:]
         except FileNotFoundError:
             return []
 
     @property
-    def _id(self) -> Path:
+    def _id_file(self) -> Path:
         return self.folder / f"{self.name}.pid"
 
     @property
@@ -146,15 +150,15 @@ class Daemon:
 
     # The process itself writes its id before its command runs. So none runs without an id in the file.
     def _write_id(self) -> None:
-        self._id.write_text(str(os.getpid()))
+        self._id_file.write_text(str(os.getpid()))
 
-    def _session(self) -> int:
-        """The session that the daemon leads or led. 0 if it is not known.
+    def _session_id(self) -> int:
+        """Id of the POSIX session that the daemon leads or led. 0 if unknown.
 
         Some of Ray's processes overwrite their environment, and with it the mark. Only their session identifies them.
         """
         try:
-            pid, started = int(self._id.read_text()), self._id.stat().st_mtime
+            pid, started = int(self._id_file.read_text()), self._id_file.stat().st_mtime
         except (OSError, ValueError):
             return 0
         if started < psutil.boot_time():
@@ -170,39 +174,39 @@ class Daemon:
         except psutil.Error:
             return 0
 
-    def _owns(self, process: psutil.Process) -> bool:
+    def _has_mark(self, process: psutil.Process) -> bool:
         try:
             return process.environ().get(_MARK) == self._mark
         except (psutil.Error, OSError):
             return False
 
 
-def _session_of(process: psutil.Process) -> int:
+def _session_id_of(process: psutil.Process) -> int:
     try:
         return os.getsid(process.pid)
     except OSError:
         return 0
 
 
-def stop(daemons: Sequence[Daemon], patience_s: float = 15.0) -> None:
-    """End daemons in order, with all their descendants. Those that still run after patience_s are killed."""
+def stop_daemons(daemons: Sequence[Daemon], patience_s: float = 15.0) -> None:
+    """End daemons in order, with their descendants. Kill processes that still run after patience_s."""
     for daemon in daemons:
         if process := daemon.process():
-            end([process], patience_s)
-        end_leftovers(daemon, patience_s / 3)
-        daemon.forget()
+            end_processes([process], patience_s)
+        end_leftover_processes(daemon, patience_s / 3)
+        daemon.remove_id_file()
 
 
-def end_leftovers(daemon: Daemon, patience_s: float) -> None:
-    """End a daemon's descendants, and again those that they start meanwhile."""
+def end_leftover_processes(daemon: Daemon, patience_s: float) -> None:
+    """End a daemon's descendants, also processes that descendants start meanwhile."""
     for _ in range(3):
-        if not (left := daemon.leftovers()):
+        if not (left := daemon.leftover_processes()):
             return
-        end(left, patience_s)
+        end_processes(left, patience_s)
 
 
-def end(processes: Sequence[psutil.Process], patience_s: float) -> None:
-    """Ask processes to end, and kill those that still run after patience_s."""
+def end_processes(processes: Sequence[psutil.Process], patience_s: float) -> None:
+    """Terminate processes, and kill those that still run after patience_s."""
     for ask in (psutil.Process.terminate, psutil.Process.kill):
         for process in processes:
             with suppress(psutil.NoSuchProcess):

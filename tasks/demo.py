@@ -11,14 +11,14 @@ import sys
 from pathlib import Path
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.jit import copy_compiled
+from shardcore.core.jit import copy_compiled_code
 from tasks.commit import git
 
 FOLDER = Path(".demo")
 
 
 def clone(source: Path, folder: Path) -> None:
-    """Make a folder a clone of a repository at its last commit. Data, models and plans in it stay.
+    """Clone a git repository into a folder, or update a clone, keeping the clone's data, models and plans.
 
     Raises ShardCoreError if git fails, or the folder is something else.
     """
@@ -30,7 +30,7 @@ def clone(source: Path, folder: Path) -> None:
         git("clone", "--quiet", "--shared", ".", str(part), cwd=source)
         part.rename(folder)
         # Without it, the clone would compile the searches for a quarter of a minute.
-        copy_compiled(source / "shardcore", folder / "shardcore")
+        copy_compiled_code(source / "shardcore", folder / "shardcore")
     elif not (folder / ".git").exists():
         raise ShardCoreError(f"{folder} is not a clone for the demo; remove it")
     elif git("rev-parse", "HEAD", cwd=folder) != commit:

@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from tasks.services import get
+from tasks.services import http_request
 
 POOL = "local"
 """Work pool of prefect.yaml's deployments."""
@@ -38,7 +38,7 @@ _RUN_ID = "PREFECT__FLOW_RUN_ID"
 
 
 @dataclass(frozen=True)
-class Api:
+class PrefectApi:
     """The Prefect server's API.
 
     url: URL of the API.
@@ -49,19 +49,19 @@ class Api:
     user: str
 
     @classmethod
-    def of_client(cls) -> Api:
-        """The API of this process: its server, user and password."""
+    def from_environment(cls) -> PrefectApi:
+        """API of the Prefect server in this process's environment, with user and password."""
         return cls(os.environ.get("PREFECT_API_URL", ""), os.environ.get("PREFECT_API_AUTH_STRING", ""))
 
     def post(self, path: str, body: dict[str, Any], method: str | None = None) -> Any:
-        """The answer of a path. Raises OSError or ValueError if there is none."""
+        """Send a JSON request to a path of Prefect's API. Raises OSError or ValueError without a valid answer."""
         headers = {
             "Authorization": f"Basic {base64.b64encode(self.user.encode()).decode()}",
             "Content-Type": "application/json",
         }
         for left in reversed(range(_TRIES)):
             try:
-                answer = get(f"{self.url}{path}", headers, json.dumps(body).encode(), method=method)
+                answer = http_request(f"{self.url}{path}", headers, json.dumps(body).encode(), method=method)
                 return json.loads(answer) if answer else None
             except urllib.error.HTTPError as error:
                 # Prefect answers 503 while its database is busy. Its own client waits, too.
@@ -93,13 +93,13 @@ class LostRun:
         return f"run {self.name!r}, {self.state} since {since}, whose worker has ended"
 
 
-def limit_runs(api: Api) -> None:
-    """Let the pool have one run at a time."""
+def limit_concurrent_runs(api: PrefectApi) -> None:
+    """Limit the Prefect work pool to one flow run at a time."""
     api.post(f"/work_pools/{POOL}", {"concurrency_limit": AT_ONCE}, method="PATCH")
 
 
-def find(api: Api, worker_began: float, patience_s: float = 0.0) -> list[LostRun]:
-    """Runs of the stack's pool that no process works on, and their subflows.
+def find_lost_runs(api: PrefectApi, worker_began: float, patience_s: float = 0.0) -> list[LostRun]:
+    """Flow runs of the stack's work pool that no process works on, and their subflows.
 
     worker_began: time at which the present worker started, Unix s; infinite if there is none. Runs since then are its,
       but not those of a clock that was ahead.
@@ -107,9 +107,12 @@ def find(api: Api, worker_began: float, patience_s: float = 0.0) -> list[LostRun
     """
     until = time.monotonic() + patience_s
     while True:
-        runs = [run for run in _left(api) if not worker_began <= _since(run) <= time.time()]
-        # Processes are listed after runs. If one ended in between, its run has another state, which `end` sees.
-        alive = _with_process()
+        runs = [
+            run for run in _unended_stack_runs(api) if not worker_began <= _state_time(run) <= time.time()
+        ]
+        # Processes are listed after runs. If one ended in between, its run has another state, which
+        # `crash_lost_run` sees.
+        alive = _live_run_ids()
         if time.monotonic() >= until or not any(
             run["id"] in alive and run["state_type"] == "PENDING" for run in runs
         ):
@@ -117,41 +120,47 @@ def find(api: Api, worker_began: float, patience_s: float = 0.0) -> list[LostRun
         time.sleep(0.5)
     lost = [run for run in runs if run["id"] not in alive]
     for run in lost:  # the list grows, as subflows may have subflows
-        lost += _taken(api, {"flow_runs": {"parent_flow_run_id": {"any_": [run["id"]]}}})
-    return [LostRun(run["id"], run["state_id"], run["name"], run["state_name"], _since(run)) for run in lost]
+        lost += _unended_runs(api, {"flow_runs": {"parent_flow_run_id": {"any_": [run["id"]]}}})
+    return [
+        LostRun(run["id"], run["state_id"], run["name"], run["state_name"], _state_time(run)) for run in lost
+    ]
 
 
-def end(api: Api, run: LostRun) -> bool:
-    """Set a lost run to Crashed, which frees its place. Returns False if it has ended meanwhile."""
+def crash_lost_run(api: PrefectApi, run: LostRun) -> bool:
+    """Set a lost flow run to Crashed, which frees its place. Returns False if the run has ended meanwhile."""
     [now] = api.post("/flow_runs/filter", {"flow_runs": {"id": {"any_": [run.id]}}})
     if now["state_id"] != run.state_id:
         return False
-    crash(api, run.id, f"It was {run.state} when the stack's worker ended.")
+    crash_run(api, run.id, f"It was {run.state} when the stack's worker ended.")
     return True
 
 
-def crash(api: Api, run_id: str, message: str) -> None:
-    """Set a run to Crashed, whatever its state. Raises OSError if Prefect refuses."""
+def crash_run(api: PrefectApi, run_id: str, message: str) -> None:
+    """Set a flow run to Crashed, whatever its state. Raises OSError if Prefect refuses."""
     api.post(
         f"/flow_runs/{run_id}/set_state",
         {"force": True, "state": {"type": "CRASHED", "name": "Crashed", "message": message}},
     )
 
 
-def _left(api: Api) -> list[dict[str, Any]]:
-    """Runs that the stack's worker has taken, now or before it was started again."""
+def _unended_stack_runs(api: PrefectApi) -> list[dict[str, Any]]:
+    """Unended flow runs that the stack's worker has taken, also before a restart of the worker."""
     others = {w["name"] for w in api.workers() if w["status"] == "ONLINE"} - {WORKER}
 
-    def is_ours(run: dict[str, Any]) -> bool:
+    def is_of_stack_worker(run: dict[str, Any]) -> bool:
         # A run that is being submitted may have no label yet.
         by = (run.get("labels") or {}).get("prefect.worker.name")
         return by == WORKER or (by is None and not others)
 
-    return [run for run in _taken(api, {"work_pools": {"name": {"any_": [POOL]}}}) if is_ours(run)]
+    return [
+        run
+        for run in _unended_runs(api, {"work_pools": {"name": {"any_": [POOL]}}})
+        if is_of_stack_worker(run)
+    ]
 
 
-def _taken(api: Api, which: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Runs that a worker has taken and that have not ended, as Prefect describes them. which: Prefect's filter."""
+def _unended_runs(api: PrefectApi, which: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Flow runs, as JSON, that a worker has taken and that have not ended. which: filter of Prefect's API."""
     flow_runs = {**which.get("flow_runs", {}), "state": {"type": {"any_": list(_HELD)}}}
     for offset in range(0, 1 << 20, _PAGE):
         page = api.post(
@@ -163,12 +172,12 @@ def _taken(api: Api, which: dict[str, Any]) -> Iterator[dict[str, Any]]:
             return
 
 
-def _since(run: dict[str, Any]) -> float:
+def _state_time(run: dict[str, Any]) -> float:
     return datetime.fromisoformat(run["state"]["timestamp"]).timestamp()
 
 
-def _with_process() -> set[str]:
-    """Ids of the flow runs on which a process of Prefect's engine on this machine works."""
+def _live_run_ids() -> set[str]:
+    """Ids of the flow runs that a process of Prefect's engine on this machine executes."""
     ids = set()
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):

@@ -23,22 +23,22 @@ _MOST = 100
 """Most changes that are kept, as MLflow limits the size of a tag."""
 
 
-def note_champion(client: mlflow.MlflowClient, version: ModelVersion) -> None:
-    """Note that plans are published under a version from now on."""
-    known = _changes(client, version.name)
+def record_champion(client: mlflow.MlflowClient, version: ModelVersion) -> None:
+    """Record a model version as champion, from now on, in a tag of the registered model."""
+    known = _champion_changes(client, version.name)
     if not known or known[-1][0] != str(version.version):
         kept = [*known, (str(version.version), round(time.time()))][-_MOST:]
         client.set_registered_model_tag(version.name, CHAMPIONS, json.dumps(kept, separators=(",", ":")))
 
 
-def went_back(client: mlflow.MlflowClient, champion: ModelVersion, version: str) -> bool:
-    """Tell if a person went back from this version: plans were under it, and the champion is older."""
-    return int(champion.version) < int(version) and version in dict(_changes(client, champion.name))
+def was_rolled_back(client: mlflow.MlflowClient, champion: ModelVersion, version: str) -> bool:
+    """Tell if a person went back from a model version: it was champion, and the present champion is older."""
+    return int(champion.version) < int(version) and version in dict(_champion_changes(client, champion.name))
 
 
-def history(client: mlflow.MlflowClient, name: str) -> list[ModelRecord]:
-    """All versions of a model."""
-    changes = _changes(client, name)
+def version_records(client: mlflow.MlflowClient, name: str) -> list[ModelRecord]:
+    """Records of all versions of a registered model, with errors and times as champion."""
+    changes = _champion_changes(client, name)
     reigns: dict[str, list[tuple[float, float | None]]] = {}
     for i, (version, begin) in enumerate(changes):
         end = changes[i + 1][1] if i + 1 < len(changes) else None
@@ -47,13 +47,13 @@ def history(client: mlflow.MlflowClient, name: str) -> list[ModelRecord]:
         ModelRecord(
             version=str(v.version),
             registered_at=v.creation_timestamp / 1000,
-            error=_number(v.tags.get("score")),
-            noise=_number(v.tags.get(NOISE)),
+            error=_finite_number(v.tags.get("score")),
+            noise=_finite_number(v.tags.get(NOISE)),
             replay_error=metrics.get("mape"),
             replay_noise=metrics.get("noise"),
             gate=v.tags.get(GATE, ""),
             accuracy=v.tags.get(ACCURACY, ""),
-            replays=replay_metrics.verdict(metrics) if "explained_mape" in metrics else "",
+            replays=replay_metrics.describe_accuracy(metrics) if "explained_mape" in metrics else "",
             setting=v.tags.get("setting", ""),
             reigns=tuple(reigns.get(str(v.version), ())),
             data=v.tags.get("data", ""),
@@ -63,16 +63,16 @@ def history(client: mlflow.MlflowClient, name: str) -> list[ModelRecord]:
     ]
 
 
-def refusal(client: mlflow.MlflowClient, name: str) -> str | None:
-    """The reason why a model's challenger is not champion, while there is no champion. None: there is none."""
-    challenger = registry.find(client, name, registry.CHALLENGER)
-    if challenger is None or registry.find(client, name, registry.CHAMPION):
+def refusal_reason(client: mlflow.MlflowClient, name: str) -> str | None:
+    """Why a model's challenger is not champion, if the model has no champion. None with a champion."""
+    challenger = registry.find_version(client, name, registry.CHALLENGER)
+    if challenger is None or registry.find_version(client, name, registry.CHAMPION):
         return None
     gate = challenger.tags.get(GATE, "was not judged")
     return f"no version of {name} is champion: challenger {challenger.version} {gate}"
 
 
-def _changes(client: mlflow.MlflowClient, name: str) -> list[tuple[str, float]]:
+def _champion_changes(client: mlflow.MlflowClient, name: str) -> list[tuple[str, float]]:
     try:
         changes = json.loads(client.get_registered_model(name).tags.get(CHAMPIONS, "[]"))
         return [(str(version), float(at)) for version, at in changes if 0 <= float(at) <= MOST_UNIX_S]
@@ -81,7 +81,7 @@ def _changes(client: mlflow.MlflowClient, name: str) -> list[tuple[str, float]]:
 
 
 def _replay_figures(client: mlflow.MlflowClient, version: ModelVersion) -> Mapping[str, float]:
-    """Figures of replays in a version's run. {} if there is none, or it was deleted."""
+    """Replay metrics in the MLflow run of a model version. {} without a run."""
     try:
         metrics = client.get_run(version.run_id).data.metrics if version.run_id else {}
     except MlflowException:
@@ -90,7 +90,7 @@ def _replay_figures(client: mlflow.MlflowClient, version: ModelVersion) -> Mappi
     return figures if all(map(math.isfinite, figures.values())) else {}
 
 
-def _number(value: str | float | None) -> float | None:
+def _finite_number(value: str | float | None) -> float | None:
     try:
         number = float("nan" if value is None else value)
     except ValueError:

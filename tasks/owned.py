@@ -41,16 +41,16 @@ _LONGEST_BASE = 18
 
 
 @contextmanager
-def owned() -> Iterator[None]:
-    """End everything that is started within with the context. Within another run, it ends with that run."""
+def owned_run() -> Iterator[None]:
+    """End all processes started in the context when the context ends. In an outer owned run, end them with that run."""
     if os.environ.get(RUN):
         yield
         return
-    end_left()
+    end_abandoned_runs()
     # Only this process has the write end, so the pipe closes however this process ends.
     read, write = os.pipe()
     guardian = subprocess.Popen(
-        [sys.executable, "-I", "-S", __file__, short_temporary()],
+        [sys.executable, "-I", "-S", __file__, short_temporary_folder()],
         stdin=read,
         stdout=subprocess.PIPE,
         text=True,
@@ -61,8 +61,8 @@ def owned() -> Iterator[None]:
     assert guardian.stdout is not None  # it is a pipe
     folder = guardian.stdout.readline().strip()
     if not folder:
-        raise OSError(f"no temporary folder can be made in {short_temporary()}")
-    held = _hold(folder)
+        raise OSError(f"no temporary folder can be made in {short_temporary_folder()}")
+    held = _lock_folder(folder)
     # SPT_NOENV keeps processes that change their title (Ray's workers) from overwriting their environment.
     ours = {RUN: folder, "TMPDIR": folder, "SPT_NOENV": "1"}
     before = {name: os.environ.get(name) for name in ours}
@@ -79,14 +79,14 @@ def owned() -> Iterator[None]:
         os.close(write)
         # If somebody killed the guardian, its work is done here.
         if guardian.wait():
-            _sweep(folder)
+            _clean_up_run(folder)
         os.close(held)
         guardian.stdout.close()
 
 
 @contextmanager
-def serving() -> Iterator[None]:
-    """Mark processes that are started within as servers for others of the run."""
+def marking_servers() -> Iterator[None]:
+    """Mark processes started in the context as servers, which end after the run's remaining processes."""
     os.environ[SERVES] = "1"
     try:
         yield
@@ -95,17 +95,17 @@ def serving() -> Iterator[None]:
 
 
 def end_with_parent() -> None:
-    """End this process when the process that started it ends, however it ends."""
+    """End this process when its parent process ends, even if the parent is killed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
         # The parent may have ended before prctl took effect.
-        if RUN in os.environ and not _carries(os.getppid(), RUN, os.environ[RUN]):
+        if RUN in os.environ and not _has_variable(os.getppid(), RUN, os.environ[RUN]):
             raise SystemExit("the process that started this one has ended")
 
 
-def end_left() -> None:
-    """End the processes of runs that were killed together with their guardians, and remove their folders."""
-    base = short_temporary()
+def end_abandoned_runs() -> None:
+    """End processes and remove folders of runs that were killed together with their guardian processes."""
+    base = short_temporary_folder()
     for name in os.listdir(base):
         folder = os.path.join(base, name)
         with suppress(OSError):  # the folder is no run's, is another user's, or is held by somebody
@@ -113,13 +113,13 @@ def end_left() -> None:
                 held = os.open(os.path.join(folder, _LOCK), os.O_RDWR | os.O_NOFOLLOW)
                 try:
                     fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    _sweep(folder)
+                    _clean_up_run(folder)
                 finally:
                     os.close(held)
 
 
-def _hold(folder: str) -> int:
-    """Lock a run's folder as long as this process lives, as the run and its guardian do.
+def _lock_folder(folder: str) -> int:
+    """Lock a run's folder as long as this process lives.
 
     Returns the descriptor of the lock's file.
     """
@@ -128,8 +128,8 @@ def _hold(folder: str) -> int:
     return held
 
 
-def short_temporary() -> str:
-    """The temporary folder, or /tmp if paths of Ray's sockets in it would be too long."""
+def short_temporary_folder() -> str:
+    """The temporary folder, or /tmp if the temporary folder's path is too long for Ray's sockets."""
     base = tempfile.gettempdir()
     return base if len(os.fsencode(base)) <= _LONGEST_BASE or not os.access("/tmp", os.W_OK) else "/tmp"
 
@@ -141,23 +141,25 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     folder = tempfile.mkdtemp(prefix=_PREFIX, dir=sys.argv[1])
-    _hold(folder)
+    _lock_folder(folder)
     with suppress(OSError):  # the run may have ended already
         print(folder, flush=True)
         # Nothing was read: the run was killed, or native code such as Ray's ended its process.
         if not sys.stdin.buffer.read():
             print(f"error: this run was ended before its end; {GOES_ON}", file=sys.stderr, flush=True)
-    _sweep(folder)
+    _clean_up_run(folder)
 
 
-def _sweep(folder: str) -> None:
+def _clean_up_run(folder: str) -> None:
     """End a run's processes, and remove its folder."""
 
-    def all_left() -> list[int]:
-        return [pid for pid in _pids() if _carries(pid, RUN, folder)]
+    def run_processes() -> list[int]:
+        return [pid for pid in _other_process_ids() if _has_variable(pid, RUN, folder)]
 
-    _end(lambda: [pid for pid in all_left() if not _carries(pid, SERVES, "1")], _LAST_WORDS_S)
-    _end(all_left, _SERVERS_S)
+    _end_processes(
+        lambda: [pid for pid in run_processes() if not _has_variable(pid, SERVES, "1")], _LAST_WORDS_S
+    )
+    _end_processes(run_processes, _SERVERS_S)
     # A process that is ending may still write into the folder.
     for _ in range(10):
         shutil.rmtree(folder, ignore_errors=True)
@@ -166,8 +168,8 @@ def _sweep(folder: str) -> None:
         time.sleep(_EVERY_S)
 
 
-def _end(running: Callable[[], list[int]], patience_s: float) -> None:
-    """Ask each running process to end, also new ones, and kill those that do not end in time."""
+def _end_processes(running: Callable[[], list[int]], patience_s: float) -> None:
+    """Terminate processes until none is left, and kill those that do not end in time. running: lists their ids."""
     for number, seconds in ((signal.SIGTERM, patience_s), (signal.SIGKILL, _KILLED_S)):
         until, signalled = time.monotonic() + seconds, set()
         while left := running():
@@ -182,15 +184,15 @@ def _end(running: Callable[[], list[int]], patience_s: float) -> None:
             return
 
 
-def _pids() -> list[int]:
-    """Ids of all other processes."""
+def _other_process_ids() -> list[int]:
+    """Ids of all processes of this machine, except this process."""
     if sys.platform != "linux":
         return []
     return [int(name) for name in os.listdir("/proc") if name.isdecimal() and int(name) != os.getpid()]
 
 
-def _carries(pid: int, name: str, value: str) -> bool:
-    """Tell if a process was started with this variable in its environment. False if it has ended."""
+def _has_variable(pid: int, name: str, value: str) -> bool:
+    """Tell if a process was started with an environment variable of a value. False if the process has ended."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             return os.fsencode(f"{name}={value}") in file.read().split(b"\0")

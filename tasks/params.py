@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.validation import shown
-from shardcore.io.schema import build, read_yaml
+from shardcore.core.validation import short_repr
+from shardcore.io.schema import build_record, read_yaml
 from tasks import paths
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ SECTIONS = (
 
 
 def require_section(name: str, path: str | Path = paths.PARAMS) -> None:
-    """Raise ShardCoreError unless a file has a section, which may be empty.
+    """Raise ShardCoreError unless a parameter file has a section, which may be empty.
 
     Without it a stage would run, and DVC would then fail to record its result.
     """
@@ -37,15 +37,15 @@ def require_section(name: str, path: str | Path = paths.PARAMS) -> None:
         )
 
 
-def section(name: str, cls: type[T], path: str | Path = paths.PARAMS) -> T:
-    """A section as its config dataclass. Raises ShardCoreError for an unknown key or section."""
+def read_section(name: str, cls: type[T], path: str | Path = paths.PARAMS) -> T:
+    """Read a section of params.yaml as a config dataclass. Raises ShardCoreError for an unknown key or section."""
     params = read_yaml(path) or {}
     if not isinstance(params, dict):
         raise ShardCoreError(f"{path} holds {type(params).__name__}; it needs sections with keys")
     unknown = sorted(map(str, set(params) - set(SECTIONS)))
     if unknown:
         raise ShardCoreError(
-            f"{path} has an unknown section {shown(unknown[0])}; known are {', '.join(SECTIONS)}"
+            f"{path} has an unknown section {short_repr(unknown[0])}; known are {', '.join(SECTIONS)}"
         )
     values = params.get(name)
-    return build(cls, {} if values is None else values, f"{path}, section {name!r}")
+    return build_record(cls, {} if values is None else values, f"{path}, section {name!r}")

@@ -18,7 +18,7 @@ PROBLEMS = Path("problems")
 JOBS = Path("data/jobs")
 
 
-def package(name: str) -> Path:
+def package_folder(name: str) -> Path:
     """Folder of an installed package, without importing it. Raises ImportError if it is not installed."""
     spec = find_spec(name)
     if spec is None or spec.origin is None:

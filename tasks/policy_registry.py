@@ -19,28 +19,28 @@ COST_MODEL_TAG = "shardcore.cost_model_digest"
 """Tag of a policy: digest of the cost model that it was trained against."""
 
 
-def policy_name(name: str, hardware: str) -> str:
+def registered_policy_name(name: str, hardware: str) -> str:
     return f"shardcore-policy-{name}-{hardware}"
 
 
 def register_policy(client: mlflow.MlflowClient, folder: Path) -> ModelVersion:
-    """The version with a policy's files, created on the first call. It becomes champion.
+    """Register a sharding policy's files as a model version, and make it champion. Returns the version.
 
-    Its tags name the version of the cost model that it was trained against.
+    A version with the same files is reused. Its tags name the version of the cost model that it was trained against.
 
     Raises ShardCoreError if that is not registered.
     """
     policy, digest = read_policy(folder), model_files.model_digest(folder, "policy")
     trained_on = policy.meta.get("provenance", {}).get("model_digest")
-    cost_name = registry.model_name(policy.setting.hardware)
+    cost_name = registry.registered_model_name(policy.setting.hardware)
     of_digest = {v.tags.get(DIGEST_TAG): v for v in client.search_model_versions(f"name = '{cost_name}'")}
     if trained_on not in of_digest:
         raise ShardCoreError(
             f"policy in {folder} was trained against cost model {trained_on}, of "
             f"which {cost_name!r} has no version; train it again (dvc repro train_policy)"
         )
-    name = policy_name(policy.name, policy.setting.hardware)
-    version = registry.version_of(client, name, digest, _policy_of)
+    name = registered_policy_name(policy.name, policy.setting.hardware)
+    version = registry.find_version_by_digest(client, name, digest, _load_policy)
     if version is None:
         tags = {
             DIGEST_TAG: digest,
@@ -56,19 +56,19 @@ def register_policy(client: mlflow.MlflowClient, folder: Path) -> ModelVersion:
 def _upload_policy(
     client: mlflow.MlflowClient, folder: Path, name: str, tags: dict[str, str]
 ) -> ModelVersion:
-    """A new version, from the training's run, or from a new run if MLflow does not have that."""
-    run_id = registry.training_run(tags[DIGEST_TAG])
-    with registry.run(run_id=run_id, run_name=None if run_id else "register-policy") as begun:
+    """Create a policy's model version from its training run, or from a new run if MLflow lacks the training run."""
+    run_id = registry.training_run_id(tags[DIGEST_TAG])
+    with registry.tagged_run(run_id=run_id, run_name=None if run_id else "register-policy") as begun:
         mlflow.log_artifacts(str(folder), POLICY)  # the run's own files may be gone
-    registry.require_model(client, name)
+    registry.create_model_if_missing(client, name)
     source = f"{begun.info.artifact_uri}/{POLICY}"
     return client.create_model_version(name, source, begun.info.run_id, tags=tags)
 
 
 def champion_policy(client: mlflow.MlflowClient, name: str, hardware: str) -> tuple[Policy, ModelVersion]:
-    """The champion of a policy. Raises ShardCoreError if there is none."""
-    registered = policy_name(name, hardware)
-    version = registry.find(client, registered, CHAMPION)
+    """Champion of a sharding policy for a hardware, and its version. Raises ShardCoreError without a champion."""
+    registered = registered_policy_name(name, hardware)
+    version = registry.find_version(client, registered, CHAMPION)
     if version is None:
         raise ShardCoreError(
             f"there is no policy {name!r} for {hardware!r}: set train_policy.algorithm "
@@ -76,8 +76,8 @@ def champion_policy(client: mlflow.MlflowClient, name: str, hardware: str) -> tu
             f"`python -m flows.promote` ({registered!r} has no alias {CHAMPION!r} at "
             f"{mlflow.get_tracking_uri()})"
         )
-    return _policy_of(version), version
+    return _load_policy(version), version
 
 
-def _policy_of(version: ModelVersion) -> Policy:
-    return registry.downloaded(version, POLICY_JSON, lambda found: read_policy(found[0]))
+def _load_policy(version: ModelVersion) -> Policy:
+    return registry.download_and_load(version, POLICY_JSON, lambda found: read_policy(found[0]))

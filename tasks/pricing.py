@@ -30,30 +30,30 @@ class Pricing:
     champion: ModelVersion | None = None
 
     @property
-    def words(self) -> str:
+    def origin_text(self) -> str:
         return f"{self.name} version {self.version}" if self.champion else f"{self.name}, {NOT_MEASURED}"
 
     @property
-    def link(self) -> str:
-        """The origin as Markdown."""
-        return links.model_version(self.name, self.version) if self.champion else self.words
+    def origin_markdown(self) -> str:
+        """Markdown link to the origin of the cost model."""
+        return links.model_version_link(self.name, self.version) if self.champion else self.origin_text
 
 
-def pricing(client: mlflow.MlflowClient, hardware: str, profile: Path | None = None) -> Pricing:
-    """The champion of a hardware, or its profile.
+def choose_pricing(client: mlflow.MlflowClient, hardware: str, profile: Path | None = None) -> Pricing:
+    """Cost model for plans on a hardware: the champion, else a hardware profile.
 
     profile: file of a profile that is preferred to shipped ones.
 
     Raises ShardCoreError if there is neither a champion nor a profile.
     """
-    if registry.find(client, registry.model_name(hardware), registry.CHAMPION) is None:
-        if profile and (own := load_profile(profile)).is_of(hardware):
+    if registry.find_version(client, registry.registered_model_name(hardware), registry.CHAMPION) is None:
+        if profile and (own := load_profile(profile)).covers_hardware(hardware):
             return Pricing(own.model(), own.name, own.digest)
         # The profile of this name comes before those of the same card with other links.
         for name in sorted(profile_names(), key=lambda name: name != hardware):
-            if (shipped := load_profile(name)).is_of(hardware):
+            if (shipped := load_profile(name)).covers_hardware(hardware):
                 return Pricing(shipped.model(), name, shipped.digest)
-        if refused := model_history.refusal(client, registry.model_name(hardware)):
+        if refused := model_history.refusal_reason(client, registry.registered_model_name(hardware)):
             raise ShardCoreError(f"{refused}; no profile is of {hardware}, so nothing prices its plans")
-    model, champion = registry.champion(client, hardware)  # raises if there is none
+    model, champion = registry.champion_model(client, hardware)  # raises if there is none
     return Pricing(model, champion.name, str(champion.version), champion)

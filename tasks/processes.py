@@ -10,7 +10,7 @@ import psutil
 
 @contextmanager
 def exclusive_lock(file: Path) -> Iterator[None]:
-    """Hold a file's lock while the context lasts, or until the process dies. Others wait for it."""
+    """Hold an exclusive lock of a file while the context lasts. Waits until no other process holds the lock."""
     with open(file, "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -16,4 +16,4 @@ class RunProgress:
         self.info, self.warning = logger.info, logger.warning
 
     def show(self, tally: Tally) -> None:
-        console.progress(tally.share, tally.line)
+        console.show_progress(tally.done_share, tally.progress_line)

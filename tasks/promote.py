@@ -14,7 +14,7 @@ from mlflow.entities.model_registry import ModelVersion
 from prefect import get_run_logger, task
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.validation import MOST_COUNT, Record, differences, within
+from shardcore.core.validation import MOST_COUNT, Record, describe_differences, within
 from shardcore.cost import (
     accuracy,
     composite,
@@ -41,7 +41,7 @@ class PromoteConfig(Record):
     """Conditions under which a challenger becomes champion.
 
     may_lose: points of score that a challenger may lose, and by which its error of replayed plans may be beyond the
-      explained one (see replay_metrics.excess), and still pass.
+      explained one (see replay_metrics.unexplained_error), and still pass.
     approval: True if a challenger that passed waits for a person's approval.
     also: folders of models for other precisions of weights, of the same hardware and optimizer. They become part of the
       version without being judged, so that tables of several precisions can be planned.
@@ -68,14 +68,14 @@ class Promotion:
     reason: str
 
 
-def score(metrics: dict[str, float]) -> float:
-    """Mean absolute percentage error. Lower is better. Compute has the weight of both exchanges together."""
+def score_of_metrics(metrics: dict[str, float]) -> float:
+    """Score of a cost model: mean absolute percentage error over compute and exchanges. Lower is better."""
     comm = [metrics[k] for k in ("forward_comm_mape", "backward_comm_mape") if k in metrics]
     return (metrics["compute_mape"] + sum(comm) / len(comm)) / 2 if comm else metrics["compute_mape"]
 
 
 @task(task_run_name="promote-model")
-@registry.plain_errors()
+@registry.one_line_errors()
 def promote_model(
     folder: Path,
     measurements: Path,
@@ -85,7 +85,7 @@ def promote_model(
     replayed: Path = paths.REPLAYS,
     traced: Path = paths.TRACED,
 ) -> Promotion:
-    """Register the model's files as challenger, and make it champion unless the champion is better.
+    """Register a cost model's files as challenger, and make the challenger champion unless the champion is better.
 
     folder: folder of the model's files.
     measurements: dataset whose held-out samples decide which one is better.
@@ -99,42 +99,42 @@ def promote_model(
     """
     logger = get_run_logger()
     model, digest = neural.load(folder), model_files.model_digest(folder)
-    whole = composite.load([folder, *config.also])
-    client = registry.connect()
-    tags = _lineage(model.meta["provenance"]) | {
+    whole = composite.load_models([folder, *config.also])
+    client = registry.connect_to_mlflow()
+    tags = _lineage_tags(model.meta["provenance"]) | {
         "setting": str(whole.setting),
         _PRECISIONS_TAG: whole.setting.precision,
     }
-    challenger = registry.register(client, folder, registry.training_run(digest), tags, config.also)
+    challenger = registry.register_model(client, folder, registry.training_run_id(digest), tags, config.also)
     name, version = challenger.name, str(challenger.version)
-    before = registry.find(client, name, registry.CHAMPION)
+    before = registry.find_version(client, name, registry.CHAMPION)
     champion = None if before is None else str(before.version)
-    kept = replays.read_all(replayed, model.setting)
+    kept = replays.read_all_replays(replayed, model.setting)
     if kept:
-        _log_replay_metrics(client, challenger, replay_metrics.judge(kept, model))
+        _log_replay_metrics(client, challenger, replay_metrics.judge_replays(kept, model))
 
-    def end(champion: str | None, reason: str) -> Promotion:
+    def log_result(champion: str | None, reason: str) -> Promotion:
         logger.info("%s: %s", name, reason, extra=console.RESULT)
         return Promotion(name, version, champion, reason)
 
     if champion == version:
-        return end(champion, f"version {version} is champion already")
-    if before and not approve and model_history.went_back(client, before, version):
-        return end(
+        return log_result(champion, f"version {version} is champion already")
+    if before and not approve and model_history.was_rolled_back(client, before, version):
+        return log_result(
             champion,
             f"version {champion} stays champion: a person went back to it from version {version}; "
             "--approve overrules",
         )
-    held_out = traced_training.split(
-        [s for s in traced_samples.read_all([traced]) if traced_training.is_for(whole, s)]
+    held_out = traced_training.split_samples(
+        [s for s in traced_samples.read_traced_samples([traced]) if traced_training.is_model_for(whole, s)]
     ).held_out
     if held_out:
-        if dataset.settings(measurements):  # this score decides nothing, and is recorded for people
-            _by_measurements(client, model, measurements, challenger)
-        new = _by_traces(client, whole, held_out, challenger)
+        if dataset.dataset_settings(measurements):  # this score decides nothing, and is recorded for people
+            _score_by_measurements(client, model, measurements, challenger)
+        new = _score_by_traces(client, whole, held_out, challenger)
     else:
-        new = _by_measurements(client, model, measurements, challenger)
-    passed, reason = _verdict(new, kept, before, config)
+        new = _score_by_measurements(client, model, measurements, challenger)
+    passed, reason = _gate_verdict(new, kept, before, config)
     dropped = {*(before.tags.get(_PRECISIONS_TAG, "").split("+") if before else ()), ""} - {
         "",
         *whole.setting.precision.split("+"),
@@ -147,18 +147,18 @@ def promote_model(
     client.set_model_version_tag(name, version, model_history.GATE, ("passed, " if passed else "") + reason)
     if not passed:
         stays = f"version {champion} stays champion" if champion else "no version is champion yet"
-        return end(champion, f"{stays}; challenger {version} {reason}")
+        return log_result(champion, f"{stays}; challenger {version} {reason}")
     if config.approval and not approve:
-        return end(champion, f"challenger {version} awaits approval; {reason}")
+        return log_result(champion, f"challenger {version} awaits approval; {reason}")
     # Publishing is claimed before the alias is set. Else the watch could see the new champion and publish, too.
     if will_publish:
-        publish_claim.claim(client, name, version)
+        publish_claim.claim_publishing(client, name, version)
     client.set_registered_model_alias(name, registry.CHAMPION, version)
-    return end(version, f"version {version} is champion, {reason}")
+    return log_result(version, f"version {version} is champion, {reason}")
 
 
-def _lineage(provenance: Mapping[str, Any]) -> dict[str, str]:
-    """Tags of a version about the origin of its model. For a job's traces, these are the steps and a digest."""
+def _lineage_tags(provenance: Mapping[str, Any]) -> dict[str, str]:
+    """Registry tags on the origin of a model: provenance values, and the job, steps and digest of its traces."""
     tags = {name: str(value) for name, value in provenance.items() if name != "job"}
     if of_job := provenance.get("job"):
         tags |= {
@@ -170,16 +170,16 @@ def _lineage(provenance: Mapping[str, Any]) -> dict[str, str]:
 
 
 @task(task_run_name="promote-policy")
-@registry.plain_errors()
+@registry.one_line_errors()
 def promote_policy(folder: Path) -> str | None:
-    """Register the policy's files, if there are any, as champion. Returns the version.
+    """Register a sharding policy's files, if the folder has any, as champion. Returns the version.
 
     There is no gate, as a plan that a policy proposes is published only if the cost model finds it cheaper.
     """
     if not (folder / POLICY_JSON).exists():
         return None
     try:
-        version = policy_registry.register_policy(registry.connect(), folder)
+        version = policy_registry.register_policy(registry.connect_to_mlflow(), folder)
     except ShardCoreError as error:  # no reason not to promote the cost model
         get_run_logger().warning("%s", error)
         return None
@@ -195,14 +195,14 @@ def promote_policy(folder: Path) -> str | None:
 def _log_replay_metrics(
     client: mlflow.MlflowClient, version: ModelVersion, rows: Sequence[replay_metrics.ReplayRecord]
 ) -> None:
-    """Log a model's replay metrics (replays/*) and a plot to its run, once for each set of replays."""
+    """Log replay metrics (replays/*) and a plot to the MLflow run of a model version, once for each set of replays."""
     known = files.digest(replay_metrics.csv_rows(rows))
     if version.tags.get(_REPLAYS_TAG) == known or version.run_id is None:
         return
     now_ms = int(1000 * time.time())
     client.log_batch(
         version.run_id,
-        [Metric(f"replays/{k}", v, now_ms, 0) for k, v in replay_metrics.figures(rows).items()],
+        [Metric(f"replays/{k}", v, now_ms, 0) for k, v in replay_metrics.flat_metrics(rows).items()],
     )
     client.log_figure(
         version.run_id, model_report.replay_scatter_figure(rows, "Replayed plans"), "replays.png"
@@ -226,67 +226,69 @@ class Score:
     of: Callable[[Any], tuple[float, Any] | None]
 
 
-def _by_traces(
+def _score_by_traces(
     client: mlflow.MlflowClient, whole: Any, held_out: Sequence[TracedSample], challenger: ModelVersion
 ) -> Score:
-    """A challenger's score by held-out steps of running jobs."""
+    """Score of a challenger model on held-out traced steps of running jobs."""
     jobs = " and ".join(dict.fromkeys(sample.job for sample in held_out))
-    error = traced_training.error(whole, held_out)
+    error = traced_training.mean_percent_error(whole, held_out)
     client.set_model_version_tag(challenger.name, challenger.version, TRACED_ERROR, f"{error:.4f}")
 
-    def of(champion: Any) -> tuple[float, Any] | None:
-        if not all(traced_training.is_for(champion, sample) for sample in held_out):
+    def judge_champion(champion: Any) -> tuple[float, Any] | None:
+        if not all(traced_training.is_model_for(champion, sample) for sample in held_out):
             return None
-        return traced_training.error(champion, held_out), champion
+        return traced_training.mean_percent_error(champion, held_out), champion
 
-    return Score(error, f"error {error:.2f}% on held-out traces of {jobs}", whole, of)
+    return Score(error, f"error {error:.2f}% on held-out traces of {jobs}", whole, judge_champion)
 
 
-def _by_measurements(
+def _score_by_measurements(
     client: mlflow.MlflowClient, model: neural.NeuralModel, measurements: Path, challenger: ModelVersion
 ) -> Score:
-    """A challenger's score by held-out measurements, which becomes a tag of its version."""
-    known = training.read_held_out(model, measurements)
+    """Score of a challenger model on held-out measurements, also recorded as a tag of the model version."""
+    known = training.read_held_out_samples(model, measurements)
     found = study.judge_test_split(model, known)
-    error, noise = score(found), found.get("repeatability", "")
+    error, noise = score_of_metrics(found), found.get("repeatability", "")
     for tag, value in (
         ("score", f"{error:.4f}"),
         (model_history.NOISE, str(noise)),
-        (model_history.ACCURACY, accuracy.summary(found)),
+        (model_history.ACCURACY, accuracy.accuracy_summary(found)),
     ):
         client.set_model_version_tag(challenger.name, challenger.version, tag, value)
 
-    def of(champion: Any) -> tuple[float, Any] | None:
+    def judge_champion(champion: Any) -> tuple[float, Any] | None:
         # Errors of different settings cannot be compared.
-        trained = [m for m in known_errors.trained(champion) if isinstance(m, neural.NeuralModel)]
+        trained = [m for m in known_errors.trained_models(champion) if isinstance(m, neural.NeuralModel)]
         like = next((m for m in trained if m.setting == model.setting), None)
-        return like and (score(training.judge(like, known)), like)
+        return like and (score_of_metrics(training.judge_model(like, known)), like)
 
     text = f"score {error:.2f}% (mean error on this machine's held-out groups and exchanges)"
-    return Score(error, text, model, of)
+    return Score(error, text, model, judge_champion)
 
 
-def _verdict(
+def _gate_verdict(
     new: Score, kept: Sequence[replays.ReplaySet], before: ModelVersion | None, config: PromoteConfig
 ) -> tuple[bool, str]:
-    """True if a challenger passes the gate, and the reason."""
-    rows = replay_metrics.judge(kept, new.model)
-    found = replay_metrics.figures(rows) if rows else None
-    if found and replay_metrics.excess(found) > config.may_lose:
-        return False, f"errs on replayed plans: {replay_metrics.verdict(found)}"
+    """Whether a challenger passes the promotion gate, and the reason."""
+    rows = replay_metrics.judge_replays(kept, new.model)
+    found = replay_metrics.flat_metrics(rows) if rows else None
+    if found and replay_metrics.unexplained_error(found) > config.may_lose:
+        return False, f"errs on replayed plans: {replay_metrics.describe_accuracy(found)}"
     if before is None:
         return True, f"{new.text}, the first"
     try:
-        champion = registry.download(before)
+        champion = registry.download_model(before)
     except ShardCoreError as error:  # it was made by another version of ShardCore
         return True, f"{new.text}; champion {before.version} cannot be read any more: {error}"
     if (judged := new.of(champion)) is None:
-        return True, f"{new.text}; champion {before.version} is for another setting: " + differences(
+        return True, f"{new.text}; champion {before.version} is for another setting: " + describe_differences(
             champion.setting, new.model.setting
         )
     old_error, old_model = judged
     if new.error > old_error + config.may_lose:
         return False, f"lost by {new.error - old_error:.2f} points: {new.text} against {old_error:.2f}%"
-    if lost := kept and replay_metrics.lost(rows, replay_metrics.judge(kept, old_model)):
+    if lost := kept and replay_metrics.challenger_rejection(
+        rows, replay_metrics.judge_replays(kept, old_model)
+    ):
         return False, f"lost by replayed plans: {lost}"
     return True, f"{new.text} against {old_error:.2f}% of champion {before.version}"

@@ -50,10 +50,10 @@ class PublishState:
     publishing: str | None = None
     until: float | None = None
 
-    def due(self, now: float) -> bool:
-        """Tell if plans have to be published: the champion is not published, and nobody publishes.
+    def is_due(self, now: float) -> bool:
+        """Tell if plans have to be published: the champion is unpublished, and no process is publishing.
 
-        A run that is requested during another one would answer two changes (see watch.publish_once).
+        A run that is requested during another one would answer two changes (see watch.request_publishing).
         """
         if self.champion is None or self.champion == self.published:
             return False
@@ -63,8 +63,8 @@ class PublishState:
         )
 
 
-def read(client: mlflow.MlflowClient, model: str) -> PublishState:
-    """The state of a registered model. A missing model has no champion."""
+def read_publish_state(client: mlflow.MlflowClient, model: str) -> PublishState:
+    """Read the publishing state of a registered model. A missing model has no champion."""
     try:
         registered = client.get_registered_model(model)
     except MlflowException as error:
@@ -72,26 +72,28 @@ def read(client: mlflow.MlflowClient, model: str) -> PublishState:
             return PublishState(model, None)
         raise
     champion = registered.aliases.get(registry.CHAMPION)
-    published, publishing = _tag(registered.tags, PUBLISHED), _tag(registered.tags, PUBLISHING)
+    published, publishing = _read_tag(registered.tags, PUBLISHED), _read_tag(registered.tags, PUBLISHING)
     return PublishState(
         model,
         None if champion is None else str(champion),
         published=published.get("version"),
-        at=_time(published.get("at")),
+        at=_valid_time(published.get("at")),
         publishing=publishing.get("version"),
-        until=_time(publishing.get("until")),
+        until=_valid_time(publishing.get("until")),
     )
 
 
-def claim(client: mlflow.MlflowClient, model: str, version: str) -> None:
-    """Claim publishing under a version, for the next CLAIM_S."""
+def claim_publishing(client: mlflow.MlflowClient, model: str, version: str) -> None:
+    """Claim publishing plans under a model version, for the next CLAIM_S."""
     value = json.dumps({"version": str(version), "until": time.time() + CLAIM_S})
     client.set_registered_model_tag(model, PUBLISHING, value)
 
 
 @contextmanager
-def publishing(client: mlflow.MlflowClient, version: ModelVersion, everything: bool = True) -> Iterator[None]:
-    """Claim publishing under a version as long as the context lasts, and record it at the end.
+def claimed_publishing(
+    client: mlflow.MlflowClient, version: ModelVersion, everything: bool = True
+) -> Iterator[None]:
+    """Claim publishing plans under a model version while the context lasts, and record the publishing at the end.
 
     It is not recorded after an exception.
 
@@ -102,13 +104,13 @@ def publishing(client: mlflow.MlflowClient, version: ModelVersion, everything: b
         return
     model, ended = version.name, threading.Event()
 
-    def renew() -> None:
+    def renew_claim() -> None:
         while not ended.wait(CLAIM_S / _RENEWALS):
             with suppress(MlflowException):  # the next renewal may succeed
-                claim(client, model, version.version)
+                claim_publishing(client, model, version.version)
 
-    claim(client, model, version.version)
-    renewing = threading.Thread(target=renew, name="renew-claim", daemon=True)
+    claim_publishing(client, model, version.version)
+    renewing = threading.Thread(target=renew_claim, name="renew-claim", daemon=True)
     renewing.start()
     try:
         yield
@@ -120,8 +122,8 @@ def publishing(client: mlflow.MlflowClient, version: ModelVersion, everything: b
         client.delete_registered_model_tag(model, PUBLISHING)
 
 
-def _tag(tags: dict[str, str], name: str) -> dict:
-    """A tag's value. {} if it was edited by hand into something else."""
+def _read_tag(tags: dict[str, str], name: str) -> dict:
+    """JSON object in a tag of a registered model. {} if the tag is invalid."""
     try:
         value = json.loads(tags.get(name, "{}"))
     except (ValueError, RecursionError):
@@ -129,7 +131,7 @@ def _tag(tags: dict[str, str], name: str) -> dict:
     return value if isinstance(value, dict) else {}
 
 
-def _time(value: Any) -> float | None:
-    """A time of a tag, Unix s. None if it was edited by hand into something else."""
+def _valid_time(value: Any) -> float | None:
+    """Time in a tag's value, Unix s. None if the value is not a valid time."""
     known = isinstance(value, int | float) and 0 <= value <= MOST_UNIX_S
     return float(value) if known else None

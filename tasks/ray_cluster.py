@@ -44,7 +44,7 @@ _ASK_EVERY_S, _ASKED = 2.0, 3
 
 @contextmanager
 def ray_cluster() -> Iterator[None]:
-    """Connect to Ray. Raises ShardCoreError if RAY_ADDRESS does not answer."""
+    """Connect to the Ray cluster while the context lasts. Raises ShardCoreError if RAY_ADDRESS does not answer."""
     import ray
     from prefect.runtime import flow_run
 
@@ -56,18 +56,18 @@ def ray_cluster() -> Iterator[None]:
     }
     is_local, connected = address == "local", threading.Event()
     lost, every_s, checks = (
-        (_lost_process(), _LOOK_EVERY_S, 1)
+        (_local_ray_loss_check(), _LOOK_EVERY_S, 1)
         if is_local
-        else (_lost_head(address, connected), _ASK_EVERY_S, _ASKED)
+        else (_ray_head_loss_check(address, connected), _ASK_EVERY_S, _ASKED)
     )
     with (
-        owned.owned() if is_local else nullcontext(),
-        _ending_with_it(lost, every_s, checks) as is_still_there,
+        owned.owned_run() if is_local else nullcontext(),
+        _raising_on_ray_loss(lost, every_s, checks) as is_still_there,
     ):
         try:
             if is_local:
-                _close()
-                with owned.serving():
+                secure_local_ray()
+                with owned.marking_servers():
                     ray.init(
                         address=address,
                         object_store_memory=_LOCAL_OBJECT_STORE_BYTES,
@@ -77,7 +77,7 @@ def ray_cluster() -> Iterator[None]:
                     )
             else:
                 if address != "auto":
-                    services.require_answer(address, "Ray (RAY_ADDRESS)")
+                    services.require_reachable(address, "Ray (RAY_ADDRESS)")
                 ray.init(address=address, **options)
         except ShardCoreError:
             raise
@@ -96,40 +96,42 @@ def ray_cluster() -> Iterator[None]:
                 atexit.unregister(ray.shutdown)
 
 
-def _lost_process() -> Callable[[], str]:
-    """A function that names the process of a local Ray that has ended. "" if none has."""
+def _local_ray_loss_check() -> Callable[[], str]:
+    """Function that returns which process of a local Ray has ended. "" if all run."""
     needed: dict[str, psutil.Process] = {}
 
-    def lost() -> str:
+    def loss_reason() -> str:
         if len(needed) < len(_NEEDED):  # only until all are found, as listing processes disturbs measurements
             with suppress(psutil.NoSuchProcess):
                 needed.update({name: p for p in psutil.Process().children() if (name := p.name()) in _NEEDED})
         ended = [name for name, process in needed.items() if not processes.is_running(process)]
         return f"this run's Ray has lost its {' and its '.join(ended)}; {owned.GOES_ON}" if ended else ""
 
-    return lost
+    return loss_reason
 
 
-def _lost_head(address: str, connected: threading.Event) -> Callable[[], str]:
-    """A function that reports that a cluster's head does not answer. "" if it does, or before we have connected."""
+def _ray_head_loss_check(address: str, connected: threading.Event) -> Callable[[], str]:
+    """Function that returns why a Ray cluster's head is lost. "" if the head answers, or before connecting."""
     import ray
 
-    def lost() -> str:
+    def loss_reason() -> str:
         if not connected.is_set():
             return ""
         head = ray.get_runtime_context().gcs_address if address == "auto" else address
         try:
-            services.require_answer(head, "Ray")
+            services.require_reachable(head, "Ray")
         except ShardCoreError:
             return f"Ray's head at {head} does not answer any more; {owned.GOES_ON}"
         return ""
 
-    return lost
+    return loss_reason
 
 
 @contextmanager
-def _ending_with_it(lost: Callable[[], str], every_s: float, checks: int) -> Iterator[Callable[[], bool]]:
-    """Raise ShardCoreError soon after Ray is lost. Ray itself may wait for a minute.
+def _raising_on_ray_loss(
+    lost: Callable[[], str], every_s: float, checks: int
+) -> Iterator[Callable[[], bool]]:
+    """Raise ShardCoreError in the context soon after Ray is lost.
 
     If Ray's code does not react to an interrupt in time, the reason is printed and this process ends. Yields a function
     to call before Ray is shut down. It tells if Ray is still there.
@@ -142,7 +144,7 @@ def _ending_with_it(lost: Callable[[], str], every_s: float, checks: int) -> Ite
 
     over, run = threading.Event(), flow_run.id
 
-    def watch() -> None:
+    def watch_for_loss() -> None:
         missed, reason = 0, ""
         while missed < checks:
             if over.wait(every_s):
@@ -155,10 +157,10 @@ def _ending_with_it(lost: Callable[[], str], every_s: float, checks: int) -> Ite
             console.show("warning", reason)
             print(f"error: {reason}", file=sys.stderr, flush=True)
             with suppress(OSError, ValueError):
-                lost_runs.crash(lost_runs.Api.of_client(), run, reason)
+                lost_runs.crash_run(lost_runs.PrefectApi.from_environment(), run, reason)
             os._exit(1)
 
-    threading.Thread(target=watch, daemon=True).start()
+    threading.Thread(target=watch_for_loss, daemon=True).start()
     try:
         yield lambda: not lost() and not over.set()
     except BaseException:
@@ -170,8 +172,8 @@ def _ending_with_it(lost: Callable[[], str], every_s: float, checks: int) -> Ite
         over.set()
 
 
-def _close() -> None:
-    """Make the Ray that starts next listen only at loopback, with a token that this process knows."""
+def secure_local_ray() -> None:
+    """Configure the local Ray that starts next to listen only at loopback, with a token known to this process."""
     from ray import _raylet  # compiled, so type checkers do not know its names
     from ray._private import ray_constants
 

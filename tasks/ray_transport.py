@@ -38,7 +38,7 @@ _PROBE_S = 5.0
 @remote(max_restarts=0, concurrency_groups={"watch": 1})
 class DeviceWorker(DeviceBench):
     @ray.method(concurrency_group="watch")  # so that it answers while the device works
-    def look(self) -> Counts:
+    def current_counts(self) -> Counts:
         return self.counts()
 
 
@@ -46,8 +46,8 @@ class DeviceWorker(DeviceBench):
 class RankProcess:
     """A rank of gangs, one after another."""
 
-    def address(self) -> str:
-        """Address of a port that is reserved here, at which all ranks meet."""
+    def reserve_address(self) -> str:
+        """Reserve a port of this node and return its address, at which all ranks meet."""
         self._said = []
         # The socket is held until the next gang. Else another process might get the port.
         self._held = services.reserve_port("")
@@ -58,8 +58,8 @@ class RankProcess:
         work(rank, init_method, self._said.append, *arguments)
 
     @ray.method(concurrency_group="watch")  # so that it answers while the rank works
-    def messages(self, first: int) -> list[Any]:
-        """Messages of the gang from the given number on. An answer that comes too late loses none."""
+    def messages_from(self, first: int) -> list[Any]:
+        """Messages that this rank has sent, from message number `first` on."""
         return self._said[first:]
 
 
@@ -86,19 +86,19 @@ class RayTransport(Transport):
         self._shape, self._members, self._group = None, [], None
 
     def hardware(self) -> str:
-        """Name of the devices' product, which may be another than this machine's."""
+        """Product name of the cluster's devices, which may differ from this machine's."""
         if not os.environ.get("RAY_ADDRESS"):
             return hardware.hardware_name(self.device)
         name = ray.remote(hardware.hardware_name).options(
             num_cpus=1, num_gpus=int(self.device == "cuda"), name="measure[hardware]"
         )
-        return when_started([name.remote(self.device)])[0]
+        return first_results([name.remote(self.device)])[0]
 
     def hosts(self) -> list[Host]:
         kind = "GPU" if self.device == "cuda" else "CPU"
         found = [
             Host(int(node["Resources"].get(kind, 0)), node["Resources"].get("memory", math.inf))
-            for node in alive()
+            for node in live_nodes()
         ]
         return sorted(found, key=lambda host: -host.devices)
 
@@ -106,7 +106,7 @@ class RayTransport(Transport):
         return RayFleet(spec)
 
     def shares_cores(self, ranks: int) -> bool:
-        return self.device == "cpu" and rank_cpus(ranks) < 1
+        return self.device == "cpu" and cpus_per_rank(ranks) < 1
 
     def run(
         self,
@@ -122,20 +122,20 @@ class RayTransport(Transport):
         members, given, heard = self._members, ray.put(arguments), [0] * ranks
         try:
             # All start before the clock of the first message does.
-            address, *_ = when_started([member.address.remote() for member in members])
+            address, *_ = first_results([member.reserve_address.remote() for member in members])
             calls = [
                 member.run.options(name=name).remote(work, rank, address, given)
                 for rank, member in enumerate(members)
             ]
 
-            def receive(running: Sequence[int], limit_s: float) -> Iterator[local_ranks.Message]:
+            def receive_messages(running: Sequence[int], limit_s: float) -> Iterator[local_ranks.Message]:
                 look_s = min(limit_s, _LOOK_EVERY_S)
                 ray.wait([calls[rank] for rank in running], num_returns=1, timeout=look_s)
                 for rank in running:
                     # Looked at before the messages, so that those of a call that has ended are all there.
                     has_ended = bool(ray.wait([calls[rank]], timeout=0)[0])
                     try:
-                        said = ray.get(members[rank].messages.remote(heard[rank]), timeout=_PROBE_S)
+                        said = ray.get(members[rank].messages_from.remote(heard[rank]), timeout=_PROBE_S)
                     except GetTimeoutError:  # it is stuck, or busy: the next look finds what it said
                         continue
                     except RayError:  # it has died, which its call reports
@@ -143,15 +143,15 @@ class RayTransport(Transport):
                     heard[rank] += len(said)
                     yield from ((rank, "message", value) for value in said)
                     if has_ended:
-                        yield rank, *_end_of(calls[rank])
+                        yield rank, *_call_outcome(calls[rank])
 
-            yield from local_ranks.follow(name, ranks, receive, timeout_s)
+            yield from local_ranks.follow_ranks(name, ranks, receive_messages, timeout_s)
         except BaseException:
             self.__exit__()  # a rank may be gone, or still at work
             raise
 
     def prepare(self, ranks: int, hosts: int | None = 1) -> None:
-        """Start the ranks of a gang if they do not run. They come up beside what the caller does next.
+        """Start the rank processes of a gang in the background, unless they run already.
 
         They are in one placement group with a bundle a host: a bundle is on one host, and different bundles are on
         different ones.
@@ -159,8 +159,8 @@ class RayTransport(Transport):
         if self._shape == (ranks, hosts):
             return
         self.__exit__()
-        bundles, nodes = hosts or ranks, alive()
-        each, cpus = ranks // bundles, rank_cpus(ranks, hosts or len(nodes))
+        bundles, nodes = hosts or ranks, live_nodes()
+        each, cpus = ranks // bundles, cpus_per_rank(ranks, hosts or len(nodes))
         gpus = int(self.device == "cuda")
         bundle = {"CPU": each * cpus} | ({"GPU": each} if gpus else {})
         self._group = placement_group([bundle] * bundles, strategy="STRICT_SPREAD" if hosts else "PACK")
@@ -183,13 +183,13 @@ class RayTransport(Transport):
         ]
 
 
-def _end_of(call: Any) -> tuple[str, str | None]:
-    """How a rank's call ended, as local_ranks.Message has it."""
+def _call_outcome(call: Any) -> tuple[str, str | None]:
+    """Kind and error of how a rank's Ray call ended, as in local_ranks.Message."""
     try:
         ray.get(call)
     except RayError as error:
         is_lost = isinstance(getattr(error, "cause", None), local_ranks.Lost)
-        return "lost" if is_lost else "failed", reason(error)
+        return "lost" if is_lost else "failed", failure_reason(error)
     return "done", None
 
 
@@ -202,9 +202,9 @@ class RayFleet:
     def start(self, name: str, reference_ms: float | None) -> RayWorker:
         self._starts[name] += 1  # part of the name, as Ray may free that of a dead worker late
         again = f", start {self._starts[name]}" if self._starts[name] > 1 else ""
-        called, gpus = f"measure[compute] {name}{again}", int(self.spec.device == "cuda")
-        options = DeviceWorker.options(name=called, num_gpus=gpus, num_cpus=1)
-        return RayWorker(called, options.remote(self.spec, reference_ms))
+        options = {"name": f"measure[compute] {name}{again}", "num_gpus": int(self.spec.device == "cuda")}
+        actor = DeviceWorker.options(**options, num_cpus=1)
+        return RayWorker(options["name"], actor.remote(self.spec, reference_ms))
 
     def wait(self, workers: Sequence[RayWorker], timeout_s: float) -> list[RayWorker]:
         calls = [w.ongoing for w in workers]
@@ -212,8 +212,8 @@ class RayFleet:
         ended = set(ray.wait(calls, num_returns=len(calls), timeout=0)[0])
         return [w for w in workers if w.ongoing in ended]
 
-    def room(self) -> str:
-        return room()
+    def describe_devices(self) -> str:
+        return cluster_resources_text()
 
 
 class RayWorker:
@@ -231,47 +231,49 @@ class RayWorker:
             value, self.counts = ray.get(self.ongoing)
             return value
         except RayError as error:
-            raise (Refused if "ShardCoreError: " in str(error) else Ended)(reason(error)) from None
+            raise (Refused if "ShardCoreError: " in str(error) else Ended)(failure_reason(error)) from None
 
-    def look(self) -> None:
+    def update_counts(self) -> None:
         with suppress(RayError):  # it is stuck, or has died, which its call reports
-            self.counts = ray.get(self._actor.look.remote(), timeout=_PROBE_S)
+            self.counts = ray.get(self._actor.current_counts.remote(), timeout=_PROBE_S)
 
     def end(self) -> None:
         ray.kill(self._actor)
 
 
-def when_started(calls: Sequence[Any]) -> list[Any]:
-    """Results of the first calls to new actors.
+def first_results(calls: Sequence[Any]) -> list[Any]:
+    """Results of the first calls to new Ray actors.
 
     Raises ShardCoreError if one cannot start, such as without FBGEMM or a free device.
     """
     try:
         return ray.get(list(calls), timeout=START_S)
     except GetTimeoutError:
-        raise NoRoom(f"a measuring actor found no free device in {START_S:g} s; {room()}") from None
+        raise NoRoom(
+            f"a measuring actor found no free device in {START_S:g} s; {cluster_resources_text()}"
+        ) from None
     except RayError as error:
-        raise ShardCoreError(f"a measuring actor cannot start: {reason(error)}") from None
+        raise ShardCoreError(f"a measuring actor cannot start: {failure_reason(error)}") from None
 
 
-def alive() -> list[dict[str, Any]]:
-    """Nodes of the cluster, as Ray describes them."""
+def live_nodes() -> list[dict[str, Any]]:
+    """Live nodes of the Ray cluster, as ray.nodes describes them."""
     return [node for node in ray.nodes() if node["Alive"]]
 
 
-def room() -> str:
-    """The cluster's resources, for the end of an error."""
+def cluster_resources_text() -> str:
+    """Resources of the Ray cluster, as the end of an error message."""
     return f"the cluster has {ray.cluster_resources()}; ask for fewer (measure.actors, measure.ranks)"
 
 
-def rank_cpus(ranks: int, hosts: int = 1) -> float:
-    """CPUs of each rank: one, or less if the largest host has fewer cores than a host gets ranks."""
-    most = max(node["Resources"].get("CPU", 0) for node in alive())
+def cpus_per_rank(ranks: int, hosts: int = 1) -> float:
+    """CPUs for each rank: 1, or less if the largest host has fewer cores than ranks."""
+    most = max(node["Resources"].get("CPU", 0) for node in live_nodes())
     return min(1.0, most / math.ceil(ranks / hosts))
 
 
-def reason(error: Exception) -> str:
-    """The reason why an actor failed, in one line, without Ray's frames."""
+def failure_reason(error: Exception) -> str:
+    """Reason of a Ray actor's failure in one line, without Ray's stack frames."""
     text = " ".join(str(getattr(error, "cause", None) or error).split())
     if "ShardCoreError: " in text:  # raised where the actor started
         return text.split("ShardCoreError: ")[-1][:300]

@@ -23,7 +23,7 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.io import schema, writing
 from tasks import cache, console, owned, params, paths, processes
 from tasks.artifacts import create_progress_artifact, update_progress_artifact
-from tasks.commit import differs, git
+from tasks.commit import git, has_uncommitted_changes
 
 _PREFECT_PREFIX = re.compile(r"^\d\d:\d\d:\d\d\.\d+ \| \w+ +\| ((Task|Flow) run '[^']*' - )?")
 _DVC_STAGE = re.compile(r"(Running stage|Stage) '(\w+)'")
@@ -58,7 +58,7 @@ class StageRun:
 
 
 def override_params(overrides: Mapping[str, Mapping[str, Any]], sections: Mapping[str, type]) -> bool:
-    """Write overrides into params.yaml, and keep its comments. Returns True if they change the file.
+    """Write parameter overrides into params.yaml, keeping comments. Returns True if the file changes.
 
     overrides: {section: {key: value}}.
     sections: config dataclass of each section.
@@ -74,7 +74,7 @@ def override_params(overrides: Mapping[str, Mapping[str, Any]], sections: Mappin
     )
     # Checked before the overrides, which are not to blame for a section that is wrong already.
     for name, cls in sections.items():
-        params.section(name, cls)
+        params.read_section(name, cls)
     document = yaml.load(paths.PARAMS) or {}
     unknown = sorted(set(overrides) - set(sections))
     if unknown:
@@ -88,7 +88,7 @@ def override_params(overrides: Mapping[str, Mapping[str, Any]], sections: Mappin
             raise ShardCoreError(
                 f"overrides, section {name!r} is {values!r}; it needs to be an object with keys"
             )
-        schema.build(sections[name], {**section, **values}, f"overrides, section {name!r}")
+        schema.build_record(sections[name], {**section, **values}, f"overrides, section {name!r}")
         for key, value in values.items():
             if key not in section or section[key] != value:
                 section[key], changed = value, True
@@ -104,8 +104,8 @@ def override_params(overrides: Mapping[str, Mapping[str, Any]], sections: Mappin
 
 
 @task(task_run_name="dvc-repro-{target}")
-def repro(target: Stage, of: Stage | None = None, done: Sequence[StageRun] = ()) -> list[StageRun]:
-    """`dvc repro` of a stage and its dependencies.
+def reproduce_stage(target: Stage, of: Stage | None = None, done: Sequence[StageRun] = ()) -> list[StageRun]:
+    """Rebuild a stage and its dependencies by `dvc repro`. Returns the stages rebuilt or unchanged.
 
     Its lines go to the run's log, and its progress to the run's page. Raises ShardCoreError if a stage fails.
 
@@ -115,34 +115,34 @@ def repro(target: Stage, of: Stage | None = None, done: Sequence[StageRun] = ())
     if target not in get_args(Stage):
         raise ShardCoreError(f"stage {target!r} is not known; there are {', '.join(get_args(Stage))}")
     logger = get_run_logger()
-    stages = [s for s in stages_of(target) if s not in (*AFTER, *(run.stage for run in done))]
+    stages = [s for s in stages_of_refresh(target) if s not in (*AFTER, *(run.stage for run in done))]
     progress = create_progress_artifact(0.0, key="dvc-repro", description=f"stages {', '.join(stages)}")
-    cache.remove_damaged(logger)
+    cache.remove_damaged_entries(logger)
     begun: dict[str, tuple[bool, float]] = {}  # by stage: True if it runs, and the time of its start
     errors: list[str] = []
-    forget_dead_users()
-    with owned.owned():
-        process = _dvc("repro", target, **console.RELAYED)
-        for message in _lines(process):
+    remove_ended_dvc_users()
+    with owned.owned_run():
+        process = _start_dvc("repro", target, **console.RELAYED)
+        for message in _log_lines(process):
             if message:
                 logger.info("%s", message)
             if errors or message.lower().startswith("error: "):
                 errors.append(message)
             if (found := _DVC_STAGE.match(message)) and found[2] in stages:
                 begun[found[2]] = (runs := found[1] == "Running stage", time.monotonic())
-                logger.info(heading(found[2], of or target, runs), extra=console.STAGE)
+                logger.info(stage_heading(found[2], of or target, runs), extra=console.STAGE)
                 percent = 100.0 * stages.index(found[2]) / len(stages)
                 update_progress_artifact(progress, percent, description=f"stage {found[2]}")
         if process.wait():
             raise ShardCoreError(
-                reason(errors) or f"dvc repro {target} ended with exit code {process.returncode}"
+                dvc_error_reason(errors) or f"dvc repro {target} ended with exit code {process.returncode}"
             )
     update_progress_artifact(progress, 100.0, description=f"stage {target} is up to date")
-    return [*done, *_timed(begun)]
+    return [*done, *_timed_stages(begun)]
 
 
-def _timed(begun: Mapping[str, tuple[bool, float]]) -> list[StageRun]:
-    """Stages that began, each until the next one did, or until now."""
+def _timed_stages(begun: Mapping[str, tuple[bool, float]]) -> list[StageRun]:
+    """Stages with seconds of each: from its start to the next stage's start, or until now."""
     ends = [since for _, since in begun.values()][1:] + [time.monotonic()]
     return [
         StageRun(stage, ran, end - since if ran else 0.0)
@@ -150,11 +150,11 @@ def _timed(begun: Mapping[str, tuple[bool, float]]) -> list[StageRun]:
     ]
 
 
-def _lines(process: subprocess.Popen) -> Iterator[str]:
-    """Lines of `dvc repro` and its stages for the log. Lines marked for display are shown instead."""
+def _log_lines(process: subprocess.Popen) -> Iterator[str]:
+    """Output lines of a `dvc repro` process for the log. Lines marked for display are shown on the screen instead."""
     try:
         for line in process.stdout or ():
-            if not console.relayed(line):
+            if not console.show_if_marked(line):
                 yield _PREFECT_PREFIX.sub("", line.rstrip())
     except KeyboardInterrupt:  # the stage was interrupted, too, and reports this to Prefect
         with suppress(subprocess.TimeoutExpired):
@@ -162,8 +162,8 @@ def _lines(process: subprocess.Popen) -> Iterator[str]:
         raise
 
 
-def forget_dead_users() -> None:
-    """Remove ended processes, such as of a killed run, from DVC's list of the users of results.
+def remove_ended_dvc_users() -> None:
+    """Remove ended processes from DVC's list of processes that use stage results (.dvc/tmp/rwlock).
 
     DVC checks only whether a process of that id exists, as a zombie does until it is reaped. If a kill has cut the list
     short, DVC refuses it for good.
@@ -177,11 +177,13 @@ def forget_dead_users() -> None:
             try:
                 users = schema.read_json(_DVC_USERS)
                 left = {
-                    "write": {path: user for path, user in users["write"].items() if _works(user["pid"])},
+                    "write": {
+                        path: user for path, user in users["write"].items() if _is_running(user["pid"])
+                    },
                     "read": {
                         path: kept
                         for path, each in users["read"].items()
-                        if (kept := [user for user in each if _works(user["pid"])])
+                        if (kept := [user for user in each if _is_running(user["pid"])])
                     },
                 }
             except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
@@ -189,15 +191,15 @@ def forget_dead_users() -> None:
             writing.write_atomic(_DVC_USERS, json.dumps(left).encode())
 
 
-def _works(pid: int) -> bool:
+def _is_running(pid: int) -> bool:
     try:
         return processes.is_running(psutil.Process(pid))
     except psutil.NoSuchProcess:
         return False
 
 
-def reason(errors: Sequence[str]) -> str:
-    """The first error of `dvc repro` in one line. For a lock, it also names the holder.
+def dvc_error_reason(errors: Sequence[str]) -> str:
+    """First error of `dvc repro` in one line. An error about a lock also names the process that holds the lock.
 
     DVC names the holder on further lines or not at all. The lock's file does.
     """
@@ -214,16 +216,16 @@ def reason(errors: Sequence[str]) -> str:
     return first
 
 
-def stages_of(target: Stage) -> tuple[str, ...]:
-    """All stages of a refresh of `target`."""
+def stages_of_refresh(target: Stage) -> tuple[str, ...]:
+    """Names of all stages that a refresh of the stage `target` runs."""
     if target == OPTIONAL:
         return (*STAGES[: STAGES.index("train") + 1], OPTIONAL)
     return tuple(STAGES[: STAGES.index(target) + 1]) + (AFTER if target == STAGES[-1] else ())
 
 
-def heading(stage: str, target: Stage, runs: bool = True) -> str:
-    """A line on a stage that begins, with its number and that of all stages."""
-    stages = stages_of(target)
+def stage_heading(stage: str, target: Stage, runs: bool = True) -> str:
+    """Heading of a stage of a refresh, such as "stage 2/6: measure"."""
+    stages = stages_of_refresh(target)
     return f"stage {stages.index(stage) + 1}/{len(stages)}: {stage}{'' if runs else ', nothing changed'}"
 
 
@@ -236,7 +238,7 @@ def require_pushable() -> None:
             f"{os.getcwd()} is on no branch of a git repository, so {paths.LOCK} cannot be "
             "committed; check one out, or refresh without push"
         ) from None
-    process = _dvc("config", "core.remote")
+    process = _start_dvc("config", "core.remote")
     found, _ = process.communicate()
     # The shipped one is a folder of the repository, for what a clone pulls.
     if process.returncode or found.strip() in ("", SHIPPED):
@@ -247,17 +249,17 @@ def require_pushable() -> None:
 
 @task(task_run_name="push-{target}")
 def push_data(target: Stage) -> str | None:
-    """Push a stage's data and dependencies to DVC's remote. Then commit dvc.lock and params.yaml, and nothing else.
+    """Push the data of a stage and its dependencies to DVC's remote, and commit dvc.lock and params.yaml to git.
 
     Returns the commit. None if both were committed already. Pushing the branch is left to its owner.
     """
-    process = _dvc("push", "--with-deps", target)
+    process = _start_dvc("push", "--with-deps", target)
     output = process.communicate()[0].strip().splitlines() or ["it said nothing"]
     if process.returncode:
         raise ShardCoreError(f"dvc push ended with exit code {process.returncode}: {output[-1]}")
     kept = [str(paths.LOCK), str(paths.PARAMS)]
     git("add", "--", *kept)
-    if not differs(*kept):
+    if not has_uncommitted_changes(*kept):
         get_run_logger().info("%s are committed already", " and ".join(kept))
         return None
     git("commit", "--quiet", "--only", "-m", f"Refresh of stage {target}", "--", *kept)
@@ -266,7 +268,7 @@ def push_data(target: Stage) -> str | None:
     return commit
 
 
-def _dvc(*arguments: str, **env: str) -> subprocess.Popen:
+def _start_dvc(*arguments: str, **env: str) -> subprocess.Popen:
     # Stages run `python`, which has to be this one.
     here = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     return subprocess.Popen(

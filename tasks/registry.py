@@ -27,7 +27,7 @@ from mlflow.utils.mlflow_tags import MLFLOW_MODEL_VERSIONS
 from requests import RequestException
 from sqlalchemy import make_url
 
-from shardcore.core.errors import ShardCoreError, shortened
+from shardcore.core.errors import ShardCoreError, shorten
 from shardcore.cost import composite, neural
 from shardcore.cost.model import CostModel
 from shardcore.io import files, model_files, schema
@@ -54,8 +54,8 @@ DIGEST_TAG = "shardcore.model_digest"
 _PROCESS_TAG = "shardcore.process"
 
 
-def connect() -> mlflow.MlflowClient:
-    """A client of MLFLOW_TRACKING_URI (default: mlflow.db in this folder).
+def connect_to_mlflow() -> mlflow.MlflowClient:
+    """Connect to MLflow at MLFLOW_TRACKING_URI (default: mlflow.db in the working directory).
 
     It also ends runs of killed processes. Artifacts of an SQLite database stay in its folder (see `_open_database`).
 
@@ -76,20 +76,20 @@ def connect() -> mlflow.MlflowClient:
             "sqlite:///mlflow.db or http://127.0.0.1:5000"
         )
     if uri.startswith("http"):
-        services.require_answer(uri, "MLflow (MLFLOW_TRACKING_URI)")
+        services.require_reachable(uri, "MLflow (MLFLOW_TRACKING_URI)")
     try:
         if scheme.startswith("sqlite") and (database := make_url(uri).database) not in (None, ":memory:"):
             _open_database(Path(database).resolve())
         mlflow.set_experiment(EXPERIMENT)
         client = mlflow.MlflowClient()
-        _end_left_runs(client)
+        _end_abandoned_runs(client)
     except (MlflowException, OSError) as error:
-        raise ShardCoreError(f"MLflow cannot be used at {uri}: {_line(error)}") from None
+        raise ShardCoreError(f"MLflow cannot be used at {uri}: {_one_line(error)}") from None
     return client
 
 
 def _open_database(database: Path) -> None:
-    """Create an SQLite database unless it is there. If its folder was moved or copied, adjust paths of artifacts in it.
+    """Create MLflow's SQLite database if missing. Adjust artifact paths in a database that was moved or copied.
 
     Artifacts are in `mlruns` beside the database. MLflow records absolute paths: a moved project would have lost its
     models, and a copy would write into the original.
@@ -120,8 +120,8 @@ def _open_database(database: Path) -> None:
 
 
 @contextmanager
-def plain_errors() -> Iterator[None]:
-    """Raise errors of MLflow's client as a ShardCoreError in one line.
+def one_line_errors() -> Iterator[None]:
+    """Turn errors of MLflow's client into a ShardCoreError in one line.
 
     They occur when its server goes away or its disk is full.
     """
@@ -129,31 +129,31 @@ def plain_errors() -> Iterator[None]:
         yield
     except (MlflowException, RequestException) as error:
         raise ShardCoreError(
-            f"MLflow failed at {mlflow.get_tracking_uri()}: {_line(error)}; {owned.GOES_ON}"
+            f"MLflow failed at {mlflow.get_tracking_uri()}: {_one_line(error)}; {owned.GOES_ON}"
         ) from None
 
 
 @contextmanager
-def run(**options: Any) -> Iterator[mlflow.ActiveRun]:
-    """mlflow.start_run, tagged with this process."""
+def tagged_run(**options: Any) -> Iterator[mlflow.ActiveRun]:
+    """Start an MLflow run, tagged with this host and process id."""
     with mlflow.start_run(**options, tags={_PROCESS_TAG: f"{socket.gethostname()} {os.getpid()}"}) as begun:
         yield begun
 
 
-def _end_left_runs(client: mlflow.MlflowClient) -> None:
-    """Mark runs of this host as killed if their process is gone. Else they would count as running for ever."""
+def _end_abandoned_runs(client: mlflow.MlflowClient) -> None:
+    """Mark MLflow runs of this host as killed if their process is gone."""
     left = f"attributes.status = 'RUNNING' AND tags.`{_PROCESS_TAG}` LIKE '{socket.gethostname()} %'"
     for found in mlflow.search_runs(filter_string=left, output_format="list"):
         if not psutil.pid_exists(int(found.data.tags[_PROCESS_TAG].split()[1])):
             client.set_terminated(found.info.run_id, "KILLED")
 
 
-def model_name(hardware: str) -> str:
+def registered_model_name(hardware: str) -> str:
     return f"shardcore-cost-{hardware}"
 
 
-def find(client: mlflow.MlflowClient, name: str, alias: str) -> ModelVersion | None:
-    """The version of an alias. None if there is none. Raises ShardCoreError if the registry fails."""
+def find_version(client: mlflow.MlflowClient, name: str, alias: str) -> ModelVersion | None:
+    """Version of a registered model with an alias. None if no version has the alias."""
     try:
         return client.get_model_version_by_alias(name, alias)
     except MlflowException as error:
@@ -162,14 +162,14 @@ def find(client: mlflow.MlflowClient, name: str, alias: str) -> ModelVersion | N
         ):
             return None
         raise ShardCoreError(
-            f"the registry cannot say which version of {name!r} is {alias}: {_line(error)}"
+            f"the registry cannot say which version of {name!r} is {alias}: {_one_line(error)}"
         ) from None
 
 
-def version_of(
+def find_version_by_digest(
     client: mlflow.MlflowClient, name: str, digest: str, read: Callable[[ModelVersion], object]
 ) -> ModelVersion | None:
-    """The newest version of a model whose files have this digest. None if there is none.
+    """Newest version of a registered model whose files have a digest. None if no version has the digest.
 
     read: function that raises ShardCoreError for a version whose files are gone or damaged. It does not count.
     """
@@ -182,51 +182,51 @@ def version_of(
     return None
 
 
-def training_run(digest: str) -> str | None:
-    """Id of the run that trained the model or policy with this digest. None if MLflow does not have it."""
+def training_run_id(digest: str) -> str | None:
+    """Id of the MLflow run that trained the model or policy with a digest. None if MLflow lacks the run."""
     filter_string = f"tags.`{DIGEST_TAG}` = '{digest}'"
     runs = mlflow.search_runs(filter_string=filter_string, max_results=1, output_format="list")
     return runs[0].info.run_id if runs else None
 
 
-def require_model(client: mlflow.MlflowClient, name: str) -> None:
-    """Create a registered model unless there is one, without MLflow's complaint about an existing one."""
+def create_model_if_missing(client: mlflow.MlflowClient, name: str) -> None:
+    """Create a registered model in MLflow if missing."""
     if not client.search_registered_models(f"name = '{name}'"):
         client.create_registered_model(name)
 
 
-def _line(error: Exception) -> str:
-    """An error in one line."""
-    return shortened(" ".join(str(error).split()), 200)
+def _one_line(error: Exception) -> str:
+    """Message of an error, shortened to one line."""
+    return shorten(" ".join(str(error).split()), 200)
 
 
-def register(
+def register_model(
     client: mlflow.MlflowClient,
     folder: Path,
     run_id: str | None,
     tags: dict[str, str],
     also: Sequence[str | Path] = (),
 ) -> ModelVersion:
-    """The version with a model's files, created on the first call. It becomes challenger.
+    """Register a cost model's files as a model version, and make it challenger. Returns the version.
 
-    The card beside the folder becomes its description.
+    A version with the same files is reused. The card beside the folder becomes its description.
 
     run_id: run that trained the model. None: a new run is made.
     also: folders of models for other precisions, which become part of the version.
     """
     digest = "+".join(map(model_files.model_digest, [folder, *also]))
-    name = model_name(composite.load([folder, *also]).setting.hardware)
+    name = registered_model_name(composite.load_models([folder, *also]).setting.hardware)
     # A rerun with the same files must not make a second version.
-    version = version_of(client, name, digest, download)
+    version = find_version_by_digest(client, name, digest, download_model)
     if version is None:
-        version = _upload(client, [folder, *also], name, run_id, {**tags, DIGEST_TAG: digest})
+        version = _upload_model(client, [folder, *also], name, run_id, {**tags, DIGEST_TAG: digest})
     client.set_registered_model_alias(name, CHALLENGER, version.version)
     if (card := folder.with_name(CARD)).exists():
         version = client.update_model_version(name, version.version, schema.read_text(card))
     return version
 
 
-def _upload(
+def _upload_model(
     client: mlflow.MlflowClient,
     folders: Sequence[str | Path],
     name: str,
@@ -234,7 +234,7 @@ def _upload(
     tags: dict[str, str],
 ) -> ModelVersion:
     with (
-        run(run_id=run_id, run_name=None if run_id else "register"),
+        tagged_run(run_id=run_id, run_name=None if run_id else "register"),
         warnings.catch_warnings(action="ignore"),
         tempfile.TemporaryDirectory() as temporary,
     ):
@@ -253,7 +253,7 @@ def _upload(
             meta = neural.load(each[0]).meta
             split = "stated" if meta.get("judged_by") else "validation"
             mlflow.log_metrics({f"{split}/{k}": v for k, v in meta["metrics"].items()})
-    require_model(client, name)
+    create_model_if_missing(client, name)
     version = client.create_model_version(name, info.model_uri, tags=tags, model_id=info.model_id)
     client.set_logged_model_tags(
         info.model_id, {MLFLOW_MODEL_VERSIONS: json.dumps([{"name": name, "version": version.version}])}
@@ -261,13 +261,13 @@ def _upload(
     return version
 
 
-def download(version: ModelVersion) -> CostModel:
-    """A version's model, loaded from its safetensors and JSON. No code of the registry runs."""
-    return downloaded(version, model_files.MODEL_JSON, composite.load)
+def download_model(version: ModelVersion) -> CostModel:
+    """Download a registered version's cost model, and load its safetensors and JSON. Runs no code of the registry."""
+    return download_and_load(version, model_files.MODEL_JSON, composite.load_models)
 
 
-def downloaded(version: ModelVersion, name: str, load: Callable[[Sequence[Path]], T]) -> T:
-    """The content of a version, loaded from its folders that have a file of this name."""
+def download_and_load(version: ModelVersion, name: str, load: Callable[[Sequence[Path]], T]) -> T:
+    """Download a registered version's files, and load the folders that have a file `name`."""
     what = f"version {version.version} of {version.name}"
     with tempfile.TemporaryDirectory() as temporary:
         place = mlflow.MlflowClient().get_model_version_download_uri(version.name, version.version)
@@ -286,14 +286,14 @@ def downloaded(version: ModelVersion, name: str, load: Callable[[Sequence[Path]]
             raise ShardCoreError(f"{what} holds no model that works: {error}") from None
 
 
-def champion(client: mlflow.MlflowClient, hardware: str) -> tuple[CostModel, ModelVersion]:
-    """The champion's model and version. Raises ShardCoreError if there is none."""
-    name = model_name(hardware)
-    version = find(client, name, CHAMPION)
+def champion_model(client: mlflow.MlflowClient, hardware: str) -> tuple[CostModel, ModelVersion]:
+    """Champion cost model of a hardware, and its version. Raises ShardCoreError without a champion."""
+    name = registered_model_name(hardware)
+    version = find_version(client, name, CHAMPION)
     if version is None:
         raise ShardCoreError(
             f"model {name!r} has no version with the alias {CHAMPION!r} in the registry at "
             f"{mlflow.get_tracking_uri()}; run `python -m flows.promote`, or set the alias "
             "in MLflow"
         )
-    return download(version), version
+    return download_model(version), version

@@ -29,7 +29,7 @@ from shardcore.cost import composite
 from shardcore.cost.neural import NeuralModel
 from shardcore.io import files, schema
 from shardcore.step.kinds import CHANNELS, WHOLE_ROWS
-from shardcore.step.lower import Op, Workload, is_sequence
+from shardcore.step.lower import Op, Workload, is_sequence_op
 
 CONFIDENCE = 0.9
 
@@ -56,7 +56,7 @@ class GroupInput(BaseModel, extra="allow"):
     shards: SkipValidation[list[ShardInput]] = []
     batch: SkipValidation[int | None] = None
 
-    def sent(self) -> dict[str, Any]:
+    def given_fields(self) -> dict[str, Any]:
         return {k: getattr(self, k) for k in self.model_fields_set}
 
 
@@ -65,20 +65,23 @@ class GroupInput(BaseModel, extra="allow"):
 
 class ServedCostModel(PythonModel):
     def load_context(self, context: Any) -> None:
-        self._model = composite.load(context.artifacts["model"])
+        self._model = composite.load_models(context.artifacts["model"])
 
     def predict(  # pyright: ignore[reportIncompatibleMethodOverride]  # MLflow's declares no result
         self, context: Any, model_input: list[GroupInput], params: Any = None
     ):
-        """A dictionary for each group, as above. Raises MlflowException (HTTP 400) naming the group."""
+        """Predict the cost of each group of shards. Raises MlflowException (HTTP 400) for an invalid group."""
         try:
-            groups = [_group(g.sent(), f"group {i}", self._model.setting) for i, g in enumerate(model_input)]
-            return [_answer(self._model, *g) for g in groups]
+            groups = [
+                _read_group(g.given_fields(), f"group {i}", self._model.setting)
+                for i, g in enumerate(model_input)
+            ]
+            return [_predict_group(self._model, *g) for g in groups]
         except ShardCoreError as error:
             raise MlflowException(str(error), error_code=INVALID_PARAMETER_VALUE) from None
 
 
-def _answer(
+def _predict_group(
     model: NeuralModel | composite.Composite, shards: tuple[Shard, ...], batch: int
 ) -> dict[str, Any]:
     sums = model.encode(shards, batch).sum(0)
@@ -125,16 +128,16 @@ class GroupData(Record):
     batch: Annotated[int | None, within(1, MOST_BATCH)] = None
 
 
-def _group(data: Any, what: str, setting: Setting) -> tuple[tuple[Shard, ...], int]:
-    """The shards of a group and the batch of its op."""
-    sent = schema.build(GroupData, data, what)
-    shards = tuple(_shard(s, f"{what}, shard {i}", setting) for i, s in enumerate(sent.shards))
-    with schema.errors_named(what):
-        is_sequence(shards)
+def _read_group(data: Any, what: str, setting: Setting) -> tuple[tuple[Shard, ...], int]:
+    """Parse a group of shards of a request: the shards, and the batch of their fused op."""
+    sent = schema.build_record(GroupData, data, what)
+    shards = tuple(_read_shard(s, f"{what}, shard {i}", setting) for i, s in enumerate(sent.shards))
+    with schema.prefix_errors(what):
+        is_sequence_op(shards)
     return shards, sent.batch or setting.batch
 
 
-def _shard(sent: ShardData, what: str, setting: Setting) -> Shard:
+def _read_shard(sent: ShardData, what: str, setting: Setting) -> Shard:
     table = files.table_from_json(sent.table, what)
     if table.precision not in setting.precision.split("+"):
         raise SettingMismatch(
@@ -145,7 +148,7 @@ def _shard(sent: ShardData, what: str, setting: Setting) -> Shard:
             f"{what}: table {table.name!r} has load_factor {table.load_factor:g}; a group "
             "has no link to host memory that could be priced, so it needs 1"
         )
-    with schema.errors_named(what):
+    with schema.prefix_errors(what):
         return Shard(table, *(sent.rows or (0, table.rows)), *(sent.columns or (0, table.dim)))
 
 

@@ -43,8 +43,8 @@ _LAST_WORDS_S = 4.0
 """Time in which an interrupted command may end."""
 
 
-def reach_directly(env: MutableMapping[str, str], *hosts: str) -> None:
-    """Let clients with this environment reach this machine and `hosts` without a proxy.
+def bypass_proxy(env: MutableMapping[str, str], *hosts: str) -> None:
+    """Set no_proxy so that clients reach this machine and `hosts` without a proxy.
 
     A proxy to other networks cannot reach our loopback.
     """
@@ -54,16 +54,16 @@ def reach_directly(env: MutableMapping[str, str], *hosts: str) -> None:
         env["no_proxy"] = env["NO_PROXY"] = ",".join(dict.fromkeys([*known, *LOOPBACK, *hosts]))
 
 
-def get(
+def http_request(
     url: str,
     headers: Mapping[str, str] | None = None,
     data: bytes | None = None,
     timeout_s: float = 5.0,
     method: str | None = None,
 ) -> bytes:
-    """The answer of a service on this machine, without a proxy. Raises OSError if it refuses or is silent.
+    """Send an HTTP request to a service on this machine, without a proxy. Returns the body of the response.
 
-    method: method of HTTP. None: GET, or POST if there are data.
+    method: method of HTTP. None: GET, or POST if there are data. Raises OSError if the service refuses or is silent.
     """
     request = urllib.request.Request(url, data, dict(headers or {}), method=method)
     try:
@@ -76,7 +76,7 @@ def get(
 
 
 def reserve_port(host: str = "127.0.0.1") -> socket.socket:
-    """A socket that reserves a free port of a host's address ("": all addresses) for a server.
+    """Bind a socket to a free port of a host's address ("": all addresses), to reserve the port for a server.
 
     It does not listen. While it is open, the kernel gives the port to nobody who asks for any free port. A server that
     asks for this port gets it, as both use SO_REUSEADDR (on Linux).
@@ -87,8 +87,8 @@ def reserve_port(host: str = "127.0.0.1") -> socket.socket:
     return held
 
 
-def require_answer(address: str, what: str) -> None:
-    """Raise ShardCoreError unless something accepts connections at the address.
+def require_reachable(address: str, what: str) -> None:
+    """Raise ShardCoreError unless a service accepts connections at an address. what: name of the service.
 
     address: "scheme://host:port/…" or "host:port".
     """
@@ -105,8 +105,8 @@ def require_answer(address: str, what: str) -> None:
 
 
 @contextmanager
-def prefect_server(wait: bool = True) -> Iterator[tuple[str, subprocess.Popen]]:
-    """A Prefect server that lasts as long as the context: the URL of its API, and its process.
+def temporary_prefect_server(wait: bool = True) -> Iterator[tuple[str, subprocess.Popen]]:
+    """Run a Prefect server while the context lasts. Yields its API's URL and its process.
 
     wait: whether the context begins when it answers. If not, flows within wait for it.
 
@@ -118,7 +118,7 @@ def prefect_server(wait: bool = True) -> Iterator[tuple[str, subprocess.Popen]]:
     url, user = f"http://127.0.0.1:{port}/api", f"shardcore:{secrets.token_urlsafe(32)}"
     client, before = {"PREFECT_API_URL": url, "PREFECT_API_AUTH_STRING": user, _STARTS: "1"}, dict(os.environ)
     folder = tempfile.mkdtemp(prefix="prefect-")
-    with owned.serving():
+    with owned.marking_servers():
         server = subprocess.Popen(
             [
                 *(sys.executable, "-m"),
@@ -136,7 +136,7 @@ def prefect_server(wait: bool = True) -> Iterator[tuple[str, subprocess.Popen]]:
         )
     try:
         if wait:
-            _wait_healthy(url, server)
+            _wait_until_healthy(url, server)
         os.environ.update(client)
         yield url, server
     finally:
@@ -155,12 +155,12 @@ def prefect_server(wait: bool = True) -> Iterator[tuple[str, subprocess.Popen]]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _wait_healthy(url: str, server: subprocess.Popen | None = None) -> None:
-    """Wait until a Prefect server answers. server: its process. None: whoever started it watches it."""
+def _wait_until_healthy(url: str, server: subprocess.Popen | None = None) -> None:
+    """Wait until a Prefect server is healthy. server: its process, if started here; None otherwise."""
     deadline = time.monotonic() + _HEALTHY_S
     while time.monotonic() < deadline and (server is None or server.poll() is None):
         try:
-            get(f"{url}/health", timeout_s=2.0)
+            http_request(f"{url}/health", timeout_s=2.0)
             return
         except OSError:
             time.sleep(0.2)
@@ -172,16 +172,16 @@ def _wait_healthy(url: str, server: subprocess.Popen | None = None) -> None:
     raise ShardCoreError(f"a Prefect server of our own at {url} {ended}; `prefect server start` shows why")
 
 
-def away(error: httpx.HTTPError) -> str:
-    """An error of Prefect's client in one line."""
+def unreachable_prefect_text(error: httpx.HTTPError) -> str:
+    """Message that Prefect does not answer any more, with the error of its client."""
     return (
         f"Prefect does not answer any more at {os.environ.get('PREFECT_API_URL')}: "
         f"{str(error) or type(error).__name__}"
     )
 
 
-def _without_traceback(record: logging.LogRecord) -> bool:
-    """A filter of logs that shows errors that a user can mend in one line."""
+def _drop_user_traceback(record: logging.LogRecord) -> bool:
+    """Logging filter that reduces a ShardCoreError with traceback to its message."""
     if record.exc_info and isinstance(record.exc_info[1], ShardCoreError):
         record.msg, record.args, record.exc_info = "%s", (str(record.exc_info[1]),), None
     return True
@@ -190,7 +190,7 @@ def _without_traceback(record: logging.LogRecord) -> bool:
 def run_flow(
     flow: Callable[[], object], needs_prefect: bool = True, meanwhile: Callable[[], object] = lambda: None
 ) -> None:
-    """Run a flow as a program: exit code 0, or 1 with one line that says why.
+    """Run a Prefect flow as a program. Exit code 0, or 1 with a one-line error.
 
     tasks.console describes what is printed. Everything that the flow starts ends with it. If it needs Prefect and there
     is no server, this process restarts itself under `python -m tasks.services`.
@@ -207,34 +207,34 @@ def run_flow(
             os.execv(
                 sys.executable, [sys.executable, "-m", "tasks.services", sys.executable, *sys.orig_argv[1:]]
             )
-        with owned.owned():
-            reach_directly(os.environ)
+        with owned.owned_run():
+            bypass_proxy(os.environ)
             for name in ("prefect.flow_runs", "prefect.task_runs"):
-                logging.getLogger(name).addFilter(_without_traceback)
+                logging.getLogger(name).addFilter(_drop_user_traceback)
             # Prefect says in one line of its own that its server is away.
             logging.getLogger("websockets.client").setLevel(logging.CRITICAL)
-            program = console.start(Path(sys.argv[0]).stem)
+            program = console.start_program(Path(sys.argv[0]).stem)
             if url := os.environ.get("PREFECT_API_URL"):
                 if os.environ.get(_STARTS):
                     meanwhile()
-                    _wait_healthy(url)
-                require_answer(url, "Prefect (PREFECT_API_URL)")
+                    _wait_until_healthy(url)
+                require_reachable(url, "Prefect (PREFECT_API_URL)")
             flow()
-        program.ended()
+        program.print_end()
     except KeyboardInterrupt:
-        program.failed(f"stopped; {owned.GOES_ON}")
+        program.print_failure(f"stopped; {owned.GOES_ON}")
         raise SystemExit(130) from None
     except Exception as error:
-        program.failed(f"error: {_in_one_line(error)}")
+        program.print_failure(f"error: {_one_line_error(error)}")
         raise SystemExit(1) from None
 
 
-def _in_one_line(error: Exception) -> str:
-    """An error in one line. If no user can mend it, its traceback goes to the log."""
+def _one_line_error(error: Exception) -> str:
+    """Message of an error in one line. Prints the traceback of an unexpected error."""
     if isinstance(error, (ShardCoreError, OSError)):
         return str(error)
     if isinstance(error, httpx.HTTPError):
-        return f"{away(error)}; {owned.GOES_ON}"
+        return f"{unreachable_prefect_text(error)}; {owned.GOES_ON}"
     traceback.print_exception(error)
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
@@ -246,15 +246,15 @@ def main() -> None:
             signal.signal(number, lambda number, _: sys.exit(128 + number))
     if "MAKELEVEL" in os.environ:
         owned.end_with_parent()
-    reach_directly(os.environ)
+    bypass_proxy(os.environ)
     try:
-        with owned.owned():
+        with owned.owned_run():
             if os.environ.get("PREFECT_API_URL"):
-                code = _run(sys.argv[1:])
+                code = _run_command(sys.argv[1:])
             else:
                 print("starting a Prefect server for as long as this runs", flush=True)
-                with prefect_server(wait=False) as (_, server):
-                    code = _run(sys.argv[1:], server)
+                with temporary_prefect_server(wait=False) as (_, server):
+                    code = _run_command(sys.argv[1:], server)
     except (ShardCoreError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(1) from None
@@ -263,8 +263,8 @@ def main() -> None:
     raise SystemExit(code)
 
 
-def _run(command: list[str], server: subprocess.Popen | None = None) -> int:
-    """The exit code of a command.
+def _run_command(command: list[str], server: subprocess.Popen | None = None) -> int:
+    """Run a command and return its exit code.
 
     A terminal interrupts the command, too. It then has some time to end.
 
@@ -274,7 +274,7 @@ def _run(command: list[str], server: subprocess.Popen | None = None) -> int:
     try:
         while (code := process.poll()) is None:
             if server and server.poll() is not None:
-                raise ShardCoreError(f"the Prefect server of this run {_end_of(server)}; {owned.GOES_ON}")
+                raise ShardCoreError(f"the Prefect server of this run {_exit_text(server)}; {owned.GOES_ON}")
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_LOOK_EVERY_S)
     except KeyboardInterrupt:
@@ -282,12 +282,12 @@ def _run(command: list[str], server: subprocess.Popen | None = None) -> int:
             process.wait(_LAST_WORDS_S)
         raise
     if code < 0:
-        raise ShardCoreError(f"{' '.join(command)} {_end_of(process)}; {owned.GOES_ON}")
+        raise ShardCoreError(f"{' '.join(command)} {_exit_text(process)}; {owned.GOES_ON}")
     return code
 
 
-def _end_of(process: subprocess.Popen) -> str:
-    """The end of a process, in words."""
+def _exit_text(process: subprocess.Popen) -> str:
+    """Text on how a process ended: by a signal, or with an exit code."""
     code = process.returncode
     return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 

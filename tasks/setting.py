@@ -9,7 +9,7 @@ from pathlib import Path
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting
-from shardcore.core.validation import differences
+from shardcore.core.validation import describe_differences
 from shardcore.io import dataset
 
 AUTO = "auto"
@@ -32,20 +32,20 @@ class SettingConfig:
     optimizer: str = "exact_sgd"
 
     def setting(self, at_hand: Callable[[], str] | None = None) -> Setting:
-        """The setting. at_hand: function that names the device at hand. None: this machine's."""
+        """Setting of this config. at_hand: names the device for hardware "auto"; default: this machine's device."""
         name = (at_hand or _local_hardware)() if self.hardware == AUTO else self.hardware
         return Setting(name, self.batch, self.precision, self.optimizer)
 
-    def of_dataset_or_local(self, folder: Path) -> Setting:
-        """The dataset's setting. Without a dataset, that of the device at hand."""
-        return self.of_dataset(folder) if dataset.settings(folder) else self.setting()
+    def dataset_or_local_setting(self, folder: Path) -> Setting:
+        """Setting of the dataset in a folder. Without a dataset, the setting of this machine's device."""
+        return self.dataset_setting(folder) if dataset.dataset_settings(folder) else self.setting()
 
-    def of_dataset(self, folder: Path) -> Setting:
-        """The dataset's setting that matches this config. Raises ShardCoreError if there is none.
+    def dataset_setting(self, folder: Path) -> Setting:
+        """Setting of a dataset that matches this config. Raises ShardCoreError if no setting matches.
 
         With hardware "auto", a single match may also be of another device.
         """
-        settings = dataset.settings(folder)
+        settings = dataset.dataset_settings(folder)
         matching = [
             s
             for s in settings
@@ -59,8 +59,8 @@ class SettingConfig:
             return local
         raise ShardCoreError(
             f"{folder} holds samples of other settings than `setting` in params.yaml asks for: "
-            f"{'; '.join(differences(held, local) for held in settings) or 'none'}; run the measure stage, or change "
-            "`setting`"
+            f"{'; '.join(describe_differences(held, local) for held in settings) or 'none'}; "
+            "run the measure stage, or change `setting`"
         )
 
 

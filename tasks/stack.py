@@ -31,14 +31,14 @@ from tasks.stack_config import StackConfig, require_usable
 from tasks.stack_services import (
     USER,
     Service,
-    is_private,
+    is_private_folder,
     prefect_api,
     ray_folder,
     read_token,
-    services,
+    stack_services,
     temporary_folder,
-    write_private,
-    write_settings,
+    write_private_file,
+    write_service_files,
 )
 
 PATIENCE_S = 180.0
@@ -51,92 +51,92 @@ _KEPT_SESSIONS = 3
 """Number of Ray's sessions whose logs are kept."""
 
 
-def up(config: StackConfig, note: Callable[[str], None] = print) -> None:
-    """Start all services and wait for them. note: called with each line for people.
+def start_stack(config: StackConfig, note: Callable[[str], None] = print) -> None:
+    """Start all services of the stack and wait until they are healthy. note: receives each status line.
 
     Raises ShardCoreError if a port is taken or a service ends.
     """
     folder = Path(config.folder).resolve()
     require_usable(config, folder)
-    owned.end_left()
-    with _alone(folder):
+    owned.end_abandoned_runs()
+    with _stack_lock(folder):
         began = time.monotonic()
-        token = write_settings(config, folder)
-        stack = services(config, folder, token)
+        token = write_service_files(config, folder)
+        stack = stack_services(config, folder, token)
         missing = [n for n, s in stack.items() if not s.daemon.runs_as_configured()]
         # If no service runs, nobody uses the temporary files.
         if len(missing) == len(stack):
-            _empty(temporary_folder(folder))
+            _empty_folder(temporary_folder(folder))
         for name in missing:
-            _make_way(stack[name], config)
-        _forget_sessions(ray_folder(folder))
+            _require_free_ports(stack[name], config)
+        _remove_old_sessions(ray_folder(folder))
         for name in missing:
             if name in ("worker", "watch"):
                 # Both fail without a Prefect server.
-                _wait([stack["prefect"]], began)
+                _wait_until_healthy([stack["prefect"]], began)
             stack[name].daemon.start()
-        _wait([stack["worker"]], began)
+        _wait_until_healthy([stack["worker"]], began)
         api = prefect_api(config, token)
-        for run in _lost_runs(stack, api, _SUBMITTING_S):
-            if lost_runs.end(api, run):
+        for run in _find_lost_runs(stack, api, _SUBMITTING_S):
+            if lost_runs.crash_lost_run(api, run):
                 note(f"ended {run}")
-        if _deploy(config, folder, stack["worker"].daemon.env):
-            lost_runs.limit_runs(api)
-        _wait(stack.values(), began, note)
+        if _deploy_if_changed(config, folder, stack["worker"].daemon.env):
+            lost_runs.limit_concurrent_runs(api)
+        _wait_until_healthy(stack.values(), began, note)
 
 
-def run(config: StackConfig, note: Callable[[str], None] = print) -> None:
-    """Start all services, and start again those that die. End them all when this process is ended.
+def run_stack(config: StackConfig, note: Callable[[str], None] = print) -> None:
+    """Start all services of the stack, restart services that die, and end all when this process ends.
 
     What cannot be started again, as on a busy machine, is tried again.
-    note: called with each line for people. Returns after `make down` has ended them.
+    note: receives each status line. Returns after `make down` has ended them.
 
-    Raises ShardCoreError as `up` does at first. A stack of another configuration then goes on running.
+    Raises ShardCoreError as `start_stack` does at first. A stack of another configuration then goes on running.
     """
     folder = Path(config.folder).resolve()
     # Checked before `try`, as it is not this process's to end.
     require_usable(config, folder)
-    for service in services(config, folder, read_token(folder)).values():
+    for service in stack_services(config, folder, read_token(folder)).values():
         service.daemon.runs_as_configured()
     try:
-        up(config, note)
-        stack = services(config, folder, read_token(folder))
+        start_stack(config, note)
+        stack = stack_services(config, folder, read_token(folder))
         while True:
             time.sleep(_LOOK_EVERY_S)
-            gone = {name: s.daemon.died() for name, s in stack.items() if s.daemon.process() is None}
+            gone = {name: s.daemon.has_died() for name, s in stack.items() if s.daemon.process() is None}
             # A service that was stopped has no id any more, so it has not died.
             if not all(gone.values()):
                 return
             if gone:
                 note(f"died, and are started again: {', '.join(gone)}")
                 try:
-                    up(config, note)
+                    start_stack(config, note)
                 except ShardCoreError as error:  # what has not started has died, so the next look finds it
                     note(f"{error}; it is tried again")
     finally:
-        down(config)
+        stop_stack(config)
 
 
-def down(config: StackConfig) -> None:
-    """End all services, and the worker's flow runs."""
+def stop_stack(config: StackConfig) -> None:
+    """End all services of the stack, and its worker's flow runs."""
     folder = Path(config.folder).resolve()
     if folder.exists():
-        with _alone(folder):
-            daemons.stop([s.daemon for s in reversed(services(config, folder, "").values())])
-            if is_private(ray_folder(folder).parent):
-                _empty(temporary_folder(folder))
+        with _stack_lock(folder):
+            daemons.stop_daemons([s.daemon for s in reversed(stack_services(config, folder, "").values())])
+            if is_private_folder(ray_folder(folder).parent):
+                _empty_folder(temporary_folder(folder))
 
 
-def status(config: StackConfig) -> tuple[str, bool]:
-    """A text for the user, and True if all services are healthy."""
+def stack_status(config: StackConfig) -> tuple[str, bool]:
+    """Status text of the stack's services, and whether all are healthy."""
     folder = Path(config.folder).resolve()
     token = read_token(folder)
     rows, ends, healthy = [], [], True
-    stack = services(config, folder, token)
+    stack = stack_services(config, folder, token)
     for name, service in stack.items():
         state, process = service.state(), service.daemon.process()
         healthy = healthy and state == "healthy"
-        began = service.daemon.started()
+        began = service.daemon.start_time()
         since = datetime.fromtimestamp(began).strftime("%Y-%m-%d %H:%M:%S") if began else "-"
         rows.append(
             (
@@ -145,49 +145,51 @@ def status(config: StackConfig) -> tuple[str, bool]:
                 since,
                 process.pid if process else "-",
                 service.page or "-",
-                _shown(service.daemon.log),
+                _shown_path(service.daemon.log),
             )
         )
         if state in ("died", "silent"):
-            ends += [f"\n{name}: {state}; the last lines of {_shown(service.daemon.log)}:"]
-            ends += [f"  {line[:200]}" for line in service.daemon.last_lines(8)]
-    ends += [f"\nstuck: {run}; make up ends it" for run in _lost_runs(stack, prefect_api(config, token))]
+            ends += [f"\n{name}: {state}; the last lines of {_shown_path(service.daemon.log)}:"]
+            ends += [f"  {line[:200]}" for line in service.daemon.last_log_lines(8)]
+    ends += [f"\nstuck: {run}; make up ends it" for run in _find_lost_runs(stack, prefect_api(config, token))]
     text = report.text_table(("service", "state", "since", "process", "page", "log"), rows)
     where = {
-        "clients": f". {_shown(folder / 'env.sh')}",
-        "login": f"{USER}, with the password in {_shown(folder / 'token')}; Ray's page asks for that alone",
+        "clients": f". {_shown_path(folder / 'env.sh')}",
+        "login": f"{USER}, with the password in {_shown_path(folder / 'token')}; Ray's page asks for that alone",
         "metrics": f"{config.url(config.metrics_port)}/metrics",
-        "flows' logs": _shown(folder / "logs" / "flows.jsonl"),
-        "Ray's logs": _shown(ray_folder(folder) / "session_latest" / "logs"),
+        "flows' logs": _shown_path(folder / "logs" / "flows.jsonl"),
+        "Ray's logs": _shown_path(ray_folder(folder) / "session_latest" / "logs"),
     }
     return "\n".join([text, *ends, "", *(f"{k:<12} {v}" for k, v in where.items() if token)]), healthy
 
 
-def _empty(folder: Path) -> None:
-    """Delete the content of a folder, if it is there."""
+def _empty_folder(folder: Path) -> None:
+    """Delete the content of a folder, if the folder exists."""
     if folder.exists():
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(exist_ok=True, mode=0o700)
 
 
-def _forget_sessions(ray: Path) -> None:
-    """Delete logs of Ray's sessions, except the last few."""
+def _remove_old_sessions(ray: Path) -> None:
+    """Delete folders of Ray's sessions, except the last few."""
     # Names sort by time, and a clock may have been ahead: Ray's link names the last one.
     others = set(ray.glob("session_2*")) - {(ray / "session_latest").resolve()}
     for session in sorted(others)[: 1 - _KEPT_SESSIONS]:
         shutil.rmtree(session, ignore_errors=True)
 
 
-def _make_way(service: Service, config: StackConfig) -> None:
-    """End what a killed server left, and require its ports to be free. A worker's flow runs go on."""
+def _require_free_ports(service: Service, config: StackConfig) -> None:
+    """End processes that a killed service left, and require the service's ports to be free."""
     if service.ports:
-        daemons.end_leftovers(service.daemon, 5.0)
+        daemons.end_leftover_processes(service.daemon, 5.0)
     for name, port in service.ports.items():
-        _require_free(config.host, port, name, 10.0 if service.daemon.died() else 0.0)
+        _require_free_port(config.host, port, name, 10.0 if service.daemon.has_died() else 0.0)
 
 
-def _wait(stack: Iterable[Service], began: float, note: Callable[[str], None] = lambda line: None) -> None:
-    """Wait until services are healthy. Raises ShardCoreError if one ends, or takes longer than PATIENCE_S."""
+def _wait_until_healthy(
+    stack: Iterable[Service], began: float, note: Callable[[str], None] = lambda line: None
+) -> None:
+    """Wait until services are healthy. Raises ShardCoreError if a service ends, or takes longer than PATIENCE_S."""
     waiting = list(stack)
     while waiting:
         for service in list(waiting):
@@ -197,24 +199,26 @@ def _wait(stack: Iterable[Service], began: float, note: Callable[[str], None] = 
                 note(f"{name}: healthy {service.page}".rstrip() + f" after {time.monotonic() - began:.0f} s")
             elif state != "silent" or time.monotonic() - began > PATIENCE_S:
                 how = "ended" if state != "silent" else f"runs but does not answer after {PATIENCE_S:.0f} s"
-                last = " ".join(service.daemon.last_lines(1))[:200]
-                raise ShardCoreError(f"{name} {how}; {_shown(service.daemon.log)} ends with: {last}")
+                last = " ".join(service.daemon.last_log_lines(1))[:200]
+                raise ShardCoreError(f"{name} {how}; {_shown_path(service.daemon.log)} ends with: {last}")
         time.sleep(0.2)
 
 
-def _lost_runs(
-    stack: dict[str, Service], api: lost_runs.Api, patience_s: float = 0.0
+def _find_lost_runs(
+    stack: dict[str, Service], api: lost_runs.PrefectApi, patience_s: float = 0.0
 ) -> list[lost_runs.LostRun]:
-    """Runs that an earlier worker has left. [] if Prefect does not answer."""
-    began = stack["worker"].daemon.started()
+    """Flow runs that an ended worker of the stack has left. [] if Prefect does not answer."""
+    began = stack["worker"].daemon.start_time()
     try:
-        return lost_runs.find(api, math.inf if began is None else began, patience_s)
+        return lost_runs.find_lost_runs(api, math.inf if began is None else began, patience_s)
     except (OSError, ValueError):
         return []
 
 
-def _deploy(config: StackConfig, folder: Path, env: dict[str, str]) -> bool:
-    """Deploy prefect.yaml if it, the flows, this folder or the database have changed since. Returns True if so.
+def _deploy_if_changed(config: StackConfig, folder: Path, env: dict[str, str]) -> bool:
+    """Deploy prefect.yaml if the file, the flows or the database have changed since the last deployment.
+
+    Returns True if it deployed.
 
     Deploying each time would switch off a schedule that was switched on in Prefect's page.
     """
@@ -239,13 +243,13 @@ def _deploy(config: StackConfig, folder: Path, env: dict[str, str]) -> bool:
     if done.returncode:
         last = " ".join(done.stdout.split())[-200:]
         raise ShardCoreError(
-            f"prefect.yaml cannot be deployed; {_shown(folder / 'logs' / 'deploy.log')} ends with: {last}"
+            f"prefect.yaml cannot be deployed; {_shown_path(folder / 'logs' / 'deploy.log')} ends with: {last}"
         )
-    write_private(known, version)
+    write_private_file(known, version)
     return True
 
 
-def _require_free(host: str, port: int, name: str, patience_s: float) -> None:
+def _require_free_port(host: str, port: int, name: str, patience_s: float) -> None:
     # What a killed Ray has left ends by itself after some time.
     until = time.monotonic() + patience_s
     while True:
@@ -258,13 +262,13 @@ def _require_free(host: str, port: int, name: str, patience_s: float) -> None:
         if time.monotonic() > until:
             raise ShardCoreError(
                 f"port {port} (stack.{name} in {paths.PARAMS}) cannot be used at {host}: "
-                f"{reason}{_holder(port)}; end that, or choose another port"
+                f"{reason}{_port_holder_text(port)}; end that, or choose another port"
             )
         time.sleep(0.2)
 
 
-def _holder(port: int) -> str:
-    """The process that listens at a port, for the end of a message. "" if this user may not see it."""
+def _port_holder_text(port: int) -> str:
+    """Text that names the process listening at a port, for an error message. "" if unknown."""
     with suppress(psutil.Error):
         for c in psutil.net_connections("tcp"):
             if c.laddr and c.laddr.port == port and c.status == psutil.CONN_LISTEN and c.pid:
@@ -273,30 +277,30 @@ def _holder(port: int) -> str:
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Hold the stack's lock, so that one command at a time changes a stack."""
+def _stack_lock(folder: Path) -> Iterator[None]:
+    """Hold the lock of the stack's folder, so that one command at a time changes the stack."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     with processes.exclusive_lock(folder / "lock"):
         yield
 
 
-def _shown(path: Path) -> str:
+def _shown_path(path: Path) -> str:
     return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def main() -> None:
     command = sys.argv[1] if len(sys.argv) == 2 else ""
     try:
-        config = params.section("stack", StackConfig)
+        config = params.read_section("stack", StackConfig)
         if command == "up":
-            up(config, lambda line: print(line, flush=True))
+            start_stack(config, lambda line: print(line, flush=True))
         elif command == "run":
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-            run(config, lambda line: print(line, flush=True))
+            run_stack(config, lambda line: print(line, flush=True))
         elif command == "down":
-            down(config)
+            stop_stack(config)
         elif command == "status":
-            text, healthy = status(config)
+            text, healthy = stack_status(config)
             print(text, flush=True)
             raise SystemExit(0 if healthy else 1)
         else:

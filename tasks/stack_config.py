@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from shardcore.core.errors import ShardCoreError, redacted
+from shardcore.core.errors import ShardCoreError, redact_urls
 
 _DATABASES = {
     "prefect_database": ("postgresql+asyncpg", "sqlite+aiosqlite"),
@@ -63,7 +63,7 @@ class StackConfig:
         for name in self.allowed_hosts:
             if not re.fullmatch(_ALLOWED_HOST, name):
                 raise ShardCoreError(
-                    f"stack.allowed_hosts has {_shortened(name)}; it needs names or "
+                    f"stack.allowed_hosts has {_shortened_repr(name)}; it needs names or "
                     "addresses without a port, such as shardcore.example.org or 10.0.0.*"
                 )
         for name, kinds in _DATABASES.items():
@@ -72,12 +72,12 @@ class StackConfig:
             known = rest and {scheme, scheme.partition("+")[0]} & set(kinds)
             if value and not (known and value.isprintable() and " " not in value):
                 raise ShardCoreError(
-                    f"stack.{name} is {_shortened(redacted(value))}; it "
+                    f"stack.{name} is {_shortened_repr(redact_urls(value))}; it "
                     f"needs a URL that begins with "
                     f"{' or '.join(f'{kind}://' for kind in kinds)}"
                 )
-        if wrong := _wrong_folder(self.folder):
-            raise ShardCoreError(f"stack.folder is {_shortened(self.folder)}; {wrong}")
+        if wrong := _folder_fault(self.folder):
+            raise ShardCoreError(f"stack.folder is {_shortened_repr(self.folder)}; {wrong}")
         ports = {k: v for k, v in vars(self).items() if k.endswith("_port")}
         for name, port in ports.items():
             if not 0 < port < 65536 or list(ports.values()).count(port) > 1:
@@ -93,12 +93,12 @@ class StackConfig:
             raise ShardCoreError(f"stack.object_store_mib is {self.object_store_mib}; Ray needs 80 at least")
 
     @property
-    def on_loopback(self) -> bool:
+    def is_on_loopback(self) -> bool:
         return self.host == "localhost" or self.host.startswith("127.")
 
     @property
     def client_host(self) -> str:
-        """The host's name for clients on this machine."""
+        """Address of the stack's host for clients on this machine."""
         return "127.0.0.1" if self.host == "0.0.0.0" else self.host
 
     def url(self, port: int) -> str:
@@ -106,14 +106,14 @@ class StackConfig:
 
 
 def require_usable(config: StackConfig, folder: Path) -> None:
-    """Raise ShardCoreError if this machine cannot run such a stack. Nothing is written."""
+    """Raise ShardCoreError if this machine cannot run a stack of a configuration. Writes nothing."""
     if (
         folder.exists()
         and any(folder.iterdir())
         and not any(any(folder.glob(ours)) for ours in ("lock", "token", "*.pid"))
     ):
         raise ShardCoreError(
-            f"stack.folder is {_shortened(config.folder)}, which holds other things; it "
+            f"stack.folder is {_shortened_repr(config.folder)}, which holds other things; it "
             f"needs a folder of its own, such as {StackConfig.folder}"
         )
     try:
@@ -123,25 +123,23 @@ def require_usable(config: StackConfig, folder: Path) -> None:
             is_all_addresses = s.getsockname()[0] == "0.0.0.0"
     except (OSError, ValueError, TypeError) as error:  # also for a name with NUL, or a name that is too long
         raise ShardCoreError(
-            f"stack.host is {_shortened(config.host)}, which is no IPv4 address of this "
+            f"stack.host is {_shortened_repr(config.host)}, which is no IPv4 address of this "
             f"machine ({error}); 127.0.0.1 serves this machine, 0.0.0.0 others "
             "too"
         ) from None
     if is_all_addresses and config.host != "0.0.0.0":
         raise ShardCoreError(
-            f"stack.host is {_shortened(config.host)}, which means all addresses; write 0.0.0.0 for that"
+            f"stack.host is {_shortened_repr(config.host)}, which means all addresses; write 0.0.0.0 for that"
         )
     if config.object_store_mib > (most := psutil.virtual_memory().total >> 20):
         raise ShardCoreError(f"stack.object_store_mib is {config.object_store_mib}; this machine has {most}")
 
 
-def _wrong_folder(given: str) -> str:
-    """The reason why the stack cannot use a folder. "" if it can."""
+def _folder_fault(given: str) -> str:
+    """Why the stack cannot use a folder. "" if the folder is usable."""
     folder = Path(os.path.abspath(given))
     if not str(folder).isprintable() or set(str(folder)) & set("?#%"):
-        return (
-            f"its path {_shortened(str(folder))} becomes part of URLs: no control characters, and none of ?#%"
-        )
+        return f"its path {_shortened_repr(str(folder))} becomes part of URLs: no control characters, and none of ?#%"
     if (
         len(os.fsencode(folder)) > _LONGEST_PATH
         or max(len(os.fsencode(part)) for part in folder.parts) > _LONGEST_NAME
@@ -152,5 +150,5 @@ def _wrong_folder(given: str) -> str:
     return ""
 
 
-def _shortened(value: str) -> str:
+def _shortened_repr(value: str) -> str:
     return repr(value if len(value) <= 80 else f"{value[:77]}...")

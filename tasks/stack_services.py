@@ -22,8 +22,8 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.io import schema
 from tasks import owned, paths
 from tasks.daemons import ALLOWED_HOSTS, Daemon
-from tasks.lost_runs import AT_ONCE, POOL, WORKER, Api
-from tasks.services import LOOPBACK, get, reach_directly
+from tasks.lost_runs import AT_ONCE, POOL, WORKER, PrefectApi
+from tasks.services import LOOPBACK, bypass_proxy, http_request
 from tasks.stack_config import StackConfig
 
 USER = "shardcore"
@@ -54,7 +54,7 @@ _NO_PROXY = """case "${no_proxy:=${NO_PROXY:-}}" in
 esac
 export no_proxy NO_PROXY="$no_proxy"
 """
-"""Lines of shell that do what services.reach_directly does."""
+"""Lines of shell that do what services.bypass_proxy does."""
 
 
 @dataclass(frozen=True)
@@ -73,17 +73,17 @@ class Service:
     page: str = ""
 
     def state(self) -> str:
-        """down, died, silent (it starts or hangs), or healthy."""
+        """State of the service: down, died, silent (starting or hanging), or healthy."""
         if self.daemon.process() is None:
-            return "died" if self.daemon.died() else "down"
+            return "died" if self.daemon.has_died() else "down"
         try:
             return "healthy" if self.answers() else "silent"
         except (OSError, ValueError):
             return "silent"
 
 
-def client_env(config: StackConfig, folder: Path, token: str) -> dict[str, str]:
-    """The environment of the stack's clients: flows, worker, a user's shell."""
+def client_environment(config: StackConfig, folder: Path, token: str) -> dict[str, str]:
+    """Environment variables of the stack's clients: flows, the worker and users' shells."""
     env = {
         **_QUIET,
         "PREFECT_API_URL": f"{config.url(config.prefect_port)}/api",
@@ -99,18 +99,18 @@ def client_env(config: StackConfig, folder: Path, token: str) -> dict[str, str]:
         "RAY_API_SERVER_ADDRESS": config.url(config.dashboard_port),
     }
     # Ray's switch for clusters of several machines makes it listen at all addresses. On Linux it is on by default.
-    return {**env, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0" if config.on_loopback else "1"}
+    return {**env, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0" if config.is_on_loopback else "1"}
 
 
-def services(config: StackConfig, folder: Path, token: str) -> dict[str, Service]:
-    """All services by name, in the order in which they start."""
-    client = client_env(config, folder, token)
+def stack_services(config: StackConfig, folder: Path, token: str) -> dict[str, Service]:
+    """Services of the stack by name, in the order in which they start."""
+    client = client_environment(config, folder, token)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     base = {**os.environ, **client, "PATH": path, "TMPDIR": str(temporary_folder(folder))}
-    reach_directly(base, config.client_host)
+    bypass_proxy(base, config.client_host)
     python = (sys.executable, "-m")
 
-    def daemon(name: str, *command: str, **env: str) -> Daemon:
+    def make_daemon(name: str, *command: str, **env: str) -> Daemon:
         return Daemon(name, command, {**base, **env}, folder)
 
     prefect = {"PREFECT_SERVER_API_AUTH_STRING": f"{USER}:{token}"}
@@ -125,7 +125,7 @@ def services(config: StackConfig, folder: Path, token: str) -> dict[str, Service
         "MLFLOW_FLASK_SERVER_SECRET_KEY": hashlib.sha256(token.encode()).hexdigest(),
         "MLFLOW_BACKEND_STORE_URI": config.mlflow_database or f"sqlite:///{folder / 'mlflow.db'}",
         "MLFLOW_ARTIFACTS_DESTINATION": config.artifacts or str(folder / "mlflow-artifacts"),
-        **mlflow_hosts(config),
+        **mlflow_host_variables(config),
     }
     ray = {
         "port": config.ray_port,
@@ -142,20 +142,20 @@ def services(config: StackConfig, folder: Path, token: str) -> dict[str, Service
     api, bearer = client["PREFECT_API_URL"], {"Authorization": f"Bearer {token}"}
     dashboard, metrics = config.url(config.dashboard_port), config.url(config.metrics_port)
     worker_command = f"prefect worker start --pool {POOL} --type process --name {WORKER} --limit {AT_ONCE}"
-    worker = daemon("worker", *python, *worker_command.split(), PREFECT_WORKER_QUERY_SECONDS="2")
-    watch = daemon("watch", *python, "tasks.watch")
+    worker = make_daemon("worker", *python, *worker_command.split(), PREFECT_WORKER_QUERY_SECONDS="2")
+    watch = make_daemon("watch", *python, "tasks.watch")
     at = ("--host", config.host, "--port")
     stack = [
         Service(
-            daemon(
+            make_daemon(
                 "prefect", *python, *"prefect server start".split(), *at, str(config.prefect_port), **prefect
             ),
             {"prefect_port": config.prefect_port},
-            lambda: get(f"{api}/health") == b"true",
+            lambda: http_request(f"{api}/health") == b"true",
             config.url(config.prefect_port),
         ),
         Service(
-            daemon(
+            make_daemon(
                 "mlflow",
                 *python,
                 *"mlflow server --workers 1 --app-name basic-auth".split(),
@@ -166,11 +166,11 @@ def services(config: StackConfig, folder: Path, token: str) -> dict[str, Service
                 **mlflow,
             ),
             {"mlflow_port": config.mlflow_port},
-            lambda: get(f"{config.url(config.mlflow_port)}/health") == b"OK",
+            lambda: http_request(f"{config.url(config.mlflow_port)}/health") == b"OK",
             config.url(config.mlflow_port),
         ),
         Service(
-            daemon(
+            make_daemon(
                 "ray",
                 *python,
                 *"ray.scripts.scripts start --head --block --disable-usage-stats".split(),
@@ -183,21 +183,24 @@ def services(config: StackConfig, folder: Path, token: str) -> dict[str, Service
                 k: getattr(config, k)
                 for k in ("ray_port", "ray_client_port", "dashboard_port", "metrics_port")
             },
-            lambda: bool(get(f"{dashboard}/api/version", bearer) and get(f"{metrics}/metrics")),
+            lambda: bool(
+                http_request(f"{dashboard}/api/version", bearer) and http_request(f"{metrics}/metrics")
+            ),
             dashboard,
         ),
-        Service(worker, {}, lambda: _polls(worker, prefect_api(config, token))),
+        Service(worker, {}, lambda: _has_polled(worker, prefect_api(config, token))),
         Service(watch, {}, lambda: watch.process() is not None),
     ]
     return {s.daemon.name: s for s in stack}
 
 
-def mlflow_hosts(config: StackConfig) -> dict[str, str]:
-    """Environment variables with the names and addresses at which MLflow is reached. It answers 403 to others.
+def mlflow_host_variables(config: StackConfig) -> dict[str, str]:
+    """Environment variables with the host names and addresses to which MLflow answers.
 
-    By default it allows loopback and private addresses. A page of another origin may not change anything.
+    MLflow answers 403 to any other. By default it allows loopback and private addresses. A page
+    of another origin may not change anything.
     """
-    if config.on_loopback and not config.allowed_hosts:
+    if config.is_on_loopback and not config.allowed_hosts:
         return {}
     ours = [config.host]
     if config.host == "0.0.0.0":
@@ -227,7 +230,7 @@ def mlflow_hosts(config: StackConfig) -> dict[str, str]:
 
 
 def ray_folder(folder: Path) -> Path:
-    """Folder of Ray's sessions: in the stack's folder, unless the paths of its sockets become too long.
+    """Folder of Ray's sessions: in the stack's folder, unless socket paths become too long there.
 
     Then it is in a temporary folder with a name that nobody can guess. A link in the stack's folder leads there.
     """
@@ -237,8 +240,8 @@ def ray_folder(folder: Path) -> Path:
     return link.readlink() / "ray"
 
 
-def is_private(folder: Path) -> bool:
-    """Tell if a path is a folder of this user that is closed to others."""
+def is_private_folder(folder: Path) -> bool:
+    """Tell if a path is a folder that only this user owns and can access."""
     try:
         status = folder.lstat()
     except OSError:
@@ -247,24 +250,24 @@ def is_private(folder: Path) -> bool:
 
 
 def _link_ray_folder(folder: Path) -> None:
-    """Make the temporary folder of Ray's sessions if there has to be one.
+    """Create and link a temporary folder for Ray's sessions, if the stack's own path is too long for sockets.
 
     After a reboot it is gone, and its name may be another user's.
     """
     link = folder / _RAY_LINK
     too_long = len(os.fsencode(folder / "ray")) + _RAY_SOCKET_BYTES > _SOCKET_PATH_BYTES
-    if too_long and not (link.is_symlink() and is_private(link.readlink())):
+    if too_long and not (link.is_symlink() and is_private_folder(link.readlink())):
         link.unlink(missing_ok=True)
-        link.symlink_to(tempfile.mkdtemp(prefix="ray-", dir=owned.short_temporary()))
+        link.symlink_to(tempfile.mkdtemp(prefix="ray-", dir=owned.short_temporary_folder()))
 
 
 def temporary_folder(folder: Path) -> Path:
-    """TMPDIR of the services. Its path is short, as sockets are there, too."""
+    """Temporary folder (TMPDIR) of the stack's services, with a path short enough for sockets."""
     return ray_folder(folder) / "tmp"
 
 
 def read_token(folder: Path) -> str:
-    """The token of a stack. "" if there is none yet. Raises ShardCoreError if its file holds something else."""
+    """Read the stack's token. "" before the first start. Raises ShardCoreError for an invalid token file."""
     file = folder / "token"
     if not file.exists():
         return ""
@@ -277,8 +280,8 @@ def read_token(folder: Path) -> str:
     return token
 
 
-def write_settings(config: StackConfig, folder: Path) -> str:
-    """Write the files that services and clients read. Returns the token, which the first call creates."""
+def write_service_files(config: StackConfig, folder: Path) -> str:
+    """Write the files that the stack's services and clients read. Returns the stack's token."""
     (folder / "logs").mkdir(parents=True, exist_ok=True, mode=0o700)
     # Ray opens its folder to everybody, so its parent is closed.
     folder.chmod(0o700)
@@ -288,16 +291,16 @@ def write_settings(config: StackConfig, folder: Path) -> str:
     if not (folder / "token").exists():
         # This database keeps its first password, so a new token needs a new one.
         (folder / "mlflow-auth.db").unlink(missing_ok=True)
-        write_private(folder / "token", secrets.token_urlsafe(32))
+        write_private_file(folder / "token", secrets.token_urlsafe(32))
     token = read_token(folder)
-    env = client_env(config, folder, token)
+    env = client_environment(config, folder, token)
     exports = "".join(f"export {k}={shlex.quote(v)}\n" for k, v in env.items())
     hosts = ",".join(dict.fromkeys((*LOOPBACK, config.client_host)))
     programs = shlex.quote(str(Path(sys.executable).parent))
-    write_private(
+    write_private_file(
         folder / "env.sh", exports + _NO_PROXY.replace("HOSTS", hosts) + _PROGRAMS.replace("FOLDER", programs)
     )
-    write_private(
+    write_private_file(
         folder / "mlflow-auth.ini",
         f"[mlflow]\ndefault_permission = NO_PERMISSIONS\n"
         f"database_uri = sqlite:///{folder / 'mlflow-auth.db'}\n"
@@ -306,15 +309,15 @@ def write_settings(config: StackConfig, folder: Path) -> str:
         "authorization_function = "
         "mlflow.server.auth:authenticate_request_basic_auth\n",
     )
-    write_private(folder / "logging.yml", logging_config(folder / "logs" / "flows.jsonl"))
+    write_private_file(folder / "logging.yml", prefect_logging_config(folder / "logs" / "flows.jsonl"))
     return token
 
 
-def logging_config(lines: Path) -> str:
-    """Prefect's logging configuration, which also writes logs of flows and tasks to `lines`, as JSON."""
+def prefect_logging_config(lines: Path) -> str:
+    """Prefect's logging configuration as YAML, with logs of flows and tasks also written to the JSON file `lines`."""
     import yaml
 
-    config = yaml.safe_load((paths.package("prefect") / "logging" / "logging.yml").read_text())
+    config = yaml.safe_load((paths.package_folder("prefect") / "logging" / "logging.yml").read_text())
     config["formatters"]["lines"] = {
         "()": "pythonjsonlogger.json.JsonFormatter",
         "timestamp": True,
@@ -331,13 +334,13 @@ def logging_config(lines: Path) -> str:
     return yaml.safe_dump(config)
 
 
-def prefect_api(config: StackConfig, token: str) -> Api:
-    return Api(f"{config.url(config.prefect_port)}/api", f"{USER}:{token}")
+def prefect_api(config: StackConfig, token: str) -> PrefectApi:
+    return PrefectApi(f"{config.url(config.prefect_port)}/api", f"{USER}:{token}")
 
 
-def _polls(worker: Daemon, api: Api) -> bool:
-    """Tell if the worker has asked the server for work since its start."""
-    began = worker.started()
+def _has_polled(worker: Daemon, api: PrefectApi) -> bool:
+    """Tell if a Prefect worker has asked the server for work since the worker started."""
+    began = worker.start_time()
     seen = [
         datetime.fromisoformat(w["last_heartbeat_time"]).timestamp()
         for w in api.workers()
@@ -346,8 +349,8 @@ def _polls(worker: Daemon, api: Api) -> bool:
     return began is not None and any(s > began for s in seen)
 
 
-def write_private(path: Path, text: str) -> None:
-    """Write a file that only its owner can read."""
+def write_private_file(path: Path, text: str) -> None:
+    """Write a text file that only its owner can read."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as f:
         f.write(text)

@@ -32,19 +32,19 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 logger = logging.getLogger("shardcore.watch")
 
 
-def watched() -> publish_claim.PublishState:
-    """The state of the model under which this project publishes."""
-    state = publish_claim.read(
-        mlflow.MlflowClient(), _model(*map(_changed, (paths.PARAMS, paths.MEASUREMENTS)))
+def watched_state() -> publish_claim.PublishState:
+    """Publishing state of the registered model under which this project publishes plans."""
+    state = publish_claim.read_publish_state(
+        mlflow.MlflowClient(), _cached_model_name(*map(_modified_at, (paths.PARAMS, paths.MEASUREMENTS)))
     )
-    if not state.due(time.time()):
+    if not state.is_due(time.time()):
         return state
     # A claim is made before the alias is set. It is read again after the alias, so that no claim is missed.
-    return publish_claim.read(mlflow.MlflowClient(), state.model)
+    return publish_claim.read_publish_state(mlflow.MlflowClient(), state.model)
 
 
-def publish_once(state: publish_claim.PublishState, now: float) -> str:
-    """Request the publishing run of a champion, unless it was requested already. Retry failed runs.
+def request_publishing(state: publish_claim.PublishState, now: float) -> str:
+    """Request a flow run that publishes plans under a champion, unless requested already. Retry failed runs.
 
     Returns a line about the state.
     """
@@ -66,20 +66,20 @@ def publish_once(state: publish_claim.PublishState, now: float) -> str:
     )
 
 
-def step() -> str:
-    """Check once, and request publishing if it is due. Returns a line about the state.
+def check_once() -> str:
+    """Check the registry once, and request publishing if due. Returns a line on the state.
 
     It never raises for what time or a person can mend.
     """
     try:
-        state = watched()
+        state = watched_state()
     except ShardCoreError as error:
         return str(error)
     except Exception as error:
-        return f"the registry at {mlflow.get_tracking_uri()} does not answer: {_short(error)}"
+        return f"the registry at {mlflow.get_tracking_uri()} does not answer: {_short_error(error)}"
     if state.champion is None:
         return f"{state.model} has no champion yet"
-    if not state.due(time.time()):
+    if not state.is_due(time.time()):
         what = f"plans under {state.model} version {state.champion}"
         if state.champion == state.published:
             return f"{what} are published"
@@ -89,16 +89,18 @@ def step() -> str:
             "being published"
         )
     try:
-        return publish_once(state, time.time())
+        return request_publishing(state, time.time())
     except Exception as error:
-        return f"Prefect at {os.environ.get('PREFECT_API_URL')} cannot run {DEPLOYMENT}: {_short(error)}"
+        return (
+            f"Prefect at {os.environ.get('PREFECT_API_URL')} cannot run {DEPLOYMENT}: {_short_error(error)}"
+        )
 
 
 def watch() -> None:
-    """Check every EVERY_S as long as the process lives, and log each new state once."""
+    """Watch the model registry for a new champion, for ever, and log each new state."""
     last = ""
     while True:
-        line = step()
+        line = check_once()
         if line != last:
             logger.info("%s", line)
             last = line
@@ -109,7 +111,7 @@ def main() -> None:
     logging.basicConfig(format="%(asctime)s %(message)s", stream=sys.stdout, level=logging.WARNING)
     logger.setLevel(logging.INFO)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    services.reach_directly(os.environ)
+    services.bypass_proxy(os.environ)
     # One retry of MLflow's client is enough, as the next check comes soon.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
@@ -128,18 +130,18 @@ def _run_deployment(key: str) -> Any:
 
 
 @lru_cache(maxsize=1)
-def _model(*_changes: float) -> str:
-    """The model's name. It is cached until the arguments change, the times of params.yaml and the measurements."""
-    wanted = params.section("setting", SettingConfig)
-    return registry.model_name(wanted.of_dataset_or_local(paths.MEASUREMENTS).hardware)
+def _cached_model_name(*_changes: float) -> str:
+    """Name of the registered model to watch, cached until a modification time in the arguments changes."""
+    wanted = params.read_section("setting", SettingConfig)
+    return registry.registered_model_name(wanted.dataset_or_local_setting(paths.MEASUREMENTS).hardware)
 
 
-def _changed(path: Any) -> float:
+def _modified_at(path: Any) -> float:
     return path.stat().st_mtime if path.exists() else 0.0
 
 
-def _short(error: Exception) -> str:
-    """An error in one line, which is the same each time."""
+def _short_error(error: Exception) -> str:
+    """Message of an error in one line, without memory addresses."""
     return _ADDRESS.sub("", " ".join(f"{type(error).__name__}: {error}".split()))[:200]
 
 

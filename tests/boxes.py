@@ -4,14 +4,14 @@ from functools import cache
 
 import pytest
 
-from bench.hosts import Box, box_of
+from bench.hosts import Box, emulated_hosts
 from shardcore.core.errors import ShardCoreError
 
 
 @cache
 def can_box() -> bool:
     try:
-        with box_of(Box()):
+        with emulated_hosts(Box()):
             return True
     except ShardCoreError:
         return False

@@ -241,14 +241,17 @@ def problem(tables) -> Problem:
 def bound_once() -> Callable[..., Any]:
     """The bound of a problem under a model, found once however many pages show it. It is one of plans by columns,
     which takes least time."""
-    from shardcore.search.bound.lower_bound import bound
+    from shardcore.search.bound.lower_bound import prove_lower_bound
 
     found: dict[tuple[Problem, int], Any] = {}
 
     def once(problem: Problem, model: Any) -> Any:
         key = problem, id(model)
         if key not in found:
-            found[key] = bound(problem, model, ()), model  # kept, so that no other model gets its id
+            found[key] = (
+                prove_lower_bound(problem, model, ()),
+                model,
+            )  # kept, so that no other model gets its id
         return found[key][0]
 
     return once
@@ -262,7 +265,7 @@ def short_explanations(monkeypatch, bound_once) -> None:
     monkeypatch.setattr("shardcore.plans.publisher._EXPLAIN", Budget(evals=10))
     monkeypatch.setattr("shardcore.search.explain.MORE_MEMORY", ())
     monkeypatch.setattr("shardcore.search.explain.MOST_TIMES_DEVICES", 1)
-    monkeypatch.setattr("shardcore.search.explain.bound", bound_once)
+    monkeypatch.setattr("shardcore.search.explain.prove_lower_bound", bound_once)
 
 
 @dataclass

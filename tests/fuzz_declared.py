@@ -1,6 +1,6 @@
 """Damage of files that follows from the declarations of what they hold: each field of each record, in each way.
 
-A sound file is read once, while calls of `schema.build` are watched. They tell which object of the file is which
+A sound file is read once, while calls of `schema.build_record` are watched. They tell which object of the file is which
 record. Of each field of its declaration there are wrong types, values beyond its ends and words that are not known;
 it is missing, unknown, huge, not a number, there twice, or has control characters.
 """
@@ -17,9 +17,9 @@ from fuzz_files import Sound
 from fuzz_formats import FORMATS
 from sealing import sealed
 
-from shardcore.cli.options import Field, options_of
+from shardcore.cli.options import Field, option_declarations
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.validation import typed
+from shardcore.core.validation import convert_to_type
 from shardcore.io import files, schema
 
 FILES: Mapping[str, str] = {
@@ -88,7 +88,7 @@ def records_of(name: str, folder: Path, sound: Sound) -> dict[Node, type]:
     built: list[tuple[type, Any]] = []
 
     def watch(frame: Any, event: str, arg: Any) -> None:
-        if event == "call" and frame.f_code is schema.build.__code__:
+        if event == "call" and frame.f_code is schema.build_record.__code__:
             built.append((frame.f_locals["cls"], frame.f_locals["data"]))
         read = frame.f_code in (schema.read_json.__code__, schema.read_yaml.__code__)
         if event == "return" and read and str(frame.f_locals["path"]).endswith(path.name):
@@ -130,7 +130,7 @@ def cases(records: Mapping[Node, type], whole: Any) -> Iterator[Case]:
         there = node_at(whole, at)
         yield Case(at, "unknown_key", "an unknown key", 1, True)
         yield Case(at, "__class__", "an unknown key", {}, True)
-        for key, field in options_of(cls).items():
+        for key, field in option_declarations(cls).items():
             if key in there:
                 yield Case(at, key, "missing", _GONE, field.default is dataclasses.MISSING)
                 yield Case(at, key, "there twice", _TWICE, True)
@@ -163,7 +163,7 @@ def _is_wrong(field: Field, value: Any) -> bool:
     if (isinstance(value, int) and abs(value) > schema.MOST_INT) or value == "\ud800":
         return True
     try:
-        right = typed(value, field.kind, field.name, schema.build)
+        right = convert_to_type(value, field.kind, field.name, schema.build_record)
         for rule in field.rules:
             rule(right, "it", field.name)
     except ShardCoreError:

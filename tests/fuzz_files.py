@@ -61,14 +61,17 @@ class Sound:
     def read(cls, folder: Path) -> Sound:
         problem = files.read_problem(folder / "problem.json")
         plan = files.read_plan(folder / "plan.json", problem)
-        return cls(folder, problem, plan, neural.load(folder / "model"), store.version_of(plan, problem))
+        return cls(folder, problem, plan, neural.load(folder / "model"), store.plan_version(plan, problem))
 
 
 def make(folder: Path) -> None:
     """Write sound files of all formats, with shipped measurements."""
     some = _some_of(ROOT / "datasets" / "cpu-amd-epyc", folder / "some")
-    [setting, *_] = dataset.settings(some)
-    known, exchanges = dataset.read_compute(some, setting)[:150], dataset.read_comm(some, setting)[:40]
+    [setting, *_] = dataset.dataset_settings(some)
+    known, exchanges = (
+        dataset.read_compute_samples(some, setting)[:150],
+        dataset.read_collective_samples(some, setting)[:40],
+    )
     shutil.rmtree(some)
     model = fit.train(known, exchanges, setting, fit.FitConfig(epochs=1, hidden=(4,))).model
     neural.save(model, folder / "model")
@@ -105,8 +108,8 @@ def make(folder: Path) -> None:
     pool = tuple({s.table.name: s.table for sample in known for s in sample.request.shards}.values())
     files.write_pool(folder / "pool.json", pool)
     measurements = folder / "measurements"
-    dataset.write_compute(measurements, known[:6], dataset.write_pool(measurements, pool))
-    dataset.write_comm(measurements, exchanges[:6])
+    dataset.write_compute_samples(measurements, known[:6], dataset.write_pool(measurements, pool))
+    dataset.write_collective_samples(measurements, exchanges[:6])
 
     problem = draw_problem(
         pool, 0, setting, 0, ProblemConfig(devices=2, min_tables=4, max_tables=6, max_dim=32)
@@ -118,8 +121,8 @@ def make(folder: Path) -> None:
     cost = price(lower(plan, problem), model)
     files.write_problem(folder / "problem.json", problem)
     files.write_plan(folder / "plan.json", plan, problem)
-    version = store.add(folder / "plans", problem, plan, {"total_ms": cost.total_ms}, "<html></html>")
-    store.record(
+    version = store.add_version(folder / "plans", problem, plan, {"total_ms": cost.total_ms}, "<html></html>")
+    store.record_decision(
         folder / "plans",
         store.Decision(
             problem.name,
@@ -137,7 +140,9 @@ def make(folder: Path) -> None:
         oversubscribed=False,
         step=Spread(cost.total_ms, cost.total_ms, cost.total_ms, 3),
     )
-    replays.keep(folder / "replays", problem, [("dealt", plan)], setting, ReplayConfig(), lambda _: [took])
+    replays.replay_or_reuse(
+        folder / "replays", problem, [("dealt", plan)], setting, ReplayConfig(), lambda _: [took]
+    )
 
     shutil.copy(ROOT / "params.yaml", folder)
     out = {"path": "data/measurements", "hash": "md5", "md5": f"{'ab' * 16}.dir", "size": 10, "nfiles": 2}
@@ -209,13 +214,13 @@ def make(folder: Path) -> None:
         "  1048576  262144  float  none  -1  57.1  18.4  9.2  0  56.9  18.4  9.2  N/A\n"
     )
     _write_job(folder / "job", problem, plan)
-    traced = traced_job.sample(traced_job.read(folder / "job"), setting.hardware)
+    traced = traced_job.traced_sample(traced_job.read_job_traces(folder / "job"), setting.hardware)
     # Under a name that a test knows.
-    traced_samples.append(folder, traced).rename(folder / "traces" / "sample")
+    traced_samples.add_traced_sample(folder, traced).rename(folder / "traces" / "sample")
     # One device could not hold all tables.
     grouping = Grouping(2, CONTIGUOUS, 5)
     one = GroupedPlan(grouping, plan, problem_of_group(problem, grouping))
-    files.write_grouped(folder / "grouped.json", one, problem)
+    files.write_grouped_plan(folder / "grouped.json", one, problem)
     if HAS_TORCHREC:
         plan_files.write_torchrec(folder / "torchrec.json", to_torchrec(plan, problem, "model.bags", "cpu"))
         dmp_collection.write_dmp_collection(
@@ -244,7 +249,7 @@ def _write_job(folder: Path, problem: Problem, plan: Plan) -> None:
     job_folder.write_facts(step, job_folder.JobFacts(2, features, {"torch": "2"}), problem, plan)
     for rank in range(2):
         lookups = {f"f-{t.name}": (rng.integers(0, t.rows, 12), np.full(4, 3)) for t in problem.tables}
-        job_folder.write_rank(step, rank, Spread(18.0, 17.0, 19.0, 900), lookups)
+        job_folder.write_rank_measurements(step, rank, Spread(18.0, 17.0, 19.0, 900), lookups)
         columns = sum(p.shard.width for p in plan.placements if p.devices == (rank,))
         outputs = problem.global_batch * columns  # traces of another plan correct nothing
         write(step, rank, gloo_step(late_ms=3.0 * rank, entered=outputs), zipped=bool(rank))

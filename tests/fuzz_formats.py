@@ -32,19 +32,19 @@ from fuzz_damage import (
 from fuzz_files import ENTRY, HAS_TORCHREC, Sound, hot_collection
 from mlflow.exceptions import MlflowException
 
-from flows.refresh import SECTIONS, overrides_of
+from flows.refresh import SECTIONS, read_overrides
 from shardcore.cli import published
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Placement, Plan, Problem, Shard
 from shardcore.cost import accuracy, neural, ranges, replay_metrics, traced_training
-from shardcore.cost.model import CostModel, group_costs, price
+from shardcore.cost.model import CostModel, group_op_ms, price
 from shardcore.cost.move_rates import read_move_rates
-from shardcore.cost.nccl_tests import read_logs
+from shardcore.cost.nccl_tests import read_nccl_logs
 from shardcore.cost.profile import load_profile, read_profile
 from shardcore.cost.profile_fit import Predictor, read_timings
 from shardcore.cost.profile_model import ProfileModel
 from shardcore.io import dataset, files, model_files, replays, schema, traced_samples
-from shardcore.io.dlrm_datasets import dlrm_datasets_pool
+from shardcore.io.dlrm_datasets import read_dlrm_datasets_pool
 from shardcore.io.hot_ids import read_hot_ids
 from shardcore.io.row_counts import read_row_counts
 from shardcore.io.towers import read_towers
@@ -52,11 +52,11 @@ from shardcore.plans import followed, store, traced_job
 from shardcore.plans.move_price import price_move
 from shardcore.report import follow_report
 from shardcore.search import SHARDERS
-from shardcore.search.decisions.provision import clusters, read_offers
-from shardcore.search.decisions.towers import tower_hosts
-from shardcore.search.learned.policy import place, read_policy
+from shardcore.search.decisions.provision import candidate_clusters, read_offers
+from shardcore.search.decisions.towers import assign_tower_hosts
+from shardcore.search.learned.policy import place_with_policy, read_policy
 from shardcore.step.lower import lower
-from shardcore.step.sharding_groups import members
+from shardcore.step.sharding_groups import devices_of_groups
 from shardcore.torchrec import dmp_collection, plan_files
 from tasks import cache, params, refresh, served_model
 
@@ -129,12 +129,14 @@ def use_problem(folder: Path, sound: Sound) -> None:
         _priced(SHARDERS["lookup_greedy"](problem, sound.model), problem, sound.model)
 
 
-@reads("pool", "shardcore/io/files.py:read_pool", "shardcore/cli/published.py:_with_statistics_of", seal=True)
+@reads(
+    "pool", "shardcore/io/files.py:read_pool", "shardcore/cli/published.py:_with_fresh_statistics", seal=True
+)
 def use_pool(folder: Path, sound: Sound) -> None:
     tables = files.read_pool(folder / "pool.json")
-    assert _is_cost(group_costs([[Shard.whole(t)] for t in tables], sound.model)), "a table's cost is no cost"
+    assert _is_cost(group_op_ms([[Shard.whole(t)] for t in tables], sound.model)), "a table's cost is no cost"
     with contextlib.suppress(ShardCoreError):  # its tables have other widths
-        published._with_statistics_of(folder / "pool.json", sound.problem)
+        published._with_statistics_of_file(folder / "pool.json", sound.problem)
 
 
 @reads("plan", "shardcore/io/files.py:read_plan", seal=True)
@@ -144,15 +146,15 @@ def use_plan(folder: Path, sound: Sound) -> None:
 
 @reads(
     "grouped",
-    "shardcore/io/files.py:is_grouped",
-    "shardcore/io/files.py:read_grouped",
+    "shardcore/io/files.py:is_grouped_plan",
+    "shardcore/io/files.py:read_grouped_plan",
     seal=True,
 )
 def use_grouped(folder: Path, sound: Sound) -> None:
-    files.is_grouped(folder / "grouped.json")
-    found = files.read_grouped(folder / "grouped.json", sound.problem)
+    files.is_grouped_plan(folder / "grouped.json")
+    found = files.read_grouped_plan(folder / "grouped.json", sound.problem)
     lower(found.plan, found.problem)
-    assert members(sound.problem.topology, found.grouping), "there are no groups"
+    assert devices_of_groups(sound.problem.topology, found.grouping), "there are no groups"
 
 
 @reads("dmp", "shardcore/torchrec/dmp_collection.py:read_dmp_collection", seal=True, needs=HAS_TORCHREC)
@@ -178,7 +180,7 @@ def use_model(folder: Path, sound: Sound) -> None:
     sums = model.encode([p.shard for p in sound.plan.placements])
     low, high = model.interval(sums, 0.9)
     assert _is_cost(low, high) and (low <= high).all(), "its interval is none"
-    ranges.out_of_range(model, workload)
+    ranges.describe_out_of_range(model, workload)
 
 
 @reads(
@@ -189,65 +191,68 @@ def use_model(folder: Path, sound: Sound) -> None:
 )
 def use_policy(folder: Path, sound: Sound) -> None:
     policy = read_policy(folder / "policy")
-    _priced(place(policy, policy.name, sound.problem, sound.model), sound.problem, sound.model)
+    _priced(place_with_policy(policy, policy.name, sound.problem, sound.model), sound.problem, sound.model)
 
 
 @reads("offers", "shardcore/search/decisions/provision.py:read_offers")
 def use_offers(folder: Path, sound: Sound) -> None:
-    for cluster in clusters(sound.problem, read_offers(folder / "offers.json")):
+    for cluster in candidate_clusters(sound.problem, read_offers(folder / "offers.json")):
         assert _is_cost(cluster.price_per_hour), f"{cluster.words} has no price"
 
 
 @reads(
     "plans",
-    *(f"shardcore/plans/store.py:{name}" for name in ("_read", "is_whole", "_pointer")),
+    *(
+        f"shardcore/plans/store.py:{name}"
+        for name in ("_read_decision", "is_version_intact", "_current_decision_id")
+    ),
     parts=("plans",),
     damage=damage_decision,
 )
 def use_plans(folder: Path, sound: Sound) -> None:
     name = sound.problem.name
-    for decision in store.history(folder / "plans", name):
+    for decision in store.decision_history(folder / "plans", name):
         assert decision.problem == name, "a decision is another problem's"
     plan, problem = store.load_plan(folder / "plans", name)
     assert problem.name == name, "the plan is another problem's"
     _priced(plan, problem, sound.model)
-    store.prune(folder / "plans", name, store.FEWEST_KEPT)
+    store.prune_versions(folder / "plans", name, store.FEWEST_KEPT)
     assert store.load_plan(folder / "plans", name)[0] == plan, "pruning took the plan"
 
 
 @reads(
     "replays",
-    "shardcore/io/replays.py:_read",
-    "shardcore/io/replays.py:_is_ours",
+    "shardcore/io/replays.py:_read_body",
+    "shardcore/io/replays.py:_is_replay_file",
     parts=("replays",),
     damage=json_of("replays/replays.json", seal=True),
 )
 def use_replays(folder: Path, sound: Sound) -> None:
-    rows = replay_metrics.judge([replays.read(folder / "replays")], sound.model)
+    rows = replay_metrics.judge_replays([replays.read_replays(folder / "replays")], sound.model)
     assert _is_cost([(r.predicted_ms, r.replayed_ms, r.noise_ms) for r in rows]), "a replay's time is none"
 
 
 @reads(
     "measurements",
     "shardcore/io/dataset_parts.py:_read_part",
-    "shardcore/io/dataset_parts.py:_bounded",
+    "shardcore/io/dataset_parts.py:_read_bounded",
     parts=("measurements",),
     damage=damage_part,
 )
 def use_measurements(folder: Path, sound: Sound) -> None:
     where = folder / "measurements"
-    for setting in dataset.settings(where):
-        samples = [s for s in dataset.read_compute(where, setting) if s.error is None]
+    for setting in dataset.dataset_settings(where):
+        samples = [s for s in dataset.read_compute_samples(where, setting) if s.error is None]
         assert _is_cost(
             [(s.total_ms, s.forward.q1_ms, s.backward.q3_ms, s.slowdown) for s in samples] or 0.0
         ), "a timing is none"
         if samples:
             assert _is_cost(accuracy.predict(sound.model, samples)), "what was measured cannot be priced"
-        for s in dataset.read_comm(where, setting):
-            ways = s.request.row.ways
+        for s in dataset.read_collective_samples(where, setting):
+            ways = s.request.definition.ways
             times_ms = [] if s.error else [x.median_ms for way in ways for x in getattr(s, way)]
             assert s.error or _is_cost(times_ms, s.waiting_ms), "an exchange's time is none"
-    dataset.disturbed_ids(where, 0.02)
+    dataset.disturbed_sample_ids(where, 0.02)
     dataset.merge_parts(where)
 
 
@@ -262,41 +267,41 @@ def use_torchrec(folder: Path, sound: Sound) -> None:
 
 @reads(
     "params",
-    "tasks/params.py:section",
+    "tasks/params.py:read_section",
     "tasks/params.py:require_section",
     "tasks/refresh.py:override_params",
-    "flows/refresh.py:overrides_of",
+    "flows/refresh.py:read_overrides",
     parts=("params.yaml",),
     damage=lambda folder, draw: damage_yaml(folder / "params.yaml", draw),
 )
 def use_params(folder: Path, sound: Sound) -> None:
     for name, cls in SECTIONS.items():
-        params.section(name, cls, folder / "params.yaml")
+        params.read_section(name, cls, folder / "params.yaml")
         params.require_section(name, folder / "params.yaml")
-    assert overrides_of(folder / "params.yaml"), "a demo would override nothing"
+    assert read_overrides(folder / "params.yaml"), "a demo would override nothing"
     with contextlib.chdir(folder):
         refresh.override_params({"train": {"epochs": 3}}, SECTIONS)
-        assert params.section("train", SECTIONS["train"]).epochs == 3, "a written parameter is another"
+        assert params.read_section("train", SECTIONS["train"]).epochs == 3, "a written parameter is another"
 
 
 @reads(
     "lock",
-    "tasks/cache.py:results",
+    "tasks/cache.py:read_locked_results",
     "flows/train.py:data_version",
     parts=("dvc.lock",),
     damage=lambda folder, draw: damage_yaml(folder / "dvc.lock", draw),
 )
 def use_lock(folder: Path, sound: Sound) -> None:
     with contextlib.chdir(folder):
-        for path, md5 in cache.results():
+        for path, md5 in cache.read_locked_results():
             assert (folder / path).resolve().is_relative_to(folder.resolve()), "a result is outside"
             assert set(md5.removesuffix(".dir")) <= set("0123456789abcdef"), "a hash is none"
 
 
 @reads(
     "cache",
-    "tasks/cache.py:_entries",
-    "tasks/cache.py:_md5",
+    "tasks/cache.py:_cache_entries",
+    "tasks/cache.py:_file_md5",
     parts=("cache",),
     damage=json_of(f"cache/{ENTRY}"),
 )
@@ -305,25 +310,25 @@ def use_cache(folder: Path, sound: Sound) -> None:
     entry = folder / md5[:2] / md5[2:]
     entry.parent.mkdir()
     (folder / "cache" / ENTRY).rename(f"{entry}.dir")
-    for copy, entry, right in cache._entries(folder, Path("data"), ENTRY):
+    for copy, entry, right in cache._cache_entries(folder, Path("data"), ENTRY):
         assert not copy.is_absolute() and ".." not in copy.parts, "a result is outside"
         assert entry.parent.parent == folder and len(right) == 32, "an entry is outside"
         if entry.is_file():
-            cache._md5(entry)
+            cache._file_md5(entry)
 
 
 @reads(
     "users",
-    "tasks/refresh.py:forget_dead_users",
-    "tasks/refresh.py:reason",
+    "tasks/refresh.py:remove_ended_dvc_users",
+    "tasks/refresh.py:dvc_error_reason",
     parts=(".dvc",),
     damage=json_of(".dvc/tmp/rwlock"),
 )
 def use_users(folder: Path, sound: Sound) -> None:
     with contextlib.chdir(folder):
-        refresh.forget_dead_users()
+        refresh.remove_ended_dvc_users()
         left = json.loads(Path(".dvc/tmp/rwlock").read_bytes())
-        refresh.reason(["error: Unable to acquire lock"])
+        refresh.dvc_error_reason(["error: Unable to acquire lock"])
         if not left:
             raise ShardCoreError("the list of users is not DVC's; it is written anew")
         users = [*left["write"].values(), *(user for each in left["read"].values() for user in each)]
@@ -336,7 +341,7 @@ def use_towers(folder: Path, sound: Sound) -> None:
     topology = sound.problem.topology
     devices = tuple(replace(d, host=f"host-{i // half}") for i, d in enumerate(topology.devices))
     on_hosts = replace(sound.problem, topology=replace(topology, devices=devices))
-    found = tower_hosts(on_hosts, read_towers(folder / "towers.json"), sound.model)
+    found = assign_tower_hosts(on_hosts, read_towers(folder / "towers.json"), sound.model)
     assert 0 <= found.affinity_inside <= 1 + 1e-9 and _is_cost(found.loads), "affinity or loads are none"
     _priced(SHARDERS["lookup_greedy"](found.problem, sound.model), found.problem, sound.model)
 
@@ -363,19 +368,19 @@ def use_hot_ids(folder: Path, sound: Sound) -> None:
 def use_row_counts(folder: Path, sound: Sound) -> None:
     found = read_row_counts(folder / "counts.safetensors")
     for name, counts in found.counts.items():
-        of = found.of(name, len(counts))
+        of = found.table_counts(name, len(counts))
         assert 0 <= int(of.sum()) < 2**62 and (of >= 0).all(), "counts overflow"
 
 
 @reads(
     "batch",
-    *(f"shardcore/io/dlrm_datasets.py:{name}" for name in ("_read_batch", "_unpacked")),
+    *(f"shardcore/io/dlrm_datasets.py:{name}" for name in ("_read_batch", "_unpacked_file")),
     parts=("batch.pt", "batch.pt.gz"),
     damage=damage_batch,
 )
 def use_batch(folder: Path, sound: Sound) -> None:
     for name in ("batch.pt", "batch.pt.gz"):
-        for table in dlrm_datasets_pool(folder / name):
+        for table in read_dlrm_datasets_pool(folder / name):
             assert table.rows >= 1 and table.pooling >= 0, "a table has no rows"
 
 
@@ -445,13 +450,13 @@ def use_timings(folder: Path, sound: Sound) -> None:
 
 @reads(
     "nccl log",
-    "shardcore/cost/nccl_tests.py:read_logs",
+    "shardcore/cost/nccl_tests.py:read_nccl_logs",
     parts=("links.log",),
     damage=lambda folder, draw: damage_log(folder / "links.log", draw),
 )
 def use_log(folder: Path, sound: Sound) -> None:
     profile = load_profile("nvidia-h100-sxm")
-    timings, reasons = read_logs([folder / "links.log"], profile)
+    timings, reasons = read_nccl_logs([folder / "links.log"], profile)
     if timings:
         assert _is_cost(Predictor(timings).times_us(profile.values)), "a timing cannot be priced"
     if reasons:
@@ -462,16 +467,16 @@ def use_log(folder: Path, sound: Sound) -> None:
     "job",
     *(f"shardcore/io/job_folder.py:{name}" for name in ("read_lookups", "_read_facts", "read_step")),
     *(f"shardcore/io/kineto.py:{name}" for name in ("__post_init__", "_add_header")),
-    "shardcore/measure/traces/job.py:_digest",
+    "shardcore/measure/traces/job.py:_file_digest",
     parts=("job",),
     damage=damage_job,
 )
 def use_job(folder: Path, sound: Sound) -> None:
-    job = traced_job.read(folder / "job")
+    job = traced_job.read_job_traces(folder / "job")
     for rank in (rank for step in job.traced.steps for rank in step.ranks):
         assert _is_cost(list(rank.ms.values()), rank.hidden_ms), "a part of a step takes no time"
         assert sum(rank.ms.values()) == pytest.approx(rank.total_ms), "parts are not the step"
-    checked = traced_job.check(job, sound.model)
+    checked = traced_job.check_traced_job(job, sound.model)
     assert _is_cost(checked.before.cost.device_ms, checked.after.cost.device_ms), "its price is no cost"
     if remarks := (*job.remarks, *job.traced.remarks):
         raise ShardCoreError(f"job: {remarks[0]}")
@@ -479,13 +484,13 @@ def use_job(folder: Path, sound: Sound) -> None:
 
 @reads(
     "traced",
-    "shardcore/io/traced_samples.py:_bodies",
+    "shardcore/io/traced_samples.py:_read_bodies",
     parts=("traces",),
     damage=json_of("traces/sample/traced.json", seal=True),
 )
 def use_traced(folder: Path, sound: Sound) -> None:
-    for sample in traced_samples.read_all([folder]):
-        seen = traced_training.observations(sound.model, [sample])
+    for sample in traced_samples.read_traced_samples([folder]):
+        seen = traced_training.observe_samples(sound.model, [sample])
         assert _is_cost(seen.measured, seen.predicted), "a traced step's price is no cost"
 
 

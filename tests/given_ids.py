@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from shardcore.core.types import Plan, Problem, Shard
-from shardcore.step.id_bytes import lookup_bytes, stride_bytes
-from shardcore.step.kinds import Layout, merged, run_of, shards_on
+from shardcore.step.id_bytes import id_bytes_per_lookup, stride_bytes
+from shardcore.step.kinds import Layout, layout_for_table, merged_placements, shards_by_device
 
 COUNT_BYTES = 8
 """Bytes of a number by which a device announces what it sends."""
@@ -29,8 +29,8 @@ def input_bytes(plan: Plan, problem: Problem, lookups: Lookups) -> np.ndarray:
     sent, received = np.zeros((2, n))
     for _, device, shard in _inputs(plan):
         # A local batch is the same size everywhere, so lengths are, too.
-        lengths = round(problem.local_batch * shard.table.bags)
-        of_each = lookup_bytes(shard.table, job) * lookups(shard) + job.length_bytes * lengths
+        lengths = round(problem.local_batch * shard.table.mean_bags)
+        of_each = id_bytes_per_lookup(shard.table, job) * lookups(shard) + job.length_bytes * lengths
         of_each = of_each + stride_bytes(shard.table)
         # `of_each` [D]: what each device sends to this shard. The shard's device receives all of it.
         sent += of_each
@@ -56,6 +56,6 @@ def count_bytes(plan: Plan, problem: Problem) -> int:
 
 def _inputs(plan: Plan) -> Iterator[tuple[Layout, int, Shard]]:
     """Runs and devices that ids go to, with the shard."""
-    for placement in merged(plan.placements):
-        run = run_of(placement.kind, placement.shard.table)
-        yield from ((run, device, shard) for device, shard in shards_on(placement) if run.ids)
+    for placement in merged_placements(plan.placements):
+        run = layout_for_table(placement.kind, placement.shard.table)
+        yield from ((run, device, shard) for device, shard in shards_by_device(placement) if run.ids)

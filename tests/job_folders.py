@@ -29,7 +29,7 @@ def traced_step(folder, step=1000, ranks=(0, 1), entered=1.0):
     where.mkdir(parents=True)
     job_folder.write_facts(where, job_folder.JobFacts(2, FEATURES, {"torch": "2.13.0"}), PROBLEM, UNEVEN)
     for rank in ranks:
-        job_folder.write_rank(
+        job_folder.write_rank_measurements(
             where, rank, Spread(18.0, 17.0, 19.0, 900), lookups(rank, np.random.default_rng(rank))
         )
         columns = sum(p.shard.table.dim for p in UNEVEN.placements if p.devices == (rank,))

@@ -21,14 +21,14 @@ def written_stack(tmp_path_factory):
     folder = tmp_path_factory.mktemp("written") / ".stack"
     config = StackConfig(str(folder))
     folder.mkdir()
-    yield config, folder, stack_services.write_settings(config, folder)
+    yield config, folder, stack_services.write_service_files(config, folder)
     shutil.rmtree(stack_services.ray_folder(folder).parent)  # it is elsewhere where the folder's path is long
 
 
 @pytest.fixture(scope="session")
 def ray_env(written_stack):
     """The environment of the cluster's processes and of its clients."""
-    ray_head = stack_services.services(*written_stack)["ray"].daemon
+    ray_head = stack_services.stack_services(*written_stack)["ray"].daemon
     found = {k: v for k, v in ray_head.env.items() if k.startswith("RAY_") and k != "RAY_ADDRESS"}
     return {**found, "RAY_metrics_report_interval_ms": str(METRICS_MS)}
 

@@ -11,7 +11,7 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.step.kinds import CHANNELS, ID_CHANNELS, Channel, Layout
 from shardcore.step.lower import lower
-from shardcore.step.memory import account_of
+from shardcore.step.memory import memory_account
 from shardcore.step.scopes import WORLD
 
 CHANNEL = {c.collective if c.group == WORLD else f"{c.collective}_{c.group}": c for c in CHANNELS}
@@ -47,7 +47,7 @@ def on_hosts(hosts: str, memory_bytes: int = 1 << 30, **fields) -> Topology:
 def with_room(problem: Problem) -> Problem:
     """The problem with memory for the local batch, and what its devices have for shards."""
     whole = [column(t, 0) for t in problem.tables]
-    more = int(account_of(whole, problem).base.max()) + 1
+    more = int(memory_account(whole, problem).base.max()) + 1
     devices = tuple(replace(d, memory_bytes=d.memory_bytes + more) for d in problem.topology.devices)
     return replace(problem, topology=replace(problem.topology, devices=devices))
 
@@ -75,4 +75,4 @@ def replica(table: Table, topology: Topology) -> Placement:
 def arriving(plan: Plan, problem: Problem) -> dict[Layout, np.ndarray]:
     """For each run of a plan that exchanges ids [D] bytes that each device receives in a step."""
     work = lower(plan, problem, fits=False)
-    return {run: work.entering(run, run.ids) for run in work.lanes if run.ids}
+    return {run: work.entering_bytes(run, run.ids) for run in work.lanes if run.ids}

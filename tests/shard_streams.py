@@ -9,7 +9,7 @@ from shardcore.tables.streams import draw_lookups
 def shard_stream(shard: Shard, batch: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """The stream of a shard's table, restricted to the shard's rows. Ids count from its first row."""
     ids, offsets = draw_lookups(shard.table, batch, seed)
-    if shard.full_rows:
+    if shard.has_all_rows:
         return ids, offsets
     inside = (ids >= shard.row_lo) & (ids < shard.row_hi)
     # [L + 1] ids inside before each id. Indexed by an offset in all ids, it gives the offset among those inside.

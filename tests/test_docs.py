@@ -19,7 +19,7 @@ from laws import comm_samples, compute_samples, linear_law
 import shardcore
 from docs.tools import blocks, pictures, readme
 from docs.tools.reference import RECORDS, commands, field_list, library, modules, parsers, schemas
-from shardcore.cli import main, parser_of_all
+from shardcore.cli import command_line_parser, main
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting
 from shardcore.cost import fit, neural
@@ -127,7 +127,7 @@ def given(page: str) -> dict:
 def test_commands_of_a_page_and_their_options_exist(page):
     found = list(blocks.blocks(PAGES[page]))
     used = [c for b in found for c in b.commands] + blocks.inline_commands(PAGES[page])
-    parser_of = dict(parsers(parser_of_all()))
+    parser_of = dict(parsers(command_line_parser()))
     for command in used:
         [*_, name] = sorted((n for n in parser_of if f"{command} ".startswith(f"{n} ")), key=len)
         known = {option for action in parser_of[name]._actions for option in action.option_strings}
@@ -162,7 +162,7 @@ def test_each_schema_has_its_records_and_each_field_its_meaning():
 
 def test_the_reference_names_each_command_and_all_that_the_library_offers():
     page = commands()
-    assert all(f"## shardcore {name}\n" in page for name, _ in parsers(parser_of_all()))
+    assert all(f"## shardcore {name}\n" in page for name, _ in parsers(command_line_parser()))
     assert "| `--budget-s BUDGET_S` |  | seconds for all searches together |" in page
     assert library().count("\n::: shardcore.") == len(shardcore.__all__)
     assert "::: shardcore.torchrec.planner" in modules()

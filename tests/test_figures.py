@@ -138,10 +138,10 @@ def test_a_headline_without_a_figure_or_an_interval_is_refused(table, capsys, mo
 
 
 def test_headlines_take_a_quarter_of_an_hour():
-    every = figures.read(figures.TABLE)
-    taken = figures.with_needed(every, [figure.name for figure in every if figure.headlines])
+    every = figures.read_figures(figures.TABLE)
+    taken = figures.figures_with_dependencies(every, [figure.name for figure in every if figure.headlines])
     assert 5 <= sum(len(figure.headlines) for figure in taken) and sum(f.minutes for f in taken) <= 15
-    assert not [figure.name for figure in taken if figure.given or figure.root]
+    assert not [figure.name for figure in taken if figure.required_folders or figure.root]
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_bad_input_is_refused(table, capsys, entries, more, words):
 def test_every_bench_is_taken_or_excused():
     taken = {
         name
-        for figure in figures.read(figures.TABLE)
+        for figure in figures.read_figures(figures.TABLE)
         for command in figure.commands
         for name in re.findall(r"-m bench\.(\w+)", command)
     }
@@ -172,5 +172,5 @@ def test_every_bench_is_taken_or_excused():
 
 
 def test_every_page_of_the_table_is_there():
-    pages = {figure.page for figure in figures.read(figures.TABLE)}
+    pages = {figure.page for figure in figures.read_figures(figures.TABLE)}
     assert pages <= {p.name for p in (ROOT / "docs/benchmarks").glob("*.md")}

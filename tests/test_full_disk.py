@@ -43,22 +43,22 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, size):
 def test_a_part_that_finds_no_room_loses_nothing_that_was_there(tmp_path):
     samples = list({s.id: s for s in compute_samples(linear_law, 40)}.values())
     name = dataset.write_pool(tmp_path, pool())
-    dataset.write_compute(tmp_path, samples[:20], name)
+    dataset.write_compute_samples(tmp_path, samples[:20], name)
     there = sorted(os.listdir(tmp_path))
     with (
         room_for(2000),
         pytest.raises(ShardCoreError, match=r"^cannot write \S+/compute-\S+: File too large$"),
     ):
-        dataset.write_compute(tmp_path, samples[20:], name)
+        dataset.write_compute_samples(tmp_path, samples[20:], name)
     assert sorted(os.listdir(tmp_path)) == there
-    assert {s.id for s in dataset.read_compute(tmp_path, SETTING)} == {s.id for s in samples[:20]}
-    dataset.write_compute(tmp_path, samples[20:], name)
-    assert {s.id for s in dataset.read_compute(tmp_path, SETTING)} == {s.id for s in samples}
+    assert {s.id for s in dataset.read_compute_samples(tmp_path, SETTING)} == {s.id for s in samples[:20]}
+    dataset.write_compute_samples(tmp_path, samples[20:], name)
+    assert {s.id for s in dataset.read_compute_samples(tmp_path, SETTING)} == {s.id for s in samples}
 
 
 def test_a_report_on_a_full_disk_leaves_no_picture(tmp_path, capsys):
     samples = compute_samples(linear_law, 20)
-    dataset.write_compute(tmp_path / "data", samples, dataset.write_pool(tmp_path / "data", pool()))
+    dataset.write_compute_samples(tmp_path / "data", samples, dataset.write_pool(tmp_path / "data", pool()))
     asked = ["report", str(tmp_path / "data"), "--out", str(tmp_path / "plots")]
     with room_for(2000):
         assert main(asked) == 1

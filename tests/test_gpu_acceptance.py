@@ -60,4 +60,4 @@ def test_each_question_has_a_verdict_and_the_data_stay(tmp_path):
     )
     assert "profile nvidia-h100-sxm expects" in done.stdout and "times the prediction" in done.stdout
     assert done.returncode == (not all(v["good"] for v in verdicts.values()))
-    assert len(dataset.read_compute(out / "data")) >= 20
+    assert len(dataset.read_compute_samples(out / "data")) >= 20

@@ -155,12 +155,12 @@ def trees(stage: str) -> list[ast.AST]:
 
 
 def sections_read(stage: str) -> set[str]:
-    """First arguments of params.section(...)."""
+    """First arguments of params.read_section(...)."""
     return {
         node.args[0].value
         for tree in trees(stage)
         for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "params.section"
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "params.read_section"
     }
 
 

@@ -14,7 +14,7 @@ DOOR = {
     "read_text",
     "read_json",
     "read_yaml",
-    "content_of",
+    "read_regular_file",
     "parse_json",
     "require_file",
     "open_document",
@@ -49,20 +49,20 @@ RAW = {
 
 NO_FORMAT = {
     # Of the kernel.
-    "shardcore/search/budget.py:cores",
+    "shardcore/search/budget.py:usable_cores",
     # The door itself, and what is shared by all that goes through it.
     "shardcore/io/schema.py",
     "shardcore/io/envelope.py",
     # They only write, or lock.
     "tasks/processes.py:exclusive_lock",
     "shardcore/report/text.py:rounded_json",
-    "shardcore/io/writing.py:_held",
+    "shardcore/io/writing.py:_create_locked",
     "shardcore/io/writing.py:remove_unfinished",
     "shardcore/io/writing.py:_no_link",
     "shardcore/io/writing.py:require_writable",
     "shardcore/cli/__init__.py:main",
-    "shardcore/plans/store.py:turn",
-    "tasks/console.py:_redirect",
+    "shardcore/plans/store.py:publishing_lock",
+    "tasks/console.py:_redirect_output",
     # ShardCore's own files, as they were installed.
     "shardcore/core/jit.py:cache_folder",
     "shardcore/measure/sampling/placements.py:recorded_plans",
@@ -70,26 +70,26 @@ NO_FORMAT = {
     "shardcore/tables/public.py:_read_public_lists",
     "shardcore/tables/statistics.py:read_published_release",
     # The kernel's.
-    "shardcore/measure/hosts.py:enter",
+    "shardcore/measure/hosts.py:enter_network",
     "shardcore/measure/hosts.py:machine_id",
     "shardcore/measure/devices.py:product",
-    "shardcore/measure/own_core.py:let_network_wait",
+    "shardcore/measure/own_core.py:deprioritize_network_threads",
     # Lines of our own processes, a command's argument, and a value written and read again.
     "shardcore/torchrec/moves/agreement.py:_exchange_votes",
     "shardcore/testing/decisions.py:test_the_ledger_goes_into_the_plan",
-    "tasks/console.py:relayed",
-    "flows/refresh.py:setting_of",
+    "tasks/console.py:show_if_marked",
+    "flows/refresh.py:parse_override",
     # It opens a browser.
     "shardcore/stages/screen.py:open_page",
     # It asks whether the plan is there; files.read_plan reads it.
-    "shardcore/cli/published.py:_read",
+    "shardcore/cli/published.py:_read_plan_and_problem",
     # It copies a page.
     "shardcore/cli/published.py:view",
     # Answers and tags of the stack's services.
-    "tasks/model_history.py:_changes",
-    "tasks/publish_claim.py:_tag",
+    "tasks/model_history.py:_champion_changes",
+    "tasks/publish_claim.py:_read_tag",
     # The card that the stage before wrote.
-    "tasks/registry.py:register",
+    "tasks/registry.py:register_model",
     # The stack's own files, in a folder that only its user may enter. Tests: tests/tasks/test_stack.py.
     "tasks/daemons.py",
     "tasks/lost_runs.py",

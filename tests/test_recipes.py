@@ -24,7 +24,8 @@ PLAN = f"shardcore plan {PROBLEM} --hardware nvidia-h100-sxm --budget-evals 4 --
         ("shardcore train samples --out model", "pyarrow"),
         ("shardcore history memory://plans name", "fsspec"),
         (
-            "python -c 'from shardcore.core.extras import extras_named\nwith extras_named(): import matplotlib.figure'",
+            "python -c 'from shardcore.core.extras import explain_missing_extras\n"
+            "with explain_missing_extras(): import matplotlib.figure'",
             "matplotlib",
         ),
     ],
@@ -32,8 +33,10 @@ PLAN = f"shardcore plan {PROBLEM} --hardware nvidia-h100-sxm --budget-evals 4 --
 def test_what_an_error_says_to_install_is_all_that_lacks(wheel, tmp_path, command, lacking):  # noqa: F811
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "env"], check=True)
     samples, binaries = tmp_path / "samples", tmp_path / "env/bin"
-    dataset.write_compute(samples, compute_samples(linear_law, 60), dataset.write_pool(samples, pool()))
-    dataset.write_comm(samples, comm_samples(20))
+    dataset.write_compute_samples(
+        samples, compute_samples(linear_law, 60), dataset.write_pool(samples, pool())
+    )
+    dataset.write_collective_samples(samples, comm_samples(20))
     env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
     env |= {"PATH": f"{binaries}:{env['PATH']}", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
 

@@ -66,7 +66,7 @@ def test_pull_after_a_clone_brings_measurements_and_a_model_that_plans(tmp_path)
     )
     assert pulled.returncode == 0, pulled.stderr
     model = neural.load(tmp_path / "data/model")
-    measured = dataset.read_compute(tmp_path / "data/measurements", model.setting)
+    measured = dataset.read_compute_samples(tmp_path / "data/measurements", model.setting)
     wanted = yaml.safe_load((ROOT / "params.yaml").read_text())["measure"]["compute_samples"]
     assert len(measured) >= wanted and len(files.read_pool(tmp_path / "data/pool.json")) == 856
 

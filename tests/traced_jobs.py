@@ -7,7 +7,7 @@ from shapes import column, row
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem
 from shardcore.cost.model import price
-from shardcore.cost.traced_factors import COMPUTE, QUANTITIES, Factor, with_around
+from shardcore.cost.traced_factors import COMPUTE, QUANTITIES, Factor, with_dense_ms
 from shardcore.io.traced_samples import TracedSample
 from shardcore.io.traced_steps import RankStep, TracedExchange, TracedStep
 from shardcore.step.kinds import Channel
@@ -19,7 +19,7 @@ ALL_TO_ALL, REDUCE_SCATTER = Channel("all_to_all"), Channel("reduce_scatter")
 
 def problem(seed=0):
     tables = tuple(np.random.default_rng(seed).choice(pool(), 8, replace=False))
-    return with_around(Problem("p", tables, Topology((Device(1 << 34),) * 2), SETTING.batch), AROUND_MS)
+    return with_dense_ms(Problem("p", tables, Topology((Device(1 << 34),) * 2), SETTING.batch), AROUND_MS)
 
 
 def by_columns(given, shift=0):

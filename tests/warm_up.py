@@ -10,9 +10,9 @@ from shardcore.search.anneal import compiled as annealing
 
 def warm_up() -> list[str]:
     """The names of all functions that Python calls, once each is compiled or read from disk."""
-    heads = {head.__name__: head for head in (*compiled.HEADS, compiled.several)}
+    heads = {head.__name__: head for head in (*compiled.HEADS, compiled.multi_head_op_ms)}
     for head in heads.values():
-        compiled.ready(head)
+        compiled.compile_head(head)
     entries = {name: f for name, f in vars(annealing).items() if hasattr(f, "ready")}
     for entry in entries.values():
         entry.ready()

@@ -50,12 +50,19 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import MIN_WIDTH, Placement, Plan, Problem, Shard, Table
 from shardcore.cost.model import CostModel
 from shardcore.search.budget import Budget, Meter
-from shardcore.search.greedy import looked_up
-from shardcore.search.state.feasible import feasible_shards, fitting
-from shardcore.search.state.shards import cheapest, priced
-from shardcore.step.kinds import Layout, even_rows, kinds_on_all_devices, run_of
-from shardcore.step.memory import fits, own_peaks
-from shardcore.step.ways import Bundle, bundles, devices_of, division, placements_of, searched_tables
+from shardcore.search.greedy import looked_up_elements
+from shardcore.search.state.feasible import feasible_shards, find_fitting_plan
+from shardcore.search.state.shards import cheapest_plan, priced_plan
+from shardcore.step.kinds import Layout, even_row_ranges, kinds_on_all_devices, layout_for_table
+from shardcore.step.memory import peak_bytes_function, plan_fits
+from shardcore.step.ways import (
+    Bundle,
+    allowed_devices_of_shard,
+    bundle_shards,
+    placements_of_bundles,
+    row_division,
+    searched_tables,
+)
 from shardcore.torchrec.baseline import exchange_ms_per_column, lookup_ms_per_element
 
 _MOST_SHARDS = 1 << 20
@@ -106,7 +113,7 @@ def embark(
     budget: Budget | None = None,
     config: EmbarkConfig = EmbarkConfig(),
 ) -> Plan:
-    """The cheapest plan of the sweep. Deterministic: the seed is only recorded.
+    """Cheapest plan of EMBark's parameter sweep. Deterministic: the seed is only recorded.
 
     One evaluation is one greedy pass. Raises Infeasible (see `feasible_shards`) and SettingMismatch.
     """
@@ -115,17 +122,21 @@ def embark(
     meter = (budget or Budget()).start()
     plans: list[Plan] = []
     for rows, ratio, narrowest in product(config.replicated_rows, config.bw_ratio, config.narrowest):
-        replicas = _replicas(problem, rows)
-        if (plans and not meter.left()) or (rows and not replicas):
+        replicas = _replicated_tables(problem, rows)
+        if (plans and not meter.has_budget_left()) or (rows and not replicas):
             continue
         search = _Search(
-            problem, _bw_ratio(problem, model) if ratio is None else ratio, narrowest, replicas, meter
+            problem,
+            _exchange_to_lookup_ratio(problem, model) if ratio is None else ratio,
+            narrowest,
+            replicas,
+            meter,
         )
         best = search.run(config.rounds)
         if best.stuck is None:
-            found = [*search.replicas, *placements_of(best.chosen, best.devices, problem)]
+            found = [*search.replicas, *placements_of_bundles(best.chosen, best.devices, problem)]
             plans.append(
-                priced(
+                priced_plan(
                     found,
                     problem,
                     model,
@@ -136,10 +147,10 @@ def embark(
                     config=asdict(config),
                 )
             )
-    if not any(fits(plan, problem) for plan in plans):
+    if not any(plan_fits(plan, problem) for plan in plans):
         plans = [
-            priced(
-                fitting(problem).placements,
+            priced_plan(
+                find_fitting_plan(problem).placements,
                 problem,
                 model,
                 algorithm="embark",
@@ -148,12 +159,12 @@ def embark(
                 config=asdict(config),
             )
         ]
-    best_plan = cheapest(plans, problem)
+    best_plan = cheapest_plan(plans, problem)
     return replace(best_plan, provenance={**best_plan.provenance, "evals": meter.evals})
 
 
-def _bw_ratio(problem: Problem, model: CostModel) -> float:
-    """The cost of an exchanged column over one looked up, by the model.
+def _exchange_to_lookup_ratio(problem: Problem, model: CostModel) -> float:
+    """Predicted cost of exchanging a column relative to looking up a column.
 
     1 if the model has no cost for one of the two. The ratio then does not matter.
     """
@@ -161,28 +172,30 @@ def _bw_ratio(problem: Problem, model: CostModel) -> float:
     return exchange / lookup if lookup > 0 and exchange > 0 else 1.0
 
 
-def _replicas(problem: Problem, share: float) -> list[Table]:
-    """Tables to replicate: few rows (share × batch), and no constraint. Empty if they alone do not fit."""
+def _replicated_tables(problem: Problem, share: float) -> list[Table]:
+    """Tables to replicate: unconstrained, with few rows (share × batch). [] if replicas do not fit."""
     if len(problem.topology) == 1:
         return []
     small = [
         t
         for t in searched_tables(problem)
         if t.rows < share * problem.global_batch
-        and t.name not in problem.whole
-        and t.name not in problem.pinned
+        and t.name not in problem.uncut_tables
+        and t.name not in problem.pinned_devices
     ]
     return small if sum(_replica_bytes(t, problem) for t in small) <= min(free_bytes(problem)) else []
 
 
-def replicating(problem: Problem) -> Layout:
-    """The kind that keeps a replica on every device."""
+def replicated_layout(problem: Problem) -> Layout:
+    """Sharding layout that keeps a replica of a table on every device."""
     return next(layout for layout in kinds_on_all_devices(problem.topology) if not layout.divides_rows)
 
 
 def _replica_bytes(table: Table, problem: Problem) -> int:
     """Bytes of a replica of a table."""
-    return own_peaks(problem)(run_of(replicating(problem).name, table), Shard.whole(table))
+    return peak_bytes_function(problem)(
+        layout_for_table(replicated_layout(problem).name, table), Shard.whole(table)
+    )
 
 
 class _Search:
@@ -194,85 +207,95 @@ class _Search:
         self.problem, self.ratio, self.narrowest, self.meter = problem, ratio, narrowest, meter
         self.speed = np.array([d.speed for d in problem.topology.devices])
         self.replicas = [
-            Placement(replicating(problem).name, Shard.whole(t), problem.topology.ranks) for t in replicas
+            Placement(replicated_layout(problem).name, Shard.whole(t), problem.topology.ranks)
+            for t in replicas
         ]
         taken = sum(_replica_bytes(t, problem) for t in replicas)
         self.free = [f - taken for f in free_bytes(problem)]
         self.tables = [t for t in searched_tables(problem) if t not in set(replicas)]
 
     def run(self, rounds: int) -> _Pass:
-        """The cheapest pass of these rounds, as far as the budget goes. There is always a first pass."""
+        """Cheapest greedy pass of `rounds` rounds, within the budget. At least one pass runs."""
         grids: dict[Table, Grid] = dict.fromkeys(self.tables, (1, 1))
-        now = best = self._pass(grids)
-        if (uniform := self._uniform()) and self.meter.left():
-            best = min(best, self._pass(uniform), key=lambda p: p.cost)
+        now = best = self._run_pass(grids)
+        if (uniform := self._uniform_row_grids()) and self.meter.has_budget_left():
+            best = min(best, self._run_pass(uniform), key=lambda p: p.cost)
         for _ in range(rounds - 1):
             # Cut the table that found no memory, or else the hottest one that can be cut.
             ways = (
-                self._doubled(now.stuck, grids)
+                self._finer_grids(now.stuck, grids)
                 if now.stuck
-                else next(filter(None, (self._doubled(t, grids) for t in self._by_heat(grids))), [])
+                else next(
+                    filter(None, (self._finer_grids(t, grids) for t in self._tables_by_cost(grids))), []
+                )
             )
-            if not ways or not self.meter.left():
+            if not ways or not self.meter.has_budget_left():
                 break
             # min keeps the first of equals: rows.
-            now, grids = min(((self._pass(way), way) for way in ways), key=lambda found: found[0].cost)
+            now, grids = min(((self._run_pass(way), way) for way in ways), key=lambda found: found[0].cost)
             best = min(best, now, key=lambda p: p.cost)
         return best
 
-    def _cost(self, shard: Shard) -> float:
-        """Cost of a shard, in elements looked up."""
-        return looked_up(shard) + self.ratio * shard.width
+    def _shard_cost(self, shard: Shard) -> float:
+        """Heuristic cost of a shard, in elements looked up."""
+        return looked_up_elements(shard) + self.ratio * shard.width
 
-    def _by_heat(self, grids: Mapping[Table, Grid]) -> list[Table]:
-        """Tables by falling cost of a shard."""
-        return sorted(grids, key=lambda t: -self._cost(_shards(t, grids[t])[0]))
+    def _tables_by_cost(self, grids: Mapping[Table, Grid]) -> list[Table]:
+        """Tables by descending cost of their shards."""
+        return sorted(grids, key=lambda t: -self._shard_cost(_equal_shards(t, grids[t])[0]))
 
-    def _doubled(self, table: Table, grids: Mapping[Table, Grid]) -> list[dict[Table, Grid]]:
-        """The ways to cut a table further: by rows, or in twice the columns."""
+    def _finer_grids(self, table: Table, grids: Mapping[Table, Grid]) -> list[dict[Table, Grid]]:
+        """Grids that cut one table further: by rows, or into twice as many column shards."""
         rows, columns = grids[table]
         # Rows are divided once, over all devices: such a table cannot be cut further.
-        if rows > 1 or table.name in self.problem.whole:
+        if rows > 1 or table.name in self.problem.uncut_tables:
             return []
         width, most = table.dim // columns, len(self.problem.allowed_devices(table.name))
-        ways = [self._by_rows(table)]
+        ways = [self._row_grid(table)]
         if 2 * columns <= most and width > self.narrowest and width % (2 * MIN_WIDTH) == 0:
             ways.append((1, 2 * columns))
         return [{**grids, table: way} for way in ways if way]
 
-    def _by_rows(self, table: Table) -> Grid | None:
-        """The cut by rows over all devices. None if TorchRec does not train it."""
-        whole = None if table.ordered else division(table, self.problem)
+    def _row_grid(self, table: Table) -> Grid | None:
+        """Grid that cuts a table by rows over all devices. None if TorchRec cannot train it."""
+        whole = None if table.ordered else row_division(table, self.problem)
         return (len(whole.devices), 1) if whole else None
 
-    def _uniform(self) -> dict[Table, Grid] | None:
-        """Every table by rows over all devices that may hold it.
+    def _uniform_row_grids(self) -> dict[Table, Grid] | None:
+        """Grids that cut every table by rows over all allowed devices.
 
         None if one table cannot be, or if the shards would take gigabytes.
         """
         # One shard for each table and device.
         if len(self.tables) * len(self.speed) > _MOST_SHARDS:
             return None
-        grids = {t: self._by_rows(t) for t in self.tables}
+        grids = {t: self._row_grid(t) for t in self.tables}
         return grids if all(grids.values()) else None
 
-    def _pass(self, grids: Mapping[Table, Grid]) -> _Pass:
-        """One greedy pass over the shards of all tables."""
+    def _run_pass(self, grids: Mapping[Table, Grid]) -> _Pass:
+        """Run a greedy pass that places the shards of all tables."""
         self.meter.evals += 1
-        found = bundles((shard for t, grid in grids.items() for shard in _shards(t, grid)), self.problem)
-        costs = np.array([sum(map(self._cost, bundle)) for bundle in found])
+        found = bundle_shards(
+            (shard for t, grid in grids.items() for shard in _equal_shards(t, grid)), self.problem
+        )
+        costs = np.array([sum(map(self._shard_cost, bundle)) for bundle in found])
         room = Room(self.problem, self.free)
         holds = {t: np.zeros(len(self.speed), dtype=bool) for t in grids}
         looked, columns = np.zeros(len(self.speed)), np.zeros(len(self.speed))
         chosen, devices = [], []
         # Least freedom first, then the highest cost.
-        for i in np.lexsort((-costs, [len(devices_of(bundle[0], self.problem)) for bundle in found])):
+        for i in np.lexsort(
+            (-costs, [len(allowed_devices_of_shard(bundle[0], self.problem)) for bundle in found])
+        ):
             bundle, table = found[i], found[i][0].table
             # A device takes at most one shard of a table.
             ok = room.fits(bundle) & ~holds[table]
             if not ok.any():
                 return _Pass(np.inf, stuck=table)
-            more_looked, more_columns = sum(map(looked_up, bundle)), self.ratio * sum(s.width for s in bundle)
+            more_looked, more_columns = (
+                sum(map(looked_up_elements, bundle)),
+                self.ratio * sum(s.width for s in bundle),
+            )
             after = (looked + more_looked) / self.speed + columns + more_columns
             d = int(np.argmin(np.where(ok, after, np.inf)))
             room.put(bundle, d)
@@ -284,12 +307,12 @@ class _Search:
         return _Pass(float((looked / self.speed + columns).max()), tuple(chosen), tuple(devices))
 
 
-def _shards(table: Table, grid: Grid) -> list[Shard]:
-    """Equal shards. Row ranges are as even as the number of rows allows."""
+def _equal_shards(table: Table, grid: Grid) -> list[Shard]:
+    """Shards of a table by a grid, equal in rows and columns up to rounding."""
     n_ranges, columns = grid
     width = table.dim // columns
     return [
         Shard(table, *rows, c * width, (c + 1) * width)
-        for rows in even_rows(table.rows, n_ranges)
+        for rows in even_row_ranges(table.rows, n_ranges)
         for c in range(columns)
     ]

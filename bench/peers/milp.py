@@ -42,10 +42,16 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import MIN_WIDTH, Plan, Problem, Shard
 from shardcore.cost.model import CostModel
 from shardcore.search.budget import Budget
-from shardcore.search.state.feasible import feasible_shards, fitting
-from shardcore.search.state.shards import cheapest, priced
-from shardcore.step.memory import fits
-from shardcore.step.ways import Bundle, bundles, devices_of, equal_parts, placements_of
+from shardcore.search.state.feasible import feasible_shards, find_fitting_plan
+from shardcore.search.state.shards import cheapest_plan, priced_plan
+from shardcore.step.memory import plan_fits
+from shardcore.step.ways import (
+    Bundle,
+    allowed_devices_of_shard,
+    bundle_shards,
+    cut_into_equal_parts,
+    placements_of_bundles,
+)
 from shardcore.torchrec.baseline import exchange_ms_per_column
 
 GROUP = 8
@@ -99,8 +105,8 @@ class _Limits:
     nodes: int
     end: float | None
 
-    def next(self, gap: float) -> dict[str, float]:
-        """HiGHS's options for the next program."""
+    def next_options(self, gap: float) -> dict[str, float]:
+        """Options of the solver HiGHS for the next program, within the remaining limits."""
         self.programs -= 1
         if self.end is None:
             return {"mip_rel_gap": gap, "node_limit": self.nodes}
@@ -119,7 +125,7 @@ def milp(
     budget: Budget | None = None,
     config: MilpConfig = MilpConfig(),
 ) -> Plan:
-    """The cheapest plan of all programs. The seed is only recorded.
+    """Cheapest plan over all mixed-integer programs. The seed is only recorded.
 
     Deterministic, unless the budget is in seconds.
     One evaluation is one node of a branch and bound, at least one for each program.
@@ -130,9 +136,11 @@ def milp(
     meter = (budget or Budget()).start()
     n_devices, per_column_ms = len(problem.topology), exchange_ms_per_column(problem, model)
     shards, given = feasible_shards(problem), {"algorithm": "milp", "seed": seed}
-    plans = [] if shards else [priced((), problem, model, **given, packed=False)]
+    plans = [] if shards else [priced_plan((), problem, model, **given, packed=False)]
     # Each cut once.
-    cuts = {tuple(_cut(shards, share, problem, model)): share for share in reversed(config.shares)}
+    cuts = {
+        tuple(_split_costly_shards(shards, share, problem, model)): share for share in reversed(config.shares)
+    }
     programs = len(config.surrogates) * len(cuts) * -(-n_devices // GROUP)
     limits = _Limits(
         programs,
@@ -141,20 +149,20 @@ def milp(
     )
     for surrogate in config.surrogates if shards else ():
         for cut, share in reversed(cuts.items()):
-            if plans and not meter.left():
+            if plans and not meter.has_budget_left():
                 break
             program = _Program(problem, model, cut, surrogate, per_column_ms)
-            devices = program.start()
+            devices = program.greedy_devices()
             if devices is None:
                 continue
             # Both plans are kept: the surrogate may prefer the one that the model does not.
             start = devices
-            for group in _groups(program.load, devices):
-                devices, nodes = program.improve(devices, group, limits.next(config.gap))
+            for group in _device_groups(program.load, devices):
+                devices, nodes = program.improve(devices, group, limits.next_options(config.gap))
                 meter.evals += nodes
             plans += [
-                priced(
-                    placements_of(program.bundles, d, problem),
+                priced_plan(
+                    placements_of_bundles(program.bundles, d, problem),
                     problem,
                     model,
                     **given,
@@ -164,9 +172,9 @@ def milp(
                 )
                 for d in (start, devices)
             ]
-    if not any(fits(plan, problem) for plan in plans):
-        plans = [priced(fitting(problem).placements, problem, model, **given, packed=True)]
-    best = cheapest(plans, problem)
+    if not any(plan_fits(plan, problem) for plan in plans):
+        plans = [priced_plan(find_fitting_plan(problem).placements, problem, model, **given, packed=True)]
+    best = cheapest_plan(plans, problem)
     shares = [s if s < np.inf else None for s in config.shares]
     return replace(
         best,
@@ -174,8 +182,10 @@ def milp(
     )
 
 
-def _cut(shards: Sequence[Shard], share: float, problem: Problem, model: CostModel) -> list[Shard]:
-    """The shards, those with all rows halved by columns until none costs more than the limit.
+def _split_costly_shards(
+    shards: Sequence[Shard], share: float, problem: Problem, model: CostModel
+) -> list[Shard]:
+    """Shards, with costly whole-row shards halved by columns until each costs at most a limit.
 
     The limit is a share of a device's mean load. A shard counts at its cost alone.
     """
@@ -185,8 +195,11 @@ def _cut(shards: Sequence[Shard], share: float, problem: Problem, model: CostMod
     while waiting:
         costs = model.head(model.encode(waiting))
         halves = [
-            equal_parts(s, 2, MIN_WIDTH)
-            if c > limit and s.full_rows and s.width > MIN_WIDTH and s.table.name not in problem.whole
+            cut_into_equal_parts(s, 2, MIN_WIDTH)
+            if c > limit
+            and s.has_all_rows
+            and s.width > MIN_WIDTH
+            and s.table.name not in problem.uncut_tables
             else None
             for s, c in zip(waiting, costs, strict=True)
         ]
@@ -213,26 +226,29 @@ class _Program:
         surrogate: str,
         per_column_ms: float,
     ) -> None:
-        self.problem, self.bundles = problem, bundles(shards, problem)
+        self.problem, self.bundles = problem, bundle_shards(shards, problem)
         room = Room(problem)
         self.free, self.bytes = room.left, np.array(list(map(room.bytes_of, self.bundles)), dtype=np.int64)
         speed = np.array([d.speed for d in problem.topology.devices])
         compute_ms = _surrogate_ms(self.bundles, model, surrogate, len(speed))
-        columns = np.array([_width(bundle) for bundle in self.bundles])
+        columns = np.array([_bundle_width(bundle) for bundle in self.bundles])
         self.load = np.maximum(compute_ms, 0)[:, None] / speed + (columns * per_column_ms)[:, None]
         self.may = np.zeros(self.load.shape, dtype=bool)
         for i, bundle in enumerate(self.bundles):
-            self.may[i, list(devices_of(bundle[0], problem))] = True
+            self.may[i, list(allowed_devices_of_shard(bundle[0], problem))] = True
 
-    def start(self) -> np.ndarray | None:
-        """[B] devices of a greedy plan. None if a bundle finds no memory.
+    def greedy_devices(self) -> np.ndarray | None:
+        """Device [B] of each bundle in a greedy plan. None if a bundle fits no device.
 
         Bundles go by falling load, each to the device that is then done first.
         """
         room, busy = Room(self.problem), np.zeros(len(self.free))
         devices = np.zeros(len(self.bundles), dtype=int)
         for i in np.lexsort(
-            (-self.load.min(1), [len(devices_of(bundle[0], self.problem)) for bundle in self.bundles])
+            (
+                -self.load.min(1),
+                [len(allowed_devices_of_shard(bundle[0], self.problem)) for bundle in self.bundles],
+            )
         ):
             fits = room.fits(self.bundles[i])
             if not fits.any():
@@ -245,7 +261,7 @@ class _Program:
     def improve(
         self, devices: np.ndarray, group: np.ndarray, options: dict[str, float]
     ) -> tuple[np.ndarray, int]:
-        """devices [B], with the bundles of one group of devices reassigned if HiGHS finds that cheaper.
+        """Reassign the bundles of one device group by HiGHS if cheaper. Returns devices [B] and solver nodes.
 
         Also returns the number of nodes.
         """
@@ -256,7 +272,7 @@ class _Program:
         before = np.bincount(devices[mine], self.load[mine, devices[mine]], len(self.free))[group].max()
         if before <= 0:
             return devices, 0
-        found, nodes = _solve(load, may, self.bytes[mine], self.free[group], before, options)
+        found, nodes = _solve_assignment(load, may, self.bytes[mine], self.free[group], before, options)
         if found is None:
             return devices, nodes
         result = devices.copy()
@@ -266,20 +282,20 @@ class _Program:
         return (result if after < before and self._fits(result) else devices), nodes
 
     def _fits(self, devices: np.ndarray) -> bool:
-        """Tell if the bundles fit, to the byte. HiGHS keeps constraints only to a tolerance."""
+        """Tell if bundles fit device memory exactly, as HiGHS keeps constraints only to a tolerance."""
         room = Room(self.problem)
         for i, d in enumerate(devices):
             room.put(self.bundles[i], int(d))
         return bool((room.left >= np.minimum(self.free, 0)).all())
 
 
-def _width(bundle: Bundle) -> int:
-    """Columns of a bundle."""
+def _bundle_width(bundle: Bundle) -> int:
+    """Number of columns of a bundle of shards."""
     return sum(shard.width for shard in bundle)
 
 
 def _surrogate_ms(chosen: Sequence[Bundle], model: CostModel, surrogate: str, n_devices: int) -> np.ndarray:
-    """[B] ms of bundles at speed 1. Their sum is about the cost of all as one op on each of n devices.
+    """Surrogate ms [B] of bundles at speed 1, additive over the bundles of a device.
 
     Row ranges count as if they ran in one op with the rest.
     """
@@ -293,14 +309,14 @@ def _surrogate_ms(chosen: Sequence[Bundle], model: CostModel, surrogate: str, n_
     return alone * (float(model.head(mean[None])[0]) * n_devices / alone.sum() if alone.sum() > 0 else 1.0)
 
 
-def _groups(load: np.ndarray, devices: np.ndarray) -> list[np.ndarray]:
-    """Groups of at most GROUP devices. Devices are dealt by falling load, so each has busy and idle ones."""
+def _device_groups(load: np.ndarray, devices: np.ndarray) -> list[np.ndarray]:
+    """Divide devices into groups of at most GROUP, each with busy and idle devices."""
     busy = np.bincount(devices, load[np.arange(len(devices)), devices], load.shape[1])
     order, n = np.argsort(-busy, kind="stable"), -(-load.shape[1] // GROUP)
     return [np.sort(order[g::n]) for g in range(n)]
 
 
-def _solve(
+def _solve_assignment(
     load: np.ndarray,
     may: np.ndarray,
     needs: np.ndarray,
@@ -308,7 +324,7 @@ def _solve(
     at_most: float,
     options: dict[str, float],
 ) -> tuple[np.ndarray | None, int]:
-    """[B] devices with the least largest load, at most `at_most`, and the number of nodes.
+    """Solve a min-max assignment: device [B] of each bundle, and the number of branch-and-bound nodes.
 
     None if HiGHS finds no solution in time.
     """
@@ -317,7 +333,7 @@ def _solve(
     # Bytes are scaled to 1: large numbers would make the program ill-conditioned.
     scale = 1 / max(1, free.max())
     load = load * (_LARGEST / at_most)
-    allowed = may & (needs[:, None] <= free) & ~_symmetric(load, may, free)
+    allowed = may & (needs[:, None] <= free) & ~_symmetric_pairs(load, may, free)
     # One binary variable for each allowed pair; the last variable is the largest load.
     i, d = np.nonzero(allowed)
     (n_bundles, n_devices), n = load.shape, len(i)
@@ -354,8 +370,8 @@ def _solve(
     return chosen.argmax(1), nodes
 
 
-def _symmetric(load: np.ndarray, may: np.ndarray, free: np.ndarray) -> np.ndarray:
-    """[B, D] pairs that need not be tried, as they only permute equal devices.
+def _symmetric_pairs(load: np.ndarray, may: np.ndarray, free: np.ndarray) -> np.ndarray:
+    """Mask [B, D] of bundle-device pairs redundant by symmetry of equal devices.
 
     Of equal devices, the first takes the costliest of its bundles earliest, and so on.
     """

@@ -27,8 +27,8 @@ from bench.peers.room import free_bytes
 from shardcore.core.types import Placement, Problem, Shard, Table
 from shardcore.search.decisions.memory_tiers import with_load_factors
 from shardcore.step import access
-from shardcore.step.kinds import WHOLE_ROWS, layout_of_torchrec, run_of
-from shardcore.step.memory import host_bytes, own_peaks
+from shardcore.step.kinds import WHOLE_ROWS, layout_for_table, layout_of_torchrec
+from shardcore.step.memory import host_tier_bytes, peak_bytes_function
 from shardcore.tables.heat import heat_of_tables
 from shardcore.torchrec.placements import placements_from_torchrec
 
@@ -40,7 +40,9 @@ class Misses(CacheStatistics):
     """The miss ratios of a table's heat."""
 
     def __init__(self, table: Table, batch: int):
-        self.heat = heat_of_tables([table], batch, unseen=True)[0] if access.lookups(table, batch) else None
+        self.heat = (
+            heat_of_tables([table], batch, unseen=True)[0] if access.lookup_count(table, batch) else None
+        )
 
     def __deepcopy__(self, memo: Any) -> Misses:
         return self
@@ -71,7 +73,7 @@ class OurStorage:
     def estimate(self, sharding_options: list[Any], sharder_data_map: Any = None) -> None:
         # TorchRec takes options from sets, whose order varies.
         sharding_options.sort(key=lambda o: (int(o.name[1:]), o.sharding_type, o.compute_kernel))
-        bytes_of = own_peaks(self.problem)
+        bytes_of = peak_bytes_function(self.problem)
         for option in sharding_options:
             factor = KERNELS.get(option.compute_kernel, option.cache_load_factor)
             table = replace(self.tables[option.name], load_factor=1.0 if factor is None else factor)
@@ -80,8 +82,8 @@ class OurStorage:
                 (row, column), (rows, columns) = theirs.offset, theirs.size
                 ours = Shard(table, row, row + rows, column, column + columns) if rows and columns else None
                 theirs.storage = Storage(
-                    hbm=bytes_of(run_of(layout.name, table), ours) if ours else 0,
-                    ddr=host_bytes(ours, self.problem) if ours else 0,
+                    hbm=bytes_of(layout_for_table(layout.name, table), ours) if ours else 0,
+                    ddr=host_tier_bytes(ours, self.problem) if ours else 0,
                 )
 
 
@@ -147,7 +149,7 @@ class DynamicProgram:
             yield chosen[::-1]
 
 
-def planned(
+def torchrec_plan(
     problem: Problem,
     proposers: Sequence[Any],
     kernels: Sequence[str],
@@ -155,7 +157,7 @@ def planned(
     factor: float,
     share: float,
 ) -> tuple[Problem, list[Placement]] | None:
-    """The problem with load factors that TorchRec's planner chose, and its placements. None: it has no plan.
+    """Problem with cache load factors chosen by TorchRec's planner, and its placements. None if infeasible.
 
     factor: load factor of caches that it starts from, or offers.
     share: of the devices' memory.

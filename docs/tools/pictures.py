@@ -27,13 +27,13 @@ from shardcore import (
     lower,
     price,
 )
-from shardcore.core.topology import default_reserve
+from shardcore.core.topology import default_reserved_bytes
 from shardcore.io.files import read_problem
 from shardcore.io.writing import write_atomic
 from shardcore.report.device_figures import DeviceLoad, device_figure
 from shardcore.report.figures import svg_text
 from shardcore.step.kinds import CHANNELS, ID_CHANNELS, LAYOUTS
-from shardcore.step.memory import held_bytes
+from shardcore.step.memory import usable_bytes
 from shardcore.tables.public import public_optimizer, public_pool
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def main() -> None:
 def mlperf() -> Problem:
     """MLPerf's DLRM-DCNv2 on a host of eight H100 cards."""
     topology = Topology.of_hosts(1, 8, memory_gib=80, hardware=CARD)
-    limits = Constraints(reserved_bytes=default_reserve(topology.devices))
+    limits = Constraints(reserved_bytes=default_reserved_bytes(topology.devices))
     return Problem(POOL, public_pool(POOL), topology, 65_536, public_optimizer(POOL), limits)
 
 
@@ -81,7 +81,7 @@ def step() -> Figure:
     ):
         workload = lower(plan, problem)
         cost = price(workload, model)
-        free = held_bytes(problem)
+        free = usable_bytes(problem)
         loads.append(DeviceLoad(cost, workload.memory_bytes, free, f"{words}, {cost.total_ms:.1f} ms"))
     return device_figure(loads)
 

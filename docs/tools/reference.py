@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any
 
 import shardcore
-from shardcore.cli import parser_of_all
+from shardcore.cli import command_line_parser
 from shardcore.io.envelope import VERSIONS
 from shardcore.report.text import markdown_table
 
@@ -127,7 +127,7 @@ def modules() -> str:
 
 def commands() -> str:
     """All commands with their options, as their parsers have them."""
-    entries = list(parsers(parser_of_all()))
+    entries = list(parsers(command_line_parser()))
     index = markdown_table(
         ("command", "does"),
         [(f"[`{name}`](#{anchor(name)})", _summary(p)) for name, p in entries],

@@ -34,8 +34,8 @@ from docs.tools.blocks import ROOT
 from shardcore.core.errors import ShardCoreError
 from shardcore.io.writing import write_atomic
 from shardcore.plans import store
-from tasks.lost_runs import Api
-from tasks.services import get
+from tasks.lost_runs import PrefectApi
+from tasks.services import http_request
 
 FOLDER = ROOT / "docs/pictures/screenshots"
 PATIENCE_S = 60.0
@@ -85,7 +85,7 @@ def main() -> int:
 
 def plan(args: argparse.Namespace) -> Page:
     """The page of a published plan."""
-    version = store.current(args.plans, args.problem)
+    version = store.current_version(args.plans, args.problem)
     path = Path(args.plans, args.problem, "versions", version, "report.html").resolve()
     return Page(path.as_uri(), "What bounds it", height=1500)
 
@@ -114,7 +114,7 @@ def mlflow(_: argparse.Namespace) -> Page:
         "mlflow.assistant.fab.autoOpenedOnFirstLoad_v1": "true",
         "mlflow.workflowType_v1": json.dumps("machine_learning"),
     }
-    models = json.loads(get(f"{home}/api/2.0/mlflow/registered-models/search", headers)).get(
+    models = json.loads(http_request(f"{home}/api/2.0/mlflow/registered-models/search", headers)).get(
         "registered_models", []
     )
     if not models:
@@ -129,7 +129,7 @@ def ray(_: argparse.Namespace) -> Page:
     headers = {"Authorization": f"Bearer {token}"}
     # The page itself shows actors as alive for minutes after they have ended.
     alive = f"{home}/api/v0/actors?filter_keys=state&filter_predicates=%3D&filter_values=ALIVE"
-    _until(lambda: b"measure[compute]" in get(alive, headers) or _last_run()["end_time"], RUN_S)
+    _until(lambda: b"measure[compute]" in http_request(alive, headers) or _last_run()["end_time"], RUN_S)
     if (run := _last_run())["end_time"]:
         raise ShardCoreError(
             f"run {run['name']} has ended, and its actors with it; first: "
@@ -152,7 +152,7 @@ def _last_run() -> dict[str, Any]:
         "sort": "EXPECTED_START_TIME_DESC",
         "limit": 1,
     }
-    if runs := Api(api, login).post("/flow_runs/filter", request):
+    if runs := PrefectApi(api, login).post("/flow_runs/filter", request):
         return runs[0]
     raise ShardCoreError("no run of the flow refresh; first: prefect deployment run refresh/local")
 
@@ -186,7 +186,7 @@ def browser() -> Iterator[Browser]:
             if not (port := _until(lambda: place.exists() and place.read_text(), PATIENCE_S)):
                 raise SystemExit(f"error: {program} does not start within {PATIENCE_S:.0f} s")
             address = f"http://127.0.0.1:{port.split()[0]}/json"
-            [target] = [t for t in json.loads(get(address)) if t["type"] == "page"]
+            [target] = [t for t in json.loads(http_request(address)) if t["type"] == "page"]
             with connect(target["webSocketDebuggerUrl"], max_size=None, proxy=None) as channel:
                 yield Browser(channel)
         finally:

@@ -226,7 +226,7 @@ def _theirs(problem: Problem, types: Sequence[str]) -> Plan | None:
     from torchrec.distributed.planner import Topology as TheirTopology
     from torchrec.distributed.planner.types import PlannerError
 
-    topology, per_host = problem.topology, len(problem.topology.on_hosts[0])
+    topology, per_host = problem.topology, len(problem.topology.devices_by_host[0])
     # On one host nothing is between hosts.
     within, between = (topology.link(level).gbps or 1.0 for level in ("within_host", "between_hosts"))
     theirs = TheirTopology(

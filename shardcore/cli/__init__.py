@@ -22,28 +22,28 @@ from shardcore.cli import (
     replays,
     topologies,
 )
-from shardcore.cli.options import Formatter, build, require_outputs
-from shardcore.core.errors import ShardCoreError, escaped
-from shardcore.core.extras import extras_named
-from shardcore.core.gc_pause import rare_collections
+from shardcore.cli.options import Formatter, build_options, require_writable_outputs
+from shardcore.core.errors import ShardCoreError, escape_unprintable
+from shardcore.core.extras import explain_missing_extras
+from shardcore.core.gc_pause import infrequent_gc
 
 
-class _Printable:
-    """A text stream that escapes control characters, which names in other people's files may have."""
+class _EscapedStream:
+    """Text stream that escapes control characters, which names in input files may have."""
 
     def __init__(self, stream: TextIO):
         self.stream = stream
         self.flush = stream.flush
 
     def write(self, text: str) -> int:
-        return self.stream.write("\n".join(map(escaped, text.split("\n"))))
+        return self.stream.write("\n".join(map(escape_unprintable, text.split("\n"))))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
 
 
-def parser_of_all() -> argparse.ArgumentParser:
-    """The parser of all commands."""
+def command_line_parser() -> argparse.ArgumentParser:
+    """Command-line parser with all commands of `shardcore`."""
     parser = argparse.ArgumentParser(prog="shardcore", description=__doc__, formatter_class=Formatter)
     parser.add_argument("--version", action="version", version=f"shardcore {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -66,16 +66,16 @@ def parser_of_all() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     try:
         try:
-            parsed = parser_of_all().parse_args(argv)
+            parsed = command_line_parser().parse_args(argv)
         finally:
             sys.stdout.flush()  # here, as the reader of help may be gone, too
-        options = build(parsed)
-        require_outputs(options)
+        options = build_options(parsed)
+        require_writable_outputs(options)
         with (
-            rare_collections(),
-            extras_named(),
-            redirect_stdout(_Printable(sys.stdout)),
-            redirect_stderr(_Printable(sys.stderr)),
+            infrequent_gc(),
+            explain_missing_extras(),
+            redirect_stdout(_EscapedStream(sys.stdout)),
+            redirect_stderr(_EscapedStream(sys.stderr)),
         ):
             parsed.run(options)
         sys.stdout.flush()

@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from shardcore.cli.models import ModelOptions, load
+from shardcore.cli.models import ModelOptions, load_cost_model
 from shardcore.cli.options import (
     DatasetFolder,
     Duration,
@@ -21,7 +21,7 @@ from shardcore.cli.options import (
     PositiveGib,
     ProblemFile,
     SearchOptions,
-    require_outputs,
+    require_writable_outputs,
 )
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.tiers import BELOW, Memory
@@ -138,18 +138,18 @@ class PlanOptions(SearchOptions, ModelOptions):
     out: Annotated[PlanFile, Output()] | None
 
 
-def require_agreeing(args: PlanOptions) -> None:
-    """Raise ShardCoreError for an option that needs another one."""
+def require_needed_options(args: PlanOptions) -> None:
+    """Raise ShardCoreError for an option that is given without the option it requires."""
     for name, (other, description) in _NEEDS.items():
         if (given := getattr(args, name)) is not None and not getattr(args, other):
             shown = " ".join(map(str, given)) if isinstance(given, list) else given
             raise ShardCoreError(f"--{name.replace('_', '-')} {shown} needs --{other}, {description}")
 
 
-def with_host_memory(
+def problem_with_host_memory(
     problem: Problem, path: Path, host_gib: float | None, link_gbps: float | None
 ) -> Problem:
-    """The problem of a file, with the memory of hosts that --host-gib and --link-gbps give.
+    """Problem with the host memory that --host-gib and --link-gbps give. path: file of the problem.
 
     Slower tiers are those of the file.
     """
@@ -168,8 +168,8 @@ def with_host_memory(
     return dataclasses.replace(problem, topology=topology)
 
 
-def decisions(args: PlanOptions, problem: Problem, stored: Problem) -> Iterator[Decision]:
-    """The decisions of the options. stored: the problem as in its file."""
+def requested_decisions(args: PlanOptions, problem: Problem, stored: Problem) -> Iterator[Decision]:
+    """Decisions that the options of `plan` ask for. stored: the problem as in its file."""
     from shardcore.cost.model import at_confidence
     from shardcore.io.towers import read_towers
     from shardcore.search.decisions.groups import Groups
@@ -178,49 +178,56 @@ def decisions(args: PlanOptions, problem: Problem, stored: Problem) -> Iterator[
     from shardcore.search.decisions.provision import Provision, Target, read_offers
     from shardcore.search.decisions.row_units import RowUnits
     from shardcore.search.decisions.towers import OnTowers
-    from shardcore.step.kinds import choices_of_rows
+    from shardcore.step.kinds import row_unit_choices
 
     if args.offers:
         offers = read_offers(args.offers)
         target = Target(args.step_ms, args.samples_per_s, args.price_per_hour)
-        require_outputs(args, offers_files(args.offers, offers))
+        require_writable_outputs(args, source_files_of_offers(args.offers, offers))
         models = {
-            offer.priced_by: at_confidence(load(offer_source(args.offers, offer)), args.confidence)
+            offer.model_or_hardware: at_confidence(
+                load_cost_model(pricing_source_of_offer(args.offers, offer)), args.confidence
+            )
             for offer in offers
         }
         yield Provision(offers, models, target)
     if args.groups is not None:
         yield Groups(args.groups, args.sync_every or 1)
-    start = _start(args, args.start, problem, stored) if args.start else None
+    start = _read_start(args, args.start, problem, stored) if args.start else None
     # Towers are of the model: their number is not chosen here.
-    if len(choices_of_rows(problem.topology)) > 1 and not args.towers:
+    if len(row_unit_choices(problem.topology)) > 1 and not args.towers:
         yield RowUnits(start and start.old)
     if args.hot_rows:
         yield HotRows()
     if args.towers:
-        yield OnTowers(read_towers(args.towers), start and start.old, not (start and start.config.limited))
+        yield OnTowers(
+            read_towers(args.towers), start and start.old, not (start and start.config.limits_moves)
+        )
     if args.tiers:
         yield MemoryTiers()
     if start:
         yield start
 
 
-def offer_source(path: Path, offer: Offer) -> str | list[Path]:
-    """The profile, or the folder of a model, that prices an offer. Paths are relative to the file of offers."""
-    file = path.parent / offer.priced_by
+def pricing_source_of_offer(path: Path, offer: Offer) -> str | list[Path]:
+    """Name of the profile, or folder of the trained model, that prices an offered cluster.
+
+    path: file of offers, to which paths in the offer are relative.
+    """
+    file = path.parent / offer.model_or_hardware
     if offer.model:
         return [file]
     return str(file) if file.is_file() else offer.hardware
 
 
-def offers_files(path: Path, offers: Iterable[Offer]) -> list[Path]:
-    """Folders and files that are named in a file of offers."""
-    sources = [offer_source(path, offer) for offer in offers]
+def source_files_of_offers(path: Path, offers: Iterable[Offer]) -> list[Path]:
+    """Model folders and profile files that the offers of a file name."""
+    sources = [pricing_source_of_offer(path, offer) for offer in offers]
     return [Path(source) if isinstance(source, str) else source[0] for source in sources]
 
 
-def _start(args: PlanOptions, path: Path, problem: Problem, stored: Problem) -> Start:
-    """The start of a search: the plan of a file. Raises ShardCoreError if it is no plan of its problem."""
+def _read_start(args: PlanOptions, path: Path, problem: Problem, stored: Problem) -> Start:
+    """Read the plan that a search starts from. Raises ShardCoreError if the plan is invalid for its problem."""
     from shardcore.cost.move_rates import read_move_rates
     from shardcore.io import files
     from shardcore.plans.replan import ReplanConfig, Start
@@ -238,8 +245,8 @@ def _start(args: PlanOptions, path: Path, problem: Problem, stored: Problem) -> 
     # The plan is checked against the problem that it was made for. It need not fit: memory may have been
     # counted otherwise then, and the plan that is found has to fit anyway.
     before, group = files.read_problem(args.start_problem) if args.start_problem else stored, None
-    if args.groups is not None and files.is_grouped(path):
-        grouped = files.read_grouped(path, before)
+    if args.groups is not None and files.is_grouped_plan(path):
+        grouped = files.read_grouped_plan(path, before)
         old, before, group = grouped.plan, grouped.problem, problem_of_group(problem, grouped.grouping)
         if args.without:
             raise ShardCoreError(
@@ -252,14 +259,14 @@ def _start(args: PlanOptions, path: Path, problem: Problem, stored: Problem) -> 
     return Start(old, before, tuple(args.without or ()), args.algorithm or DEFAULT_SHARDER, config, group)
 
 
-def start_text(
+def changes_from_start_text(
     args: PlanOptions, found: Found, decisions: Sequence[Decision], original: Problem, model: CostModel
 ) -> str:
-    """Changes from the plan to start from, for people. "" if there was none."""
-    from shardcore.cost.model import total_ms
+    """Text on how a plan found differs from the plan of --start. "" without --start."""
+    from shardcore.cost.model import predicted_total_ms
     from shardcore.plans.replan import Start
     from shardcore.report import plan_report
-    from shardcore.search.decisions.towers import as_planned
+    from shardcore.search.decisions.towers import with_towers_of_plan
     from shardcore.step.lower import lower
 
     start = next((x for x in decisions if isinstance(x, Start)), None)
@@ -267,25 +274,25 @@ def start_text(
         return ""
     if "moved" not in found.plan.provenance:
         return ", afresh: groups are others"
-    moved = start.moved(found.plan, as_planned(found.plan, found.problem))
+    moved = start.moves_to_plan(found.plan, with_towers_of_plan(found.plan, found.problem))
     # The old plan of another problem has no cost in this one.
     before_ms = (
-        total_ms(lower(start.old, original, fits=False), model)
+        predicted_total_ms(lower(start.old, original, fits=False), model)
         if start.before == original == found.problem
         else None
     )
     cost = "" if before_ms is None else f", which cost {before_ms:.3f} ms"
     words = plan_report.replan_text(moved, start.config)
     if moved.moves and "price" in found.plan.provenance["moved"]:
-        price = start.price(found.plan, found.problem, model)
+        price = start.move_price(found.plan, found.problem, model)
         words += f"; {price}"
         if before_ms is not None and before_ms > found.ms:
-            words += f", and pays back in {price.pays_back_s(before_ms, found.ms):.3g} s"
+            words += f", and pays back in {price.payback_s(before_ms, found.ms):.3g} s"
     return f", starting from {args.start}{cost}; {words}"
 
 
-def pod_note(problem: Problem, plan: Plan) -> str:
-    """A line on what the job's environment needs for a plan that divides rows over pods. "": nothing."""
+def pod_size_note(problem: Problem, plan: Plan) -> str:
+    """Note on the environment variable that a job needs if its plan divides rows over pods. "" if it needs none."""
     from shardcore.step.kinds import pod_size
     from shardcore.torchrec.topologies import POD_SIZE
 
@@ -293,8 +300,8 @@ def pod_note(problem: Problem, plan: Plan) -> str:
     return f"rows are divided over pods of {size} hosts: the job needs {POD_SIZE}={size}" if size > 1 else ""
 
 
-def texts(decisions: Sequence[Decision], found: Found, original: Problem) -> Iterator[str]:
-    """Texts about the decisions, for people. Some may be empty."""
+def decision_texts(decisions: Sequence[Decision], found: Found, original: Problem) -> Iterator[str]:
+    """Text on the outcome of each decision of a search. Some texts may be empty."""
     from shardcore.report import decisions_report
     from shardcore.search.decisions.hot_rows import HotRows
     from shardcore.search.decisions.memory_tiers import MemoryTiers
@@ -309,35 +316,35 @@ def texts(decisions: Sequence[Decision], found: Found, original: Problem) -> Ite
         if isinstance(decision, MemoryTiers):
             yield decisions_report.memory_tiers_text(found.problem)
         if isinstance(decision, RowUnits):
-            yield pod_note(found.problem, found.plan)
+            yield pod_size_note(found.problem, found.plan)
 
 
-def extrapolated(found: Found, model: CostModel) -> list[str]:
-    """Sentences on what is extrapolated in the price of a plan. model: model for its problem."""
+def extrapolation_sentences(found: Found, model: CostModel) -> list[str]:
+    """Sentences on where a plan's predicted cost extrapolates beyond measurements. model: model for the problem."""
     from shardcore.cli import grouped
     from shardcore.search.decisions.groups import FoundGroups
-    from shardcore.search.decisions.towers import as_planned
+    from shardcore.search.decisions.towers import with_towers_of_plan
     from shardcore.step.lower import lower
 
     if isinstance(found, FoundGroups):
-        return grouped.extrapolated(found.grouped, found.whole, model)
-    return model.out_of_range(lower(found.plan, as_planned(found.plan, found.problem)))
+        return grouped.extrapolation_sentences(found.grouped_plan, found.whole, model)
+    return model.out_of_range(lower(found.plan, with_towers_of_plan(found.plan, found.problem)))
 
 
-def band_text(found: Found, model: CostModel) -> str:
-    """The error of a plan's cost that a profile expects. "" if a model prices it."""
-    from shardcore.cost.known_errors import band_of
-    from shardcore.search.decisions.towers import as_planned
+def error_band_text(found: Found, model: CostModel) -> str:
+    """Expected error of a plan's cost under a hardware profile, as " ±N%". "" under a trained model."""
+    from shardcore.cost.known_errors import step_error_band
+    from shardcore.search.decisions.towers import with_towers_of_plan
     from shardcore.step.lower import lower
 
-    band = band_of(model, lower(found.plan, as_planned(found.plan, found.problem)))
+    band = step_error_band(model, lower(found.plan, with_towers_of_plan(found.plan, found.problem)))
     return "" if band is None else f" ±{band:.0%}"
 
 
-def write(args: PlanOptions, found: Found) -> None:
-    """Write the plan and its problem, if paths are given."""
+def write_plan_and_problem(args: PlanOptions, found: Found) -> None:
+    """Write a plan to --out and its problem to --out-problem, where these options are given."""
     from shardcore.io import files
-    from shardcore.io.files import write_grouped
+    from shardcore.io.files import write_grouped_plan
     from shardcore.search.decisions.groups import FoundGroups
 
     grouped = found if isinstance(found, FoundGroups) else None
@@ -345,13 +352,13 @@ def write(args: PlanOptions, found: Found) -> None:
     if args.out_problem:
         files.write_problem(args.out_problem, whole)
     if args.out and grouped and grouped.grouping.size < len(whole.topology):
-        write_grouped(args.out, grouped.grouped, whole)
+        write_grouped_plan(args.out, grouped.grouped_plan, whole)
     elif args.out:
         files.write_plan(args.out, found.plan, whole)
 
 
 def write_clusters(folder: Path, outcomes: Sequence[Outcome], chosen: Proposal | None) -> None:
-    """Write all clusters that were searched, and draw them. chosen: None if none meets the target."""
+    """Write and plot all clusters that a search priced. chosen: cheapest that meets the target, or None."""
     from shardcore.io import writing
     from shardcore.report import decisions_report, figures
 

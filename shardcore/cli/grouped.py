@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from shardcore.step.sharding_groups import GroupedPlan
 
 
-def price(grouped: GroupedPlan, problem: Problem, model: CostModel) -> dict[str, Any]:
-    """The cost of a step in groups, as JSON, without its parts.
+def grouped_cost_json(grouped: GroupedPlan, problem: Problem, model: CostModel) -> dict[str, Any]:
+    """Predicted cost of one training step of a grouped plan, as a JSON object without the parts of the step.
 
     model: model for the problem of a group.
     """
-    from shardcore.search.decisions.groups import cost_of
+    from shardcore.search.decisions.groups import grouped_cost
 
-    cost = cost_of(grouped, problem, model)
+    cost = grouped_cost(grouped, problem, model)
     return {
         "total_ms": cost.total_ms,
         "groups": dataclasses.asdict(grouped.grouping),
@@ -30,39 +30,40 @@ def price(grouped: GroupedPlan, problem: Problem, model: CostModel) -> dict[str,
     }
 
 
-def cost_words(priced: Mapping[str, Any], grouped: GroupedPlan, problem: Problem) -> str:
-    """The parts of a cost in groups, in words. priced: of `price`."""
-    from shardcore.step.sharding_groups import words
+def grouped_cost_text(priced: Mapping[str, Any], grouped: GroupedPlan, problem: Problem) -> str:
+    """Text on a grouped plan's cost: one step, and synchronising replicas. priced: result of `grouped_cost_json`."""
+    from shardcore.step.sharding_groups import describe_grouping
 
     return (
-        f"{words(grouped.grouping, problem)}: {priced['step_ms']:.3f} ms in a group, and {priced['sync_ms']:.3f} ms "
+        f"{describe_grouping(grouped.grouping, problem)}: {priced['step_ms']:.3f} ms in a group, "
+        f"and {priced['sync_ms']:.3f} ms "
         f"to synchronise them, once in {grouped.grouping.sync_every} steps"
     )
 
 
-def extrapolated(grouped: GroupedPlan, problem: Problem, model: CostModel) -> list[str]:
-    """Sentences on what is extrapolated in a step of one group, and in synchronising the replicas.
+def extrapolation_sentences(grouped: GroupedPlan, problem: Problem, model: CostModel) -> list[str]:
+    """Sentences on what a grouped plan's cost extrapolates: a step of one group, and synchronising replicas.
 
     model: model for the problem of a group.
     """
-    from shardcore.search.decisions.groups import synchronisation
+    from shardcore.search.decisions.groups import synchronisation_workloads
     from shardcore.step.lower import lower
 
     sentences = []
     # These come first, as only a few are shown: all weights travel at once, which is much more than steps
     # exchange.
     if grouped.grouping.size < len(problem.topology):
-        for works in synchronisation(grouped, problem):
+        for works in synchronisation_workloads(grouped, problem):
             sentences += [f"synchronising: {text}" for work in works for text in model.out_of_range(work)]
     return list(dict.fromkeys((*sentences, *model.out_of_range(lower(grouped.plan, grouped.problem)))))
 
 
-def export(args: ExportOptions, problem: Problem) -> None:
-    """Write a grouped plan as DMPCollection's arguments."""
-    from shardcore.io.files import read_grouped
+def export_grouped_plan(args: ExportOptions, problem: Problem) -> None:
+    """Write a grouped plan as arguments of TorchRec's DMPCollection."""
+    from shardcore.io.files import read_grouped_plan
     from shardcore.torchrec.dmp_collection import to_dmp_collection, write_dmp_collection
 
-    grouped = read_grouped(args.plan, problem)
+    grouped = read_grouped_plan(args.plan, problem)
     write_dmp_collection(
         args.out,
         to_dmp_collection(grouped, problem, str(args.module), args.compute_device),

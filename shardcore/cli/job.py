@@ -23,7 +23,7 @@ from shardcore.cli.options import (
     ProblemFile,
     SearchOptions,
 )
-from shardcore.cli.progress_line import shown
+from shardcore.cli.progress_line import showing_progress
 from shardcore.core.errors import ShardCoreError, Unreachable
 from shardcore.core.progress import report
 from shardcore.io.model_files import MODEL_JSON, MODEL_WEIGHTS
@@ -110,22 +110,24 @@ def read(args: ReadOptions) -> None:
             raise ShardCoreError(f"--{name.replace('_', '-')} does not go with --{of}; use --{needed}")
     if args.out_plan and not args.propose:
         raise ShardCoreError("--out-plan needs --propose, which searches the plan")
-    model = models.load(args.source) if args.source else None
+    model = models.load_cost_model(args.source) if args.source else None
     job = _read_job(args.folder, args)
     print(job_report.traced_step_text(job.traced))
     checked = None
     try:
-        checked = _checked(job, model) if model else None
+        checked = _compare_with_model(job, model) if model else None
     finally:  # what traces tell without the model is said, too
         print(f"\n{job_report.bottleneck_sentence(job.traced.steps[-1])}")
         _print_remarks(job, checked)
     if checked:
-        _write(args, checked)
+        _write_corrections(args, checked)
     if model and args.append:
-        folder = traced_samples.append(args.append, traced_job.sample(job, model.setting.hardware))
+        folder = traced_samples.add_traced_sample(
+            args.append, traced_job.traced_sample(job, model.setting.hardware)
+        )
         print(f"{folder}: a traced step, which `train {args.append}` joins", file=sys.stderr)
     if checked and model and args.propose:
-        _propose(args, checked, model)
+        _propose_plan(args, checked, model)
 
 
 def _read_job(folder: Path, args: _ModelOptions) -> ReadJob:
@@ -136,19 +138,19 @@ def _read_job(folder: Path, args: _ModelOptions) -> ReadJob:
         raise ShardCoreError("--problem and --plan belong together; give both")
     problem = files.read_problem(args.problem) if args.problem else None
     plan = files.read_plan(args.plan, problem) if args.plan and problem else None
-    with shown():
+    with showing_progress():
         report(f"reading traces in {folder}")
-        return traced_job.read(folder, problem, plan)
+        return traced_job.read_job_traces(folder, problem, plan)
 
 
-def _checked(job: ReadJob, model: CostModel) -> CheckedJob:
-    """Print a job against its model."""
+def _compare_with_model(job: ReadJob, model: CostModel) -> CheckedJob:
+    """Compare a job's traced step with a cost model, print the comparison and return the result."""
     from shardcore.plans import traced_job
     from shardcore.report import job_report
 
-    with shown():
+    with showing_progress():
         report("comparing with the model")
-        checked = traced_job.check(job, model)
+        checked = traced_job.check_traced_job(job, model)
     before, after = checked.before.cost, checked.after.cost
     ranks = checked.problem.topology.ranks
     print(f"\n{job_report.prediction_text(job.traced.steps[-1], before, after, ranks)}")
@@ -165,13 +167,13 @@ def _print_remarks(job: ReadJob, checked: CheckedJob | None) -> None:
         print(f"not recognised: {names}", file=sys.stderr)
 
 
-def _write(args: ReadOptions, checked: CheckedJob) -> None:
+def _write_corrections(args: ReadOptions, checked: CheckedJob) -> None:
     from shardcore.cost import composite
     from shardcore.cost.profile import write_profile
     from shardcore.io import files
 
     if args.out:
-        composite.save(checked.model, args.out)
+        composite.save_models(checked.model, args.out)
         print(f"{args.out}: corrected by the job's traces", file=sys.stderr)
     if args.out_profile:
         write_profile(args.out_profile, checked.model.profile)
@@ -180,15 +182,15 @@ def _write(args: ReadOptions, checked: CheckedJob) -> None:
         files.write_problem(args.out_problem, checked.problem)
 
 
-def _propose(args: ReadOptions, checked: CheckedJob, model: CostModel) -> None:
+def _propose_plan(args: ReadOptions, checked: CheckedJob, model: CostModel) -> None:
     from shardcore.io import files
     from shardcore.plans import traced_job
     from shardcore.plans.replan import ReplanConfig
 
-    with shown():
+    with showing_progress():
         report("searching a better plan")
         config = ReplanConfig(seed=args.seed, budget=args.budget())
-        found = traced_job.propose(checked, model, config)
+        found = traced_job.propose_plan(checked, model, config)
     now_ms = checked.after.cost.total_ms
     if found is None:
         print(f"no better plan was found; the plan in use takes {now_ms:.1f} ms")
@@ -196,7 +198,7 @@ def _propose(args: ReadOptions, checked: CheckedJob, model: CostModel) -> None:
     (low, high), tables = found.interval_ms, [move.table for move in found.moved.moves]
     print(
         f"with the proposed plan {found.now.cost.total_ms:.1f} ms ({low:.1f} to {high:.1f}) in place of "
-        f"{now_ms:.1f}: {found.gain}{', not worth it: within the error' * (not found.gain.worth_it())}"
+        f"{now_ms:.1f}: {found.gain}{', not worth it: within the error' * (not found.gain.exceeds_margin())}"
     )
     print(
         f"{len(tables)} tables move, {found.moved.bytes:,} bytes, about {found.seconds:.2f} s: "
@@ -229,17 +231,17 @@ def watch(args: WatchOptions) -> None:
     from shardcore.io import job_folder
     from shardcore.report import job_report
 
-    model = models.load(args.source) if args.source else None
+    model = models.load_cost_model(args.source) if args.source else None
     known: set[str] = set()
-    if not job_folder.traced_steps(args.folder):
+    if not job_folder.complete_step_folders(args.folder):
         print(f"{args.folder} has no traced step of all ranks yet; waiting for one", file=sys.stderr)
     while not args.steps or len(known) < args.steps:
-        for step in job_folder.traced_steps(args.folder):
+        for step in job_folder.complete_step_folders(args.folder):
             if step.name not in known:
                 known.add(step.name)
                 try:
                     job = _read_job(step, args)
-                    checked = _checked(job, model) if model else None
+                    checked = _compare_with_model(job, model) if model else None
                 except ShardCoreError as error:  # a damaged step must not end the watch
                     print(f"{step.name}: {error}", file=sys.stderr)
                     continue
@@ -275,7 +277,7 @@ def follow(args: FollowOptions) -> None:
     known: set[str] = set()
     while True:
         try:
-            lines = _keyed_lines(args)
+            lines = _keyed_status_lines(args)
         except Unreachable as error:  # it may be back at the next look
             if args.once:
                 raise
@@ -289,8 +291,8 @@ def follow(args: FollowOptions) -> None:
         time.sleep(args.seconds)
 
 
-def _keyed_lines(args: FollowOptions) -> list[tuple[str, str]]:
-    """Lines about the current plan and each job, each with a key that changes when the line is news."""
+def _keyed_status_lines(args: FollowOptions) -> list[tuple[str, str]]:
+    """(key, line) pairs on the current plan and each job. A key changes whenever its line has news."""
     from shardcore.plans import followed, store
     from shardcore.report import follow_report
 
@@ -338,7 +340,7 @@ class RatesOptions:
 
 @command
 def rates(args: RatesOptions) -> None:
-    from shardcore.core.extras import extras_named
+    from shardcore.core.extras import explain_missing_extras
     from shardcore.cost.move_rates import write_move_rates
 
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
@@ -348,7 +350,7 @@ def rates(args: RatesOptions) -> None:
             )
     if int(os.environ["WORLD_SIZE"]) < 2:
         raise ShardCoreError("WORLD_SIZE is 1; tables move between two ranks or more")
-    with extras_named():
+    with explain_missing_extras():
         import torch
 
         from shardcore.measure.hardware import require_device

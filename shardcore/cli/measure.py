@@ -84,7 +84,7 @@ class MeasureOptions:
 def measure(args: MeasureOptions) -> None:
     from shardcore.io import dataset, files
     from shardcore.measure import hardware
-    from shardcore.measure.devices import device_of
+    from shardcore.measure.devices import device_by_name
     from shardcore.measure.tally import NAMES
     from shardcore.measure.transport import Transport
     from shardcore.stages import measure as run
@@ -94,14 +94,16 @@ def measure(args: MeasureOptions) -> None:
     hardware.require_device(transport.device)
     setting = Setting(
         args.hardware or transport.hardware(),
-        args.batch or device_of(transport.device).batch,
+        args.batch or device_by_name(transport.device).batch,
         args.precision,
         args.optimizer,
     )
     if args.exchanges or args.steps:
-        _require_ranks(args.config.ranks, bool(args.steps), setting.batch, transport)
-    profile = profile_of_card(transport.device)
-    arena_bytes = int(args.arena_gib * 2**30) if args.arena_gib else _arena_bytes(setting, transport.device)
+        _require_valid_ranks(args.config.ranks, bool(args.steps), setting.batch, transport)
+    profile = published_profile_of_device(transport.device)
+    arena_bytes = (
+        int(args.arena_gib * 2**30) if args.arena_gib else _default_arena_bytes(setting, transport.device)
+    )
     config = replace(
         args.config,
         compute_samples=args.samples,
@@ -115,21 +117,21 @@ def measure(args: MeasureOptions) -> None:
     if args.dry_run:
         if args.samples is None:
             print(f"{NAMES['compute']}: as many as {config.minutes:g} min have time for")
-        for line in run.estimate(wanted, args.out):
+        for line in run.estimate_measuring_time(wanted, args.out):
             print(line)
         return
-    there = len(dataset.read_ids(args.out, "compute"))
+    there = len(dataset.read_timed_ids(args.out, "compute"))
     print(f"measuring for {setting} into {args.out}, {there} samples there already", flush=True)
     if profile:
-        print(_expected(profile, setting, wanted.reference()), flush=True)
-    found = run.measure(wanted, args.out, _Printed())
+        print(_expected_time_text(profile, setting, wanted.reference_op_request()), flush=True)
+    found = run.measure(wanted, args.out, _PrintedProgress())
     print("measured {compute} groups, {comm} exchanges and {steps} steps of plans".format_map(found))
     if profile:
-        _check(profile, args.out, setting)
+        _print_profile_errors(profile, args.out, setting)
 
 
-def _require_ranks(ranks: int, for_steps: bool, batch: int, transport: Transport) -> None:
-    """Raise ShardCoreError if --ranks do not fit the batch or this machine, before minutes of measuring."""
+def _require_valid_ranks(ranks: int, for_steps: bool, batch: int, transport: Transport) -> None:
+    """Raise ShardCoreError if --ranks does not divide the batch, or exceeds this machine's devices."""
     require(
         ranks > 1 and batch % ranks == 0,
         f"--ranks is {ranks}; an exchange needs at least 2, and a number that divides the batch of {batch}",
@@ -144,7 +146,7 @@ def _require_ranks(ranks: int, for_steps: bool, batch: int, transport: Transport
         )
 
 
-class _Printed:
+class _PrintedProgress:
     """Progress of measuring as lines."""
 
     def __init__(self) -> None:
@@ -159,39 +161,41 @@ class _Printed:
     def show(self, tally: Tally) -> None:
         if tally.done == tally.total or not 0 <= tally.elapsed_s - self._printed_s < _PROGRESS_S:
             self._printed_s = tally.elapsed_s
-            print(tally.line, flush=True)
+            print(tally.progress_line, flush=True)
 
 
-def profile_of_card(device: str) -> Profile | None:
-    """The published profile of the GPU. None on a CPU, and for a card without one, which a line says."""
+def published_profile_of_device(device: str) -> Profile | None:
+    """Published hardware profile of this machine's GPU. None on a CPU, or if no profile of the GPU is published."""
     from shardcore.cost.profile import profile_of_device
-    from shardcore.measure.devices import device_of
+    from shardcore.measure.devices import device_by_name
 
     if device == "cpu":
         return None
     try:
-        return profile_of_device(device_of(device).product())
+        return profile_of_device(device_by_name(device).product())
     except ShardCoreError as error:
         print(error, file=sys.stderr)
         return None
 
 
-def _expected(profile: Profile, setting: Setting, reference: ComputeRequest) -> str:
-    from shardcore.cost.model import group_costs
+def _expected_time_text(profile: Profile, setting: Setting, reference: ComputeRequest) -> str:
+    from shardcore.cost.model import group_op_ms
     from shardcore.cost.profile_model import ProfileModel
 
     model = ProfileModel(profile, replace(setting, hardware=profile.name))
-    expected_ms = group_costs([reference.shards], model, reference.batch)[0]
+    expected_ms = group_op_ms([reference.shards], model, reference.batch)[0]
     return f"profile {profile.name} expects the reference op to take {expected_ms:.3g} ms"
 
 
-def _check(profile: Profile, folder: Path, setting: Setting) -> None:
-    """Print how far the card's profile errs on what a folder holds, and how to correct it."""
-    from shardcore.cost.profile_samples import checks, timings_of
+def _print_profile_errors(profile: Profile, folder: Path, setting: Setting) -> None:
+    """Print a hardware profile's errors on the measurements of a folder, and the command that corrects the profile."""
+    from shardcore.cost.profile_samples import check_profile, sample_timings
     from shardcore.io import dataset
 
-    timings = timings_of(dataset.read_compute(folder, setting), dataset.read_comm(folder, setting))
-    if found := checks(profile, timings):
+    timings = sample_timings(
+        dataset.read_compute_samples(folder, setting), dataset.read_collective_samples(folder, setting)
+    )
+    if found := check_profile(profile, timings):
         print(f"profile {profile.name} against what {folder} holds:", *found, sep="\n  ")
         print(
             f"start from it: shardcore train {folder} --start {profile.name} --out MODEL; "
@@ -199,11 +203,11 @@ def _check(profile: Profile, folder: Path, setting: Setting) -> None:
         )
 
 
-def _arena_bytes(setting: Setting, device: str) -> int:
-    """Default size of the arena, which leaves room for the optimizer's state."""
+def _default_arena_bytes(setting: Setting, device: str) -> int:
+    """Default bytes of the memory arena for weights, which leaves room for optimizer state."""
     from shardcore.core.catalog import OPTIMIZERS
-    from shardcore.measure.devices import device_of
+    from shardcore.measure.devices import device_by_name
 
     weights = PRECISION_BYTES[setting.precision]
     state = OPTIMIZERS[setting.optimizer].state_bytes("cell")
-    return device_of(device).arena_bytes(weights / (weights + state))
+    return device_by_name(device).arena_bytes(weights / (weights + state))

@@ -18,7 +18,7 @@ from shardcore.cli.options import (
     Positive,
     Precision,
 )
-from shardcore.cli.progress_line import Printed, shown
+from shardcore.cli.progress_line import PrintedProgress, showing_progress
 from shardcore.core import progress
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting
@@ -68,7 +68,7 @@ def train(args: TrainOptions) -> None:
     from shardcore.stages import train as stage
 
     # Samples of different settings must not train one model. The first folder's are this machine's.
-    settings = _settings_in(args.datasets[0])
+    settings = _dataset_settings(args.datasets[0])
     chosen = [
         s
         for s in settings
@@ -82,32 +82,32 @@ def train(args: TrainOptions) -> None:
             f"[{'; '.join(map(str, settings))}]; "
             "choose one with --hardware, --batch, --precision and --optimizer"
         )
-    data, start = training.read(args.datasets[0], chosen[0], args.datasets[1:]), None
+    data, start = training.read_training_data(args.datasets[0], chosen[0], args.datasets[1:]), None
     if args.start is not None:
         start = neural.load(args.start) if Path(args.start).is_dir() else load_profile(args.start)
-    config = schema.build(FitConfig, {"seed": args.seed}, "train")
-    with shown():
+    config = schema.build_record(FitConfig, {"seed": args.seed}, "train")
+    with showing_progress():
         progress.report("training")
-        trained = stage.train(data, config, Printed(), start)
+        trained = stage.train(data, config, PrintedProgress(), start)
         progress.report("judging the model")
         judged = study.judge_test_split(trained.model, data.known)
     neural.save(trained.model, args.out)
     print(
-        f"{args.out}: {known_errors.label(trained.model)}",
-        accuracy.summary(judged),
+        f"{args.out}: {known_errors.model_label(trained.model)}",
+        accuracy.accuracy_summary(judged),
         sep="\n",
         file=sys.stderr,
     )
     print(rounded_json(judged))
 
 
-def _settings_in(folder: Path) -> list[Setting]:
-    """Settings of a dataset's samples. Raises ShardCoreError if there are none."""
+def _dataset_settings(folder: Path) -> list[Setting]:
+    """Settings of the samples in a dataset folder. Raises ShardCoreError for a folder without samples."""
     from shardcore.io import dataset, traced_samples
 
     if not folder.is_dir():
         raise ShardCoreError(f"{folder} is no folder; it needs to be one of measurements, as measure makes")
-    if not (found := dataset.settings(folder) or traced_samples.settings(folder)):
+    if not (found := dataset.dataset_settings(folder) or traced_samples.traced_settings(folder)):
         raise ShardCoreError(
             f"{folder} holds no compute samples and no traced steps; it needs to be a folder of measurements, as "
             "measure makes"
@@ -136,17 +136,17 @@ def report(args: ReportOptions) -> None:
     from shardcore.report import dataset_report, figures, text_table
 
     pictures: dict[Path, Callable[[], Figure]] = {}
-    for setting in _settings_in(args.dataset):
-        with shown():
+    for setting in _dataset_settings(args.dataset):
+        with showing_progress():
             progress.report(f"reading samples of {setting}")
-            samples = dataset.read_compute(args.dataset, setting)
-            repeats = dataset.repeated(dataset.read_timings(args.dataset, setting))
+            samples = dataset.read_compute_samples(args.dataset, setting)
+            repeats = dataset.repeated_samples(dataset.read_compute_timings(args.dataset, setting))
             rows = dataset_report.dataset_summary(samples, repeats) if samples else []
-            if comm := dataset.read_comm(args.dataset, setting):
+            if comm := dataset.read_collective_samples(args.dataset, setting):
                 rows += dataset_report.exchange_summary(comm)
-            if kept := replays.read_all(args.dataset / dataset.REPLAYS, setting):
+            if kept := replays.read_all_replays(args.dataset / dataset.REPLAYS, setting):
                 rows += dataset_report.step_summary(kept)
-            if traced := traced_samples.read_all([args.dataset], setting):
+            if traced := traced_samples.read_traced_samples([args.dataset], setting):
                 rows += dataset_report.traced_summary(traced)
         print(f"{setting}\n\n{text_table(('quantity', 'value'), rows, words=(1,))}\n")
         if args.out and samples:

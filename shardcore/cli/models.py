@@ -31,14 +31,14 @@ class ModelOptions:
 
     @property
     def source(self) -> str | list[Path]:
-        """The profile or the folders that were given. [] if none were."""
+        """Profile name or model folders that the options give. [] if they give neither."""
         return (self.model or []) if self.hardware is None else self.hardware
 
 
-def source_of(args: ModelOptions, path: Path, plan: Plan) -> str | list[Path]:
-    """The model or profile of the options, else the profile that ships with ShardCore and that made the plan.
+def model_source(args: ModelOptions, path: Path, plan: Plan) -> str | list[Path]:
+    """Model folders or profile that the options give, else the shipped profile with which the plan was made.
 
-    path: file of the plan. Raises ShardCoreError if there is none.
+    path: file of the plan. Raises ShardCoreError if neither is known.
     """
     from shardcore.cost.profile import load_profile, profile_names
 
@@ -54,16 +54,16 @@ def source_of(args: ModelOptions, path: Path, plan: Plan) -> str | list[Path]:
     return name
 
 
-def load(source: str | Sequence[Path]) -> CostModel:
-    """The cost model of a profile, or of folders."""
+def load_cost_model(source: str | Sequence[Path]) -> CostModel:
+    """Load the cost model of a hardware profile, or of model folders."""
     from shardcore.cost import composite
     from shardcore.cost.profile import load_profile
 
-    return load_profile(source).model() if isinstance(source, str) else composite.load(source)
+    return load_profile(source).model() if isinstance(source, str) else composite.load_models(source)
 
 
-def digest(source: str | Sequence[Path]) -> str:
-    """Digests of the profile or the folders, joined by "+"."""
+def source_digest(source: str | Sequence[Path]) -> str:
+    """Digest of a hardware profile, or digests of model folders joined by "+"."""
     from shardcore.cost.profile import load_profile
     from shardcore.io import model_files
 

@@ -32,7 +32,15 @@ from typing import (
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import OPTIMIZERS, PRECISION_BYTES
-from shardcore.core.validation import MOST_BYTES, Rule, marks, one_of, type_hints, type_words, within
+from shardcore.core.validation import (
+    MOST_BYTES,
+    Rule,
+    annotation_metadata,
+    describe_type,
+    one_of,
+    type_hints,
+    within,
+)
 from shardcore.io.schema import MOST_INT
 
 if TYPE_CHECKING:
@@ -69,42 +77,44 @@ class Field:
         return [mark for mark in self.marks if isinstance(mark, Rule)]
 
     @property
-    def flat(self) -> Sequence[str]:
-        """Fields of its config that are options."""
+    def flattened_fields(self) -> Sequence[str]:
+        """Names of the nested config's fields that are command-line options."""
         return next((mark for mark in self.marks if isinstance(mark, Flat)), ())
 
 
 @cache
-def declarations_of(cls: type) -> Mapping[str, Field]:
-    """The declarations of a dataclass's fields, by name."""
+def field_declarations(cls: type) -> Mapping[str, Field]:
+    """Declarations of a dataclass's fields, by field name."""
     plain, hints = type_hints(cls), get_type_hints(cls, include_extras=True)
     found = {}
     for f in dataclasses.fields(cls):
         default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
-        found[f.name] = Field(f.name, plain[f.name], marks(hints[f.name]), default)
+        found[f.name] = Field(f.name, plain[f.name], annotation_metadata(hints[f.name]), default)
     return found
 
 
 @cache
-def options_of(cls: type) -> Mapping[str, Field]:
-    """The declarations of a dataclass's options: fields, with those of configs in the place of these."""
+def option_declarations(cls: type) -> Mapping[str, Field]:
+    """Declarations of a dataclass's command-line options: fields, with fields of type config flattened."""
     found: dict[str, Field] = {}
-    for name, field in declarations_of(cls).items():
-        for key in field.flat:
+    for name, field in field_declarations(cls).items():
+        for key in field.flattened_fields:
             found[key] = dataclasses.replace(
-                declarations_of(field.kind)[key], default=getattr(field.default, key)
+                field_declarations(field.kind)[key], default=getattr(field.default, key)
             )
-        if not field.flat:
+        if not field.flattened_fields:
             found[name] = field
     return found
 
 
-def config_from(cls: Any, values: Mapping[str, Any]) -> Any:
-    """A dataclass's instance of values of its options (see `options_of`)."""
+def build_config(cls: Any, values: Mapping[str, Any]) -> Any:
+    """Instance of a dataclass, built from values of its options (see `option_declarations`)."""
     own = dict(values)
-    for name, field in declarations_of(cls).items():
-        if field.flat:
-            own[name] = dataclasses.replace(field.default, **{key: own.pop(key) for key in field.flat})
+    for name, field in field_declarations(cls).items():
+        if field.flattened_fields:
+            own[name] = dataclasses.replace(
+                field.default, **{key: own.pop(key) for key in field.flattened_fields}
+            )
     return cls(**own)
 
 
@@ -121,15 +131,15 @@ class Output:
     replaced: tuple[str, ...] | None = None
 
 
-def _duration(text: str) -> float:
-    """Seconds of a text such as 10min."""
+def _parse_duration(text: str) -> float:
+    """Parse a duration such as 30s, 10min or 2h into seconds."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(s|min|h)", text)
     if found is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a time such as 30s, 10min or 2h")
     return float(found[1]) * {"s": 1, "min": 60, "h": 3600}[found[2]]
 
 
-def path(text: str) -> Path:
+def parse_path(text: str) -> Path:
     # Python takes an empty path (a shell's unset variable) for the current folder.
     if not text or "\0" in text:
         raise argparse.ArgumentTypeError(f"{text!r} is no name of a file or folder")
@@ -147,7 +157,7 @@ Natural = Annotated[int, within(0, MOST_INT)]
 Positive = Annotated[int, within(1, MOST_INT)]
 Amount = Annotated[float, within(0, MOST_INT)]
 PositiveFloat = Annotated[float, within(0, MOST_INT, above=True)]
-Duration = Annotated[float, Parser(_duration)]
+Duration = Annotated[float, Parser(_parse_duration)]
 Gib = Annotated[float, within(0, MOST_GIB)]
 PositiveGib = Annotated[float, within(0, MOST_GIB, above=True)]
 ProblemFile = Annotated[Path, "PROBLEM.json"]
@@ -178,7 +188,7 @@ class SearchOptions:
     seed: Natural = 0
 
     def budget(self) -> Budget:
-        """The budget that the options ask for."""
+        """Search budget of --budget-evals, --budget-s and --threads."""
         from shardcore.search.budget import Budget
 
         return Budget(self.budget_evals, self.budget_s, self.threads)
@@ -227,14 +237,14 @@ class Group:
 
 
 def _add_command(commands: argparse._SubParsersAction, options: type, run: Callable[[Any], object]) -> None:
-    """Add a command.
+    """Add a command to an argument parser.
 
     EXCLUSIVE and REQUIRED of the options' class are groups of names: at most one, or exactly one, of each may
     be given. EXAMPLE ends the help.
     """
     summary = " ".join(_FIELD.sub("", inspect.getdoc(options) or "").split())
     parser = commands.add_parser(
-        _dashed(run.__name__),
+        _dashed_name(run.__name__),
         help=summary,
         description=summary,
         epilog=getattr(options, "EXAMPLE", None),
@@ -252,13 +262,13 @@ def _add_command(commands: argparse._SubParsersAction, options: type, run: Calla
     groups: dict[tuple[str, ...], argparse._MutuallyExclusiveGroup] = {}
     # Options of this command alone come before those that it shares with others.
     for field in sorted(dataclasses.fields(options), key=lambda f: f.name not in options.__annotations__):
-        for key, declaration, text in _keys(options, field.name):
+        for key, declaration, text in _options_of_field(options, field.name):
             given: dict[str, Any] = {
-                **_argument(declaration, not field.kw_only),
+                **_argparse_arguments(declaration, not field.kw_only),
                 "help": text.replace("%", "%%"),
                 **field.metadata,
             }
-            option = f"--{_dashed(key)}"
+            option = f"--{_dashed_name(key)}"
             if not field.kw_only:
                 parser.add_argument(key, **given)
             elif key in group_of:
@@ -272,24 +282,24 @@ def _add_command(commands: argparse._SubParsersAction, options: type, run: Calla
                 )
 
 
-def _keys(options: type, name: str) -> Iterator[tuple[str, Field, str]]:
-    """Name, declaration and help of each option that a field makes: its own, or those of a config's fields."""
-    field = declarations_of(options)[name]
-    texts = _texts(field.kind if field.flat else options)
-    for key in field.flat or (name,):
-        yield key, options_of(options)[key], texts.get(key, "")
+def _options_of_field(options: type, name: str) -> Iterator[tuple[str, Field, str]]:
+    """Name, declaration and help of the options of a field: one option, or several if the field holds a config."""
+    field = field_declarations(options)[name]
+    texts = _field_help_texts(field.kind if field.flattened_fields else options)
+    for key in field.flattened_fields or (name,):
+        yield key, option_declarations(options)[key], texts.get(key, "")
 
 
-def _texts(cls: type) -> dict[str, str]:
-    """Help of each field, from the docstrings of a class and its bases."""
+def _field_help_texts(cls: type) -> dict[str, str]:
+    """Help texts by field name, from the docstrings of a class and its bases."""
     texts: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         texts |= {name: " ".join(text.split()) for name, text in _FIELD.findall(inspect.getdoc(base) or "")}
     return texts
 
 
-def _argument(field: Field, positional: bool) -> dict[str, Any]:
-    """Arguments of argparse's add_argument, from a declaration."""
+def _argparse_arguments(field: Field, positional: bool) -> dict[str, Any]:
+    """Keyword arguments of argparse's add_argument for a declared field."""
     given: dict[str, Any] = {} if field.default is dataclasses.MISSING else {"default": field.default}
     if field.kind is bool:
         return given | {"action": "store_true"}
@@ -306,36 +316,40 @@ def _argument(field: Field, positional: bool) -> dict[str, Any]:
     if placeholders := [mark for mark in field.marks if type(mark) is str]:
         given["metavar"] = placeholders[0]
     parsers = [mark.parse for mark in field.marks if isinstance(mark, Parser)]
-    return given | {"type": parsers[0] if parsers else path if kind is Path else _parser(kind, field.rules)}
+    return given | {
+        "type": parsers[0] if parsers else parse_path if kind is Path else _value_parser(kind, field.rules)
+    }
 
 
-def _parser(kind: type, rules: Sequence[Rule]) -> Callable[[str], Any]:
-    """A parser of values of a type that keep rules."""
+def _value_parser(kind: type, rules: Sequence[Rule]) -> Callable[[str], Any]:
+    """Function that parses an option's text into a type and checks validation rules."""
 
-    def parse(text: str) -> Any:
+    def parse_value(text: str) -> Any:
         try:
             value = kind(text)
         except ValueError:
-            right = rules[0].right if rules else f"it needs {type_words(kind)}"
-            raise argparse.ArgumentTypeError(f"{text!r} is not {type_words(kind)}; {right}") from None
+            right = rules[0].right if rules else f"it needs {describe_type(kind)}"
+            raise argparse.ArgumentTypeError(f"{text!r} is not {describe_type(kind)}; {right}") from None
         for rule in rules:
             if not rule.admits(value):
                 raise argparse.ArgumentTypeError(f"it is {text}; {rule.right}")
         return value
 
-    return parse
+    return parse_value
 
 
-def build(parsed: argparse.Namespace) -> Any:
-    """The options of a command, from what was parsed."""
-    return config_from(parsed.options, {key: getattr(parsed, key) for key in options_of(parsed.options)})
+def build_options(parsed: argparse.Namespace) -> Any:
+    """Options dataclass of a command, from parsed arguments."""
+    return build_config(
+        parsed.options, {key: getattr(parsed, key) for key in option_declarations(parsed.options)}
+    )
 
 
-def outputs(options: type) -> dict[str, Output]:
-    """Options of a class that name files or folders that the command writes."""
+def output_options(options: type) -> dict[str, Output]:
+    """Output marks of the options that name files or folders to write, by option name."""
     return {
         name: mark
-        for name, field in declarations_of(options).items()
+        for name, field in field_declarations(options).items()
         for mark in field.marks
         if isinstance(mark, Output)
     }
@@ -344,20 +358,20 @@ def outputs(options: type) -> dict[str, Output]:
 # --- outputs are checked before the work --------------------------------------------------------------------
 
 
-def require_outputs(options: Any, also_read: Iterable[Path] = ()) -> None:
+def require_writable_outputs(options: Any, also_read: Iterable[Path] = ()) -> None:
     """Raise ShardCoreError for an output that cannot be written, or would replace an input.
 
     It is called before the work, which would be lost otherwise. also_read: inputs that options only imply.
     """
     from shardcore.io.writing import require_writable
-    from shardcore.plans.store import require_elsewhere
+    from shardcore.plans.store import require_outside_versions
 
-    written_by = outputs(type(options))
+    written_by = output_options(type(options))
     given = [
         (name, found)
         for name, value in vars(options).items()
         for one in (value if isinstance(value, list) else [value])
-        if (found := _local(one))
+        if (found := _local_path(one))
     ]
     read = [
         *((name, found) for name, found in given if name not in written_by),
@@ -366,46 +380,46 @@ def require_outputs(options: Any, also_read: Iterable[Path] = ()) -> None:
     written: list[tuple[str, Path]] = []
     for name, out in ((name, found) for name, found in given if name in written_by):
         replaced = written_by[name].replaced
-        require_writable(out, f"--{_dashed(name)}", folder=replaced is not None)
+        require_writable(out, f"--{_dashed_name(name)}", folder=replaced is not None)
         for place in [out / file for file in replaced or ()] or [out]:
-            require_elsewhere(place)
+            require_outside_versions(place)
             for what, source in read:
-                if _replaces(place, source):
+                if _would_replace(place, source):
                     raise ShardCoreError(
-                        f"--{_dashed(name)} {place} is {_in(place, source)}the "
-                        f"{_dashed(what)} that is read; it needs to be another file"
+                        f"--{_dashed_name(name)} {place} is {_in_folder_words(place, source)}the "
+                        f"{_dashed_name(what)} that is read; it needs to be another file"
                     )
             for other, before in written:
-                if _real(place) == _real(before):
+                if _real_path(place) == _real_path(before):
                     raise ShardCoreError(
-                        f"--{_dashed(other)} and --{_dashed(name)} are both {place}; "
+                        f"--{_dashed_name(other)} and --{_dashed_name(name)} are both {place}; "
                         "they need to be two files"
                     )
             written.append((name, place))
 
 
-def _dashed(name: str) -> str:
+def _dashed_name(name: str) -> str:
     return name.rstrip("_").replace("_", "-")  # from_, as `from` is a word of Python, becomes --from
 
 
-def _local(value: object) -> Path | None:
-    """The path that an argument means: a Path, or text that names an existing file or folder."""
+def _local_path(value: object) -> Path | None:
+    """Path of an option's value: a Path, or text that names an existing file or folder. None for other values."""
     if isinstance(value, str):
         text = value.removeprefix("file://")
         return Path(text) if text and os.path.exists(text) else None
     return value if isinstance(value, Path) else None
 
 
-def _replaces(place: Path, source: Path) -> bool:
-    """Tell if writing to a path would change a file or folder that is read."""
+def _would_replace(place: Path, source: Path) -> bool:
+    """Tell if writing to `place` would change the input file or folder `source`."""
     same = place.is_file() and source.is_file() and place.samefile(source)
-    return same or _real(place) == _real(source) or bool(_in(place, source))
+    return same or _real_path(place) == _real_path(source) or bool(_in_folder_words(place, source))
 
 
-def _in(place: Path, source: Path) -> str:
-    return "in " * (source.is_dir() and _real(source) in _real(place).parents)
+def _in_folder_words(place: Path, source: Path) -> str:
+    return "in " * (source.is_dir() and _real_path(source) in _real_path(place).parents)
 
 
-def _real(path: Path) -> Path:
-    """The path without links. Unlike Path.resolve, it takes a link that leads to itself."""
+def _real_path(path: Path) -> Path:
+    """Resolve symbolic links of a path. Unlike Path.resolve, tolerates a link to itself."""
     return Path(os.path.realpath(path))

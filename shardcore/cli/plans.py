@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from shardcore.cli import decisions as deciding
 from shardcore.cli import grouped
 from shardcore.cli.decisions import PlanOptions
-from shardcore.cli.models import ModelOptions, digest, load, source_of
+from shardcore.cli.models import ModelOptions, load_cost_model, model_source, source_digest
 from shardcore.cli.options import Device, Group, Output, PlanFile, PositiveFloat, ProblemFile
-from shardcore.cli.progress_line import shown
+from shardcore.cli.progress_line import showing_progress
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.progress import clock, report
 from shardcore.core.types import Plan, Problem
@@ -38,25 +38,27 @@ def plan(args: PlanOptions) -> None:
     from shardcore.cost.model import at_confidence
     from shardcore.io import files
     from shardcore.report import decisions_report
-    from shardcore.search import DEFAULT_SHARDER, known, sharder
-    from shardcore.search.decisions.driver import decide, entries_of
+    from shardcore.search import DEFAULT_SHARDER, require_known_sharder, sharder
+    from shardcore.search.decisions.driver import decide, ledger_entries
     from shardcore.search.decisions.provision import Cluster, Provision
     from shardcore.search.learned.policy import read_policy
 
     policy = read_policy(args.policy) if args.policy else None
     default = policy.name if policy else DEFAULT_SHARDER
-    args = dataclasses.replace(args, algorithm=known(default if args.algorithm is None else args.algorithm))
+    args = dataclasses.replace(
+        args, algorithm=require_known_sharder(default if args.algorithm is None else args.algorithm)
+    )
     sharding = sharder(str(args.algorithm), policy)
-    deciding.require_agreeing(args)
-    with shown():
+    deciding.require_needed_options(args)
+    with showing_progress():
         report(f"reading {args.problem}")
         stored = files.read_problem(args.problem)
         problem = (
-            deciding.with_host_memory(stored, args.problem, args.host_gib, args.link_gbps)
+            deciding.problem_with_host_memory(stored, args.problem, args.host_gib, args.link_gbps)
             if args.tiers
             else stored
         )
-    decisions = list(deciding.decisions(args, problem, stored))
+    decisions = list(deciding.requested_decisions(args, problem, stored))
     for decision in decisions:
         if decision.changes and args.out and not args.out_problem:
             raise ShardCoreError(
@@ -65,19 +67,19 @@ def plan(args: PlanOptions) -> None:
             )
     source = args.source
     if args.offers and isinstance(decisions[0], Provision):
-        source = deciding.offer_source(args.offers, decisions[0].offers[0])
+        source = deciding.pricing_source_of_offer(args.offers, decisions[0].offers[0])
     # Searches use the model at the given confidence. Only the plain one shows what is extrapolated.
-    loaded, began = load(source), clock()
+    loaded, began = load_cost_model(source), clock()
     outcomes: list[Outcome] = []  # of the outermost decision
     try:
-        with shown() as line:
+        with showing_progress() as line:
 
-            def hear(outcome: Outcome) -> None:
+            def show_outcome(outcome: Outcome) -> None:
                 outcomes.append(outcome)
                 # A decision with a single proposal has no choice to show.
                 if outcome.proposal.more or len(outcomes) > 1:
                     cost = f"{outcome.ms:.3f} ms" if outcome.found else "no plan"
-                    line.say(f"{outcome.proposal.words}: {cost}")
+                    line.print_line(f"{outcome.proposal.words}: {cost}")
 
             report(str(args.algorithm))
             found = decide(
@@ -87,31 +89,31 @@ def plan(args: PlanOptions) -> None:
                 sharding,
                 seed=args.seed,
                 budget=args.budget(),
-                heard=hear,
+                heard=show_outcome,
             )
     except ShardCoreError:
         # What was searched is shown, even if it has no answer.
         if len(outcomes) > 1:
             outermost = min(decisions, key=lambda decision: decision.level)
-            print(decisions_report.proposals_table(outermost.name, entries_of(outermost, outcomes)))
+            print(decisions_report.proposals_table(outermost.name, ledger_entries(outermost, outcomes)))
         if args.clusters and outcomes:
             deciding.write_clusters(args.clusters, outcomes, None)
         raise
     seconds = clock() - began
-    if args.offers and isinstance(found.chosen, Cluster):
-        source = deciding.offer_source(args.offers, found.chosen.offer)
-        loaded = load(source)
-    provenance = {**found.plan.provenance, **_provenance(args, source)}
+    if args.offers and isinstance(found.chosen_proposal, Cluster):
+        source = deciding.pricing_source_of_offer(args.offers, found.chosen_proposal.offer)
+        loaded = load_cost_model(source)
+    provenance = {**found.plan.provenance, **_plan_provenance(args, source)}
     found = dataclasses.replace(found, plan=Plan(found.plan.placements, provenance))
-    with shown():
+    with showing_progress():
         report(f"writing {args.out}", found.ms)
-        deciding.write(args, found)
-    _print_planned(args, found, decisions, problem, loaded.for_problem(found.problem), seconds)
+        deciding.write_plan_and_problem(args, found)
+    _print_plan_summary(args, found, decisions, problem, loaded.for_problem(found.problem), seconds)
     if args.clusters:
-        deciding.write_clusters(args.clusters, outcomes, found.chosen)
+        deciding.write_clusters(args.clusters, outcomes, found.chosen_proposal)
 
 
-def _print_planned(
+def _print_plan_summary(
     args: PlanOptions,
     found: Found,
     decisions: Sequence[Decision],
@@ -119,7 +121,7 @@ def _print_planned(
     model: CostModel,
     seconds: float,
 ) -> None:
-    """Print the plan's cost, and all decisions. original: the problem before these."""
+    """Print a plan's cost and the decisions of its search. original: the problem before all decisions."""
     from shardcore.cost import known_errors
     from shardcore.cost.model import at_confidence
     from shardcore.report import decisions_report
@@ -134,46 +136,46 @@ def _print_planned(
     sure = f" with {args.confidence:.0%} confidence in each op" if args.confidence else ""
     by = found.plan.provenance["algorithm"] if groups else args.algorithm
     print(
-        f"{args.out or args.out_problem or args.problem}: {f'{groups.words}: ' if groups else ''}"
-        f"{found.ms:.3f} ms predicted{sure}{deciding.band_text(found, model)}, found in {seconds:.2f} s by {by}"
-        f"{deciding.start_text(args, found, decisions, original, cautious)}"
+        f"{args.out or args.out_problem or args.problem}: {f'{groups.description}: ' if groups else ''}"
+        f"{found.ms:.3f} ms predicted{sure}{deciding.error_band_text(found, model)}, found in {seconds:.2f} s by {by}"
+        f"{deciding.changes_from_start_text(args, found, decisions, original, cautious)}"
     )
-    print(f"under {known_errors.label(model)}, model {found.plan.provenance['model_digest'][:8]}")
-    for text in filter(None, deciding.texts(decisions, found, original)):
+    print(f"under {known_errors.model_label(model)}, model {found.plan.provenance['model_digest'][:8]}")
+    for text in filter(None, deciding.decision_texts(decisions, found, original)):
         print(f"\n{text}")
     if args.explain:
         if groups:
             print("\nThe plan of one group:")
-        _print_explained(found.plan, found.problem, cautious, args.budget())
-    _print_extrapolated(deciding.extrapolated(found, model))
+        _print_explanation(found.plan, found.problem, cautious, args.budget())
+    _print_extrapolations(deciding.extrapolation_sentences(found, model))
 
 
-def _provenance(args: PlanOptions, source: str | Sequence[Path]) -> dict[str, Any]:
+def _plan_provenance(args: PlanOptions, source: str | Sequence[Path]) -> dict[str, Any]:
     from shardcore.cost import known_errors
     from shardcore.io import model_files
 
     return (
-        {"model_digest": digest(source)}
+        {"model_digest": source_digest(source)}
         | ({"profile": known_errors.NOT_MEASURED} if isinstance(source, str) else {})
         | ({"policy_digest": model_files.model_digest(args.policy, "policy")} if args.policy else {})
         | ({"confidence": args.confidence} if args.confidence else {})
     )
 
 
-def _print_explained(plan: Plan, problem: Problem, model: CostModel, budget: Budget | None) -> None:
-    """Print the explanation of a plan. problem: without towers, even if the plan has them."""
+def _print_explanation(plan: Plan, problem: Problem, model: CostModel, budget: Budget | None) -> None:
+    """Print what bounds a plan's cost. problem: without towers, even if the plan has towers."""
     from shardcore.cost.model import price_plan
     from shardcore.report import plan_report
-    from shardcore.search.decisions.towers import as_planned
+    from shardcore.search.decisions.towers import with_towers_of_plan
     from shardcore.search.explain import explain
 
-    problem = as_planned(plan, problem)
-    with shown():
+    problem = with_towers_of_plan(plan, problem)
+    with showing_progress():
         explained = explain(price_plan(plan, problem, model), problem, model, budget)
     print(f"\n{plan_report.explanation_text(explained)}")
 
 
-def _print_extrapolated(sentences: Sequence[str]) -> None:
+def _print_extrapolations(sentences: Sequence[str]) -> None:
     # Warnings go to standard error, so that programs can read standard output.
     for sentence in sentences:
         print(f"extrapolated: {sentence}", file=sys.stderr)
@@ -215,51 +217,55 @@ def price(args: PriceOptions) -> None:
     from shardcore.plans.decisions import Version
     from shardcore.report import decisions_report, plan_report
     from shardcore.report.text import rounded_json
-    from shardcore.search.decisions.driver import ledger_of
-    from shardcore.search.decisions.towers import as_planned
-    from shardcore.step.lower import lower, require_cover
+    from shardcore.search.decisions.driver import ledger_from_provenance
+    from shardcore.search.decisions.towers import with_towers_of_plan
+    from shardcore.step.lower import lower, require_full_cover
 
     whole = own = files.read_problem(args.problem)
-    of_groups = files.read_grouped(args.plan, whole) if files.is_grouped(args.plan) else None
+    of_groups = files.read_grouped_plan(args.plan, whole) if files.is_grouped_plan(args.plan) else None
     if of_groups:
         own = of_groups.problem
     found = of_groups.plan if of_groups else files.read_plan(args.plan, own)
-    model = load(source_of(args, args.plan, found)).for_problem(own)
+    model = load_cost_model(model_source(args, args.plan, found)).for_problem(own)
     own.require_setting(model.setting)
-    with files.validating(args.plan):
+    with files.name_file_in_errors(args.plan):
         if "tower_ratio" in found.provenance:
-            require_cover(found, own)
-        own = as_planned(found, own)
+            require_full_cover(found, own)
+        own = with_towers_of_plan(found, own)
         workload, cautious = lower(found, own), at_confidence(model, args.confidence)
-    cost, band = predicted(workload, cautious), known_errors.band_of(model, workload)
-    beyond = grouped.extrapolated(of_groups, whole, model) if of_groups else model.out_of_range(workload)
+    cost, band = predicted(workload, cautious), known_errors.step_error_band(model, workload)
+    beyond = (
+        grouped.extrapolation_sentences(of_groups, whole, model)
+        if of_groups
+        else model.out_of_range(workload)
+    )
     body = {
         "total_ms": cost.total_ms,
         **dataclasses.asdict(cost),
         "memory_bytes": workload.memory_bytes,
         "extrapolated": beyond,
         **({"band": band} if band else {}),
-        **(grouped.price(of_groups, whole, cautious) if of_groups else {}),
+        **(grouped.grouped_cost_json(of_groups, whole, cautious) if of_groups else {}),
     }
     if args.json:
         print(rounded_json(body))
     else:
         sure = f" with {args.confidence:.0%} confidence in each op" if args.confidence else ""
         error = f" ±{band:.0%}" if band else ""
-        of = f"; {grouped.cost_words(body, of_groups, whole)}" if of_groups else ""
+        of = f"; {grouped.grouped_cost_text(body, of_groups, whole)}" if of_groups else ""
         print(f"{args.plan}: {body['total_ms']:.3f} ms a step predicted{sure}{error}{of}")
-        print(f"under {known_errors.label(model)}\n")
+        print(f"under {known_errors.model_label(model)}\n")
         print(plan_report.device_costs_text(Version(str(args.plan), found, cost, workload.memory_bytes), own))
     if args.out:
         writing.write_atomic(args.out, f"{rounded_json(body)}\n".encode())
         print(f"{args.out}: the cost as JSON", file=sys.stderr)
     if args.explain:
-        if decided := decisions_report.ledger_text(ledger_of(found.provenance)):
+        if decided := decisions_report.ledger_text(ledger_from_provenance(found.provenance)):
             print(f"\n{decided}")
         if of_groups:
             print("\nThe plan of one group:")
-        _print_explained(found, own, cautious, None)
-    _print_extrapolated(beyond)
+        _print_explanation(found, own, cautious, None)
+    _print_extrapolations(beyond)
 
 
 # --- export ------------------------------------------------------------------------------------------------
@@ -286,7 +292,7 @@ class ExportOptions:
 @command
 def export(args: ExportOptions) -> None:
     from shardcore.io import files
-    from shardcore.io.files import is_grouped
+    from shardcore.io.files import is_grouped_plan
     from shardcore.torchrec import baseline as torchrec
     from shardcore.torchrec.plan_files import write_torchrec
     from shardcore.torchrec.sharding_plan import to_torchrec
@@ -294,15 +300,15 @@ def export(args: ExportOptions) -> None:
     torchrec.require_torchrec_installed("a file for TorchRec is written with TorchRec")
     problem = files.read_problem(args.problem)
     if args.module is None:
-        args = dataclasses.replace(args, module=_collection(problem))
-    if is_grouped(args.plan):
-        grouped.export(args, problem)
+        args = dataclasses.replace(args, module=_collection_path(problem))
+    if is_grouped_plan(args.plan):
+        grouped.export_grouped_plan(args, problem)
     else:
         plan = files.read_valid_plan(args.plan, problem)
-        with shown():
+        with showing_progress():
             report("writing TorchRec's plan")
             write_torchrec(args.out, to_torchrec(plan, problem, str(args.module), args.compute_device))
-        if note := deciding.pod_note(problem, plan):
+        if note := deciding.pod_size_note(problem, plan):
             print(f"note: {note}", file=sys.stderr)
     paths = dict.fromkeys(t.collection or str(args.module) for t in problem.tables)
     print(f"{args.out}: {len(problem.tables)} tables of {', '.join(paths)}, for TorchRec")
@@ -314,8 +320,8 @@ def export(args: ExportOptions) -> None:
         )
 
 
-def _collection(problem: Problem) -> str:
-    """The path of a plan's only collection: the one that its tables name, or that of TorchRec's DLRM.
+def _collection_path(problem: Problem) -> str:
+    """Module path of a problem's only embedding collection: as its tables name it, or as in TorchRec's DLRM.
 
     Raises ShardCoreError for several collections, some of them without a name.
     """

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 from shardcore.cli.options import Group, Natural, Output, Positive, ProblemFile
-from shardcore.cli.progress_line import shown
+from shardcore.cli.progress_line import showing_progress
 from shardcore.core.progress import report
 from shardcore.io.model_files import MODEL_WEIGHTS
 
@@ -71,16 +71,16 @@ def train_policy(args: TrainPolicyOptions) -> None:
         problems=args.problems,
     )
     config = PolicyConfig(rounds=args.rounds, patience=args.patience, seed=args.seed)
-    with shown() as line:
+    with showing_progress() as line:
 
-        def say_round(round_: int, values: dict[str, float]) -> None:
+        def print_round(round_: int, values: dict[str, float]) -> None:
             report("training")
-            line.say(
+            line.print_line(
                 f"round {round_}: {', '.join(f'{k} {v:.4g}' for k, v in values.items() if k != 'round')}"
             )
 
         report("drawing problems")
-        trained = make_policy(args.name, pool, model, problems, config, like, say_round)
+        trained = make_policy(args.name, pool, model, problems, config, like, print_round)
     meta = {**trained.policy.meta, "provenance": {"model_digest": model_files.model_digest(args.model)}}
     write_policy(args.out, dataclasses.replace(trained.policy, meta=meta))
     print(rounded_json(meta["metrics"]))

@@ -21,7 +21,7 @@ from shardcore.cli.options import (
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.job import Job
-from shardcore.core.topology import Topology, default_reserve
+from shardcore.core.topology import Topology, default_reserved_bytes
 from shardcore.core.types import Problem, Setting
 from shardcore.core.validation import MOST_DEVICES, within
 
@@ -117,7 +117,10 @@ def problem(args: ProblemOptions) -> None:
     from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
     from shardcore.tables.public import public_optimizer, public_pool
 
-    topology, measured = _topology(args), args.tables.endswith(".json") or Path(args.tables).is_dir()
+    topology, measured = (
+        _topology_of_options(args),
+        args.tables.endswith(".json") or Path(args.tables).is_dir(),
+    )
     if measured and args.zipf_alpha is not None:
         raise ShardCoreError(
             f"--zipf-alpha {args.zipf_alpha:g} was given with {args.tables}, which has measured lookups; it needs a "
@@ -133,18 +136,18 @@ def problem(args: ProblemOptions) -> None:
         shape = ProblemConfig(devices=args.devices, max_dim=args.max_dim)
         made = draw_problem(pool, args.draw, setting, args.seed, shape)
         # Devices have the memory that was drawn.
-        topology = _with_memory(topology, made.topology.devices[0].memory_bytes)
+        topology = _with_device_memory(topology, made.topology.devices[0].memory_bytes)
     else:
         name, optimizer = args.tables, args.optimizer or "exact_sgd"
         if Path(args.tables).is_dir():
-            step = job_folder.read_step(job_folder.newest_step(Path(args.tables)))
+            step = job_folder.read_step(job_folder.newest_step_folder(Path(args.tables)))
             tables, name = step.problem.tables, Path(args.tables).resolve().name
         else:
             tables = public_pool(args.tables, args.zipf_alpha)
             optimizer = args.optimizer or public_optimizer(args.tables)
         if args.precision:
             tables = tuple(dataclasses.replace(table, precision=args.precision) for table in tables)
-        reserved = Constraints(reserved_bytes=default_reserve(topology.devices))
+        reserved = Constraints(reserved_bytes=default_reserved_bytes(topology.devices))
         name = "-".join(filter(None, (name, topology.hardware, str(args.devices))))
         made = Problem(name, tables, topology, args.batch, optimizer, constraints=reserved)
     made = dataclasses.replace(made, job=args.job, topology=topology)
@@ -171,7 +174,7 @@ def hot_drift(args: HotDriftOptions) -> None:
     from shardcore.io import files
     from shardcore.io.hot_ids import read_hot_ids, write_hot_ids
     from shardcore.io.row_counts import read_row_counts
-    from shardcore.plans.hot_drift import hot_drift as drift_of
+    from shardcore.plans.hot_drift import hot_row_drifts as drift_of
     from shardcore.report.decisions_report import hot_row_drift_table
 
     found = drift_of(
@@ -182,8 +185,8 @@ def hot_drift(args: HotDriftOptions) -> None:
     print(hot_row_drift_table(found))
 
 
-def _topology(args: ProblemOptions) -> Topology:
-    """Equal devices on equal hosts, as the profile describes them if there is one."""
+def _topology_of_options(args: ProblemOptions) -> Topology:
+    """Topology of equal devices on equal hosts, with memory and links of the profile of --hardware, if given."""
     from shardcore.cost.profile import load_profile
 
     per_host, left = divmod(args.devices, args.hosts)
@@ -194,9 +197,9 @@ def _topology(args: ProblemOptions) -> Topology:
     if args.hardware is None:
         return Topology.of_hosts(args.hosts, per_host, args.memory_gib or _MEMORY_GIB, pods=args.pods)
     topology = load_profile(args.hardware).topology(args.hosts, per_host, pods=args.pods)
-    return _with_memory(topology, int(args.memory_gib * 2**30)) if args.memory_gib else topology
+    return _with_device_memory(topology, int(args.memory_gib * 2**30)) if args.memory_gib else topology
 
 
-def _with_memory(topology: Topology, n_bytes: int) -> Topology:
+def _with_device_memory(topology: Topology, n_bytes: int) -> Topology:
     devices = tuple(dataclasses.replace(device, memory_bytes=n_bytes) for device in topology.devices)
     return dataclasses.replace(topology, devices=devices)

@@ -101,14 +101,14 @@ def show(args: ShowOptions) -> None:
 @command
 def new(args: NewOptions) -> None:
     from shardcore.cost.profile import SPEC, load_profile, write_profile
-    from shardcore.cost.profile_fit import scaled
+    from shardcore.cost.profile_fit import scale_profile
     from shardcore.report.profile_report import profile_text
 
     given = {name: value for name, value in vars(args).items() if name in SPEC and value is not None}
     given |= {"l2_bytes": args.l2_mib * 2**20} if args.l2_mib else {}
     given |= {"memory_bytes": args.memory_gib * 2**30} if args.memory_gib else {}
     start = load_profile(args.from_)
-    made = scaled(start, args.name, **given)
+    made = scale_profile(start, args.name, **given)
     made = dataclasses.replace(made, device_names=tuple(args.device_name or ()))
     write_profile(args.out, made)
     print(f"{args.out}: {profile_text(made, start)}")
@@ -118,11 +118,11 @@ def new(args: NewOptions) -> None:
 def fit(args: FitOptions) -> None:
     from shardcore.cost import profile_fit
     from shardcore.cost.profile import load_profile, write_profile
-    from shardcore.cost.profile_samples import checks
+    from shardcore.cost.profile_samples import check_profile
     from shardcore.report.profile_report import profile_text, unused_timings_text
 
     start = load_profile(args.from_)
-    known, judging, left_out = _timings(args.timings, start)
+    known, judging, left_out = _read_timings(args.timings, start)
     given = ", ".join(map(str, args.timings[:3])) + ", ..." * (len(args.timings) > 3)
     if not known:
         [(why, n)] = left_out.most_common(1) or [("it holds no timing", 0)]
@@ -130,43 +130,43 @@ def fit(args: FitOptions) -> None:
             f"{given} has no timing that profile {start.name!r} can be fitted to; of {left_out.total()} left "
             f"out, {n}: {why}"
         )
-    fitted = profile_fit.fit(known, start)
+    fitted = profile_fit.fit_profile(known, start)
     write_profile(args.out, fitted)
     print(f"{given}: {len(known)} timings fitted, {left_out.total()} left out")
     errors = (
         f"  {before.kind}: mean error {before.error:.0%} before, {after.error:.0%} after"
-        for before, after in zip(checks(start, judging), checks(fitted, judging), strict=True)
+        for before, after in zip(check_profile(start, judging), check_profile(fitted, judging), strict=True)
     )
     print("\n".join(filter(None, (unused_timings_text(left_out), *errors))))
     print(f"\n{args.out}: {profile_text(fitted, start)}")
 
 
-def _timings(
+def _read_timings(
     paths: Sequence[Path], start: Profile
 ) -> tuple[Sequence[Timing], Sequence[Timing], Counter[str]]:
-    """Timings to fit a profile to, those that judge it, and the reasons to leave others out, with their numbers."""
+    """Read timings: those to fit a profile to, those to judge the fit, and counts of excluded timings by reason."""
     from shardcore.cost import accuracy, profile_fit
-    from shardcore.cost.nccl_tests import read_logs
-    from shardcore.cost.profile_samples import timings_of
+    from shardcore.cost.nccl_tests import read_nccl_logs
+    from shardcore.cost.profile_samples import sample_timings
     from shardcore.io import dataset
 
     first, *more = paths
     if first.is_dir() and not more:
-        for setting in dataset.settings(first):
-            if not start.is_of(setting.hardware):
+        for setting in dataset.dataset_settings(first):
+            if not start.covers_hardware(setting.hardware):
                 raise ShardCoreError(
                     f"{first} has samples of {setting.hardware}; profile {start.name!r} is of another card"
                 )
-        compute, comm = dataset.read_compute(first), dataset.read_comm(first)
-        test = timings_of(accuracy.held_out(compute), accuracy.held_out(comm))
-        known = timings_of(
-            [s for s in compute if dataset.split_of(s.id) != "test"],
-            [s for s in comm if dataset.split_of(s.id) != "test"],
+        compute, comm = dataset.read_compute_samples(first), dataset.read_collective_samples(first)
+        test = sample_timings(accuracy.held_out_samples(compute), accuracy.held_out_samples(comm))
+        known = sample_timings(
+            [s for s in compute if dataset.split_of_sample(s.id) != "test"],
+            [s for s in comm if dataset.split_of_sample(s.id) != "test"],
         )
         return known, test, Counter({"kept to judge the fit": len(test)})
     if first.suffix == ".csv" and not more:
         timings, reasons = profile_fit.read_timings(first)
     else:
-        timings, reasons = read_logs(paths, start)
-    chosen = profile_fit.of_card(timings, start)
+        timings, reasons = read_nccl_logs(paths, start)
+    chosen = profile_fit.timings_of_card(timings, start)
     return chosen, chosen, reasons + Counter({"another card, or a low quality": len(timings) - len(chosen)})

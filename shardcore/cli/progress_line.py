@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TextIO
 from weakref import WeakSet
 
 from shardcore.core import progress
-from shardcore.core.errors import escaped
+from shardcore.core.errors import escape_unprintable
 
 if TYPE_CHECKING:
     from shardcore.measure.tally import Tally
@@ -27,11 +27,14 @@ _TOLD_OF_COMPILING: WeakSet[TextIO] = WeakSet()
 
 
 @contextmanager
-def shown(out: TextIO | None = None, silent_s: float = _SILENT_S) -> Iterator[ProgressLine]:
-    """Show progress that is reported within. out: None is standard error. silent_s: nothing is shown before."""
+def showing_progress(out: TextIO | None = None, silent_s: float = _SILENT_S) -> Iterator[ProgressLine]:
+    """Show progress reports on a live line while the context lasts.
+
+    out: None is standard error. silent_s: seconds before the first report is shown.
+    """
     # A command's standard error escapes control characters, with which a terminal's line is rewritten.
     line = ProgressLine(out or getattr(sys.stderr, "stream", sys.stderr), silent_s)
-    with progress.listening(line.heard):
+    with progress.report_to_listener(line.take_report):
         line.start()
         try:
             yield line
@@ -51,43 +54,47 @@ class ProgressLine:
         self._compiles = False
         self._began_s = self._heard_s = time.monotonic()
         self._ended, self._lock = threading.Event(), threading.Lock()
-        self._thread = threading.Thread(target=self._show_often, daemon=True)
+        self._thread = threading.Thread(target=self._show_repeatedly, daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def heard(self, phase: str, best_ms: float | None, left_s: float | None) -> None:
-        """Take a report (see progress.Listener). Compiling is shown at once, as it takes long, and in lines once."""
+    def take_report(self, phase: str, best_ms: float | None, left_s: float | None) -> None:
+        """Take a progress report to show (see progress.Listener). A report of compiling is shown at once."""
         self._compiles = phase.endswith(progress.COMPILING)
         self._report, self._heard_s = (phase, best_ms, left_s), time.monotonic()
         if self._compiles and self.out not in _TOLD_OF_COMPILING:
             _TOLD_OF_COMPILING.add(self.out)
-            self._show()
+            self._show_report()
 
-    def say(self, text: str) -> None:
-        """Write a line that stays."""
-        self._write(f"\r{escaped(text)}\x1b[K\n" if self.rewrites else f"{escaped(text)}\n")
+    def print_line(self, text: str) -> None:
+        """Write a permanent line above the live progress line."""
+        self._write(
+            f"\r{escape_unprintable(text)}\x1b[K\n" if self.rewrites else f"{escape_unprintable(text)}\n"
+        )
 
     def stop(self) -> None:
-        """Stop, and leave no line on a terminal."""
+        """Stop showing progress, and erase the live line on a terminal."""
         self._ended.set()
         self._thread.join()
         if self.rewrites:
             self._write("\r\x1b[K")
 
-    def _show_often(self) -> None:
+    def _show_repeatedly(self) -> None:
         wait_s = self.silent_s
         while not self._ended.wait(wait_s):
             # Compiling was shown when it began.
             if self.rewrites or not self._compiles:
-                self._show()
+                self._show_report()
             wait_s = _TERMINAL_S if self.rewrites else _LINES_S
 
-    def _show(self) -> None:
+    def _show_report(self) -> None:
         if self._report is None:
             return
-        text = words(*self._report, time.monotonic() - self._began_s, time.monotonic() - self._heard_s)
-        self._write(f"\r{escaped(text)}\x1b[K" if self.rewrites else f"{escaped(text)}\n")
+        text = report_text(*self._report, time.monotonic() - self._began_s, time.monotonic() - self._heard_s)
+        self._write(
+            f"\r{escape_unprintable(text)}\x1b[K" if self.rewrites else f"{escape_unprintable(text)}\n"
+        )
 
     def _write(self, text: str) -> None:
         with self._lock:
@@ -95,7 +102,7 @@ class ProgressLine:
             self.out.flush()
 
 
-class Printed:
+class PrintedProgress:
     """Progress of a stage (see stages/progress.py): lines on standard error, and reports."""
 
     def info(self, text: str, *values: object) -> None:
@@ -104,11 +111,11 @@ class Printed:
     warning = info
 
     def show(self, tally: Tally) -> None:
-        progress.report(tally.line)
+        progress.report(tally.progress_line)
 
 
-def words(phase: str, best_ms: float | None, left_s: float | None, now_s: float, since_s: float) -> str:
-    """A report in one line.
+def report_text(phase: str, best_ms: float | None, left_s: float | None, now_s: float, since_s: float) -> str:
+    """A progress report as one line of text.
 
     left_s: seconds left at the time of the report. now_s: seconds since the command began. since_s: seconds
         since the report.

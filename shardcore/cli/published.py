@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from shardcore.cli.models import ModelOptions, load, source_of
+from shardcore.cli.models import ModelOptions, load_cost_model, model_source
 from shardcore.cli.options import (
     Amount,
     Group,
@@ -20,9 +20,9 @@ from shardcore.cli.options import (
     Positive,
     ProblemFile,
     SearchOptions,
-    require_outputs,
+    require_writable_outputs,
 )
-from shardcore.cli.progress_line import shown
+from shardcore.cli.progress_line import showing_progress
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.progress import report
 from shardcore.core.types import Plan, Problem
@@ -114,72 +114,76 @@ def history(args: HistoryOptions) -> None:
     from shardcore.plans import store
     from shardcore.report import plan_report
 
-    found = list(islice(store.history(args.plans, args.name), args.last))
+    found = list(islice(store.decision_history(args.plans, args.name), args.last))
     if not found:
-        store.current(args.plans, args.name)  # raises, naming what is published
+        store.current_version(args.plans, args.name)  # raises, naming what is published
     print(plan_report.decision_history_text(found))
 
 
 @command
 def diff(args: DiffOptions) -> None:
-    from shardcore.plans.diff import diff as moves_of
+    from shardcore.plans.diff import diff_plans as moves_of
     from shardcore.report import plan_report
 
     if args.source and not args.page:
         given = "hardware" if args.hardware else "model"
         raise ShardCoreError(f"diff was given --{given} without --page, whose plans it prices; give both")
-    require_outputs(args, [] if args.problem else [p.with_name("problem.json") for p in (args.old, args.new)])
-    (old, _), (new, problem) = (_read(path, args.problem) for path in (args.old, args.new))
+    require_writable_outputs(
+        args, [] if args.problem else [p.with_name("problem.json") for p in (args.old, args.new)]
+    )
+    (old, _), (new, problem) = (_read_plan_and_problem(path, args.problem) for path in (args.old, args.new))
     print(plan_report.moves_by_table_text(moves_of(old, new, problem)))
     if args.page:
-        model = load(source_of(args, args.new, new))
-        _write_comparison(args.page, model, ((args.new, new), (args.old, old)), problem)
+        model = load_cost_model(model_source(args, args.new, new))
+        _write_comparison_page(args.page, model, ((args.new, new), (args.old, old)), problem)
         print(f"{args.page}: both plans, for a browser")
 
 
-def _write_comparison(
+def _write_comparison_page(
     page: Path, model: CostModel, plans: Sequence[tuple[Path, Plan]], problem: Problem
 ) -> None:
-    """Write a page about two plans, both under `problem`, which is that of the new one."""
+    """Write an HTML page that compares two plans, both priced for `problem`, the problem of the new plan."""
     from shardcore.io import writing
     from shardcore.report import plan_page
     from shardcore.search.anneal.reshard import rebind_tables
-    from shardcore.search.decisions.towers import as_planned
+    from shardcore.search.decisions.towers import with_towers_of_plan
 
     model = model.for_problem(problem)
     problem.require_setting(model.setting)
     versions = []
     for path, made in plans:
         plan = rebind_tables(made, problem)
-        versions.append(_version(str(path), plan, as_planned(plan, problem), model))
+        versions.append(_priced_version(str(path), plan, with_towers_of_plan(plan, problem), model))
     writing.write_atomic(page, plan_page.plan_comparison_page(problem, *versions).encode())
 
 
-def _version(name: str, plan: Plan, problem: Problem, model: CostModel) -> Version:
-    """A plan under a model, with what its moves would do. problem: as the plan has it (towers.as_planned)."""
+def _priced_version(name: str, plan: Plan, problem: Problem, model: CostModel) -> Version:
+    """A plan priced by a model, with the effect of single moves. problem: result of towers.with_towers_of_plan."""
     from shardcore.cost.model import price_plan
     from shardcore.plans.decisions import Version
-    from shardcore.plans.what_if import what_if
+    from shardcore.plans.what_if import price_single_moves
 
     priced = price_plan(plan, problem, model, fits=False)
     report("pricing moves")
-    return Version(name, plan, priced.cost, priced.workload.memory_bytes, what_if(priced, problem, model))
+    return Version(
+        name, plan, priced.cost, priced.workload.memory_bytes, price_single_moves(priced, problem, model)
+    )
 
 
 @command
 def drift(args: DriftOptions) -> None:
     from shardcore.io import files
     from shardcore.plans import store
-    from shardcore.plans.drift import drift as drift_of
+    from shardcore.plans.drift import plan_drift as drift_of
     from shardcore.plans.replan import ReplanConfig
     from shardcore.report import plan_report
 
     plan, problem = store.read_plan(args.plans, args.name)
-    now = _with_statistics_of(args.fresh, problem)
-    model = load(args.source).for_problem(now)
+    now = _with_statistics_of_file(args.fresh, problem)
+    model = load_cost_model(args.source).for_problem(now)
     now.require_setting(model.setting)
     config = ReplanConfig(args.max_moved_tables, seed=args.seed, budget=args.budget())
-    with shown():
+    with showing_progress():
         report("searching a re-plan")
         found = drift_of(plan, problem, now, model, config, args.threshold)
     print(plan_report.plan_drift_text(found))
@@ -198,10 +202,10 @@ def view(args: ViewOptions) -> None:
     if beside.exists() and not args.source:
         page = beside.read_bytes()
     else:
-        require_outputs(args, [] if args.problem else [args.plan.with_name("problem.json")])
-        with shown():
+        require_writable_outputs(args, [] if args.problem else [args.plan.with_name("problem.json")])
+        with showing_progress():
             report(f"reading {args.plan}")
-            page = _page_of(args).encode()
+            page = _unpublished_plan_html(args).encode()
     if args.out is None:
         handle, path = tempfile.mkstemp(prefix=f"{args.plan.stem}-", suffix=".html")
         os.close(handle)
@@ -210,21 +214,21 @@ def view(args: ViewOptions) -> None:
     print(f"{out}: the page{', in your browser' if open_page(out) else ', for a browser'}")
 
 
-def _page_of(args: ViewOptions) -> str:
-    """The page of a plan that is priced now."""
+def _unpublished_plan_html(args: ViewOptions) -> str:
+    """HTML page of an unpublished plan, priced by the model of the options."""
     from shardcore.report import plan_page
-    from shardcore.search.decisions.towers import as_planned
+    from shardcore.search.decisions.towers import with_towers_of_plan
 
-    plan, problem = _read(args.plan, args.problem)
-    model = load(source_of(args, args.plan, plan)).for_problem(problem)
+    plan, problem = _read_plan_and_problem(args.plan, args.problem)
+    model = load_cost_model(model_source(args, args.plan, plan)).for_problem(problem)
     problem.require_setting(model.setting)
     return plan_page.unpublished_plan_page(
-        problem, _version(str(args.plan), plan, as_planned(plan, problem), model)
+        problem, _priced_version(str(args.plan), plan, with_towers_of_plan(plan, problem), model)
     )
 
 
-def _read(path: Path, problem: Path | None) -> tuple[Plan, Problem]:
-    """A valid plan with its problem: the given one, or problem.json beside it."""
+def _read_plan_and_problem(path: Path, problem: Path | None) -> tuple[Plan, Problem]:
+    """Read a plan and its problem: a given file, or problem.json beside the plan."""
     from shardcore.io import files, schema
 
     beside = path.with_name("problem.json")
@@ -238,14 +242,14 @@ def _read(path: Path, problem: Path | None) -> tuple[Plan, Problem]:
     return files.read_valid_plan(path, its_problem), its_problem
 
 
-def _with_statistics_of(path: Path, problem: Problem) -> Problem:
-    """The problem with fresh shapes and statistics from a problem file or a pool."""
+def _with_statistics_of_file(path: Path, problem: Problem) -> Problem:
+    """Problem with table shapes and access statistics updated from a problem file or a pool of tables."""
     from shardcore.io import files
     from shardcore.io.envelope import is_document
-    from shardcore.plans.drift import refreshed, refreshed_by
+    from shardcore.plans.drift import with_fresh_problem, with_fresh_tables
 
     if is_document(path, "pool"):
-        return refreshed(problem, files.read_pool(path))
+        return with_fresh_tables(problem, files.read_pool(path))
     # A pool may lack tables of the problem. A problem may not: it would be another one.
-    with files.validating(path):
-        return refreshed_by(problem, files.read_problem(path))
+    with files.name_file_in_errors(path):
+        return with_fresh_problem(problem, files.read_problem(path))

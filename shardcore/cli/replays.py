@@ -19,7 +19,7 @@ from shardcore.cli.options import (
     PositiveGib,
     ProblemFile,
 )
-from shardcore.cli.progress_line import shown
+from shardcore.cli.progress_line import showing_progress
 from shardcore.core.progress import report
 from shardcore.core.types import Setting
 from shardcore.measure.config import ReplayConfig
@@ -79,15 +79,15 @@ def replay(args: ReplayOptions) -> None:
     plans, workloads = [], []
     for path in args.plans:
         plans.append(files.read_plan(path, problem))
-        with files.validating(path):
+        with files.name_file_in_errors(path):
             workloads.append(lower(plans[-1], problem))
     predicted = None
     if args.model:
-        model = composite.load(args.model).for_problem(problem)
+        model = composite.load_models(args.model).for_problem(problem)
         problem.require_setting(model.setting)
         predicted = [price(workload, model) for workload in workloads]
 
-    def run(some: Sequence[Workload], reference: ReferenceOp | None = None) -> list[StepSample]:
+    def run_replays(some: Sequence[Workload], reference: ReferenceOp | None = None) -> list[StepSample]:
         report(f"running {len(some)} plans in {len(problem.topology)} processes, {config.repeats} steps each")
         return replay_all(some, setting, config, Transport(device), reference)
 
@@ -100,19 +100,19 @@ def replay(args: ReplayOptions) -> None:
         ]
         # The reference op shows the machine's slowdown during the replays.
         reference = dataset.reference_op(args.append, setting)
-        with shown():
-            known = replays.append(
+        with showing_progress():
+            known = replays.add_missing_replays(
                 args.append,
                 problem,
                 named_plans,
                 setting,
                 config,
-                lambda w: run(w, reference),
+                lambda w: run_replays(w, reference),
             )
         costs = [known[replays.plan_digest(plan)] for plan in plans]
     else:
-        with shown():
-            costs = run(workloads)
+        with showing_progress():
+            costs = run_replays(workloads)
     body = {
         "setting": files.setting_to_json(setting),
         "replays": [

@@ -48,20 +48,22 @@ def measure(args: MeasureOptions) -> None:
     from shardcore.report import topology_report
 
     problem = files.read_problem(args.problem)
-    pairs.require_links(problem)
+    pairs.require_measurable_links(problem)
     if "RANK" in os.environ:
-        first = _rank(problem) == 0
-        found = pairs.measure_job(args.pairs, args.device, _print_turns if first else lambda *_: None)
+        first = _torchrun_rank(problem) == 0
+        found = pairs.measure_in_job(
+            args.pairs, args.device, _print_turn_progress if first else lambda *_: None
+        )
         if not first:
             return
     else:
         transport = Transport(args.device)
-        found = pairs.measure(len(problem.topology), args.pairs, transport, _print_turns)
+        found = pairs.measure_pairs(len(problem.topology), args.pairs, transport, _print_turn_progress)
     print(topology_report.write_measured_topology(found, problem, args.out, args.ranks))
 
 
-def _rank(problem: Problem) -> int:
-    """This process's rank. Raises ShardCoreError if the job does not fit the problem."""
+def _torchrun_rank(problem: Problem) -> int:
+    """Rank of this process, from torchrun's environment. Raises ShardCoreError unless each device has one rank."""
     n, given = len(problem.topology), os.environ
     if given.get("WORLD_SIZE") != str(n):
         raise ShardCoreError(
@@ -80,6 +82,6 @@ def _rank(problem: Problem) -> int:
     return int(given["RANK"])
 
 
-def _print_turns(done: int, of: int) -> None:
+def _print_turn_progress(done: int, of: int) -> None:
     if done % max(1, of // 10) == 0 or done == of:
         print(f"pairs: {done} of {of} turns", file=sys.stderr, flush=True)

@@ -16,7 +16,7 @@ from shardcore.core.validation import (
     Record,
     one_of,
     require,
-    shown,
+    short_repr,
     within,
 )
 
@@ -49,7 +49,7 @@ class Reuse(Record, noun="reuse histogram"):
         fractions = len(self.bins) == REUSE_BINS and min(self.bins) >= 0 and max(self.bins) <= 1 + 1e-6
         if not (fractions and (total == 0 or abs(total - 1) < 1e-3)):
             raise ShardCoreError(
-                f"reuse histogram has {len(self.bins)} bins {shown(self.bins)} that sum to {total:.6g}; "
+                f"reuse histogram has {len(self.bins)} bins {short_repr(self.bins)} that sum to {total:.6g}; "
                 f"it needs {REUSE_BINS} fractions that sum to 1 (or are all 0)"
             )
 
@@ -66,7 +66,7 @@ class Zipf(Record, noun="zipf"):
 
 @dataclass(frozen=True)
 class RowShares(Record, noun="row shares"):
-    """Access statistics by place: shares of a batch in each of N equal ranges of a table's rows, in order.
+    """Access statistics by row range: shares of a batch in each of N equal ranges of a table's rows, in order.
 
     lookups: [N] shares of the lookups.
     unique: [N] shares of the unique rows.
@@ -105,7 +105,7 @@ hashed: ids are hashed before.
 
 @dataclass(frozen=True)
 class HashForm:
-    """A form of hash table.
+    """Implementation of a hash table for embeddings, with its memory per row.
 
     row_bytes: device memory for each row, by eviction policy: its raw id, and what eviction needs.
     slot_rows, slot_bytes: rows that a device has in whole groups of so many, and device memory for each
@@ -203,6 +203,6 @@ class ManagedCollision(Record, noun="managed collision"):
         )
 
     @property
-    def known(self) -> HashForm:
-        """Its form. Numbers alone: one that says nothing."""
+    def hash_form(self) -> HashForm:
+        """Form of the hash table, by its name in HASH_FORMS; an empty form where numbers alone describe the table."""
         return HASH_FORMS.get(self.form, _NO_FORM)

@@ -14,7 +14,7 @@ STATE_BYTES = 4
 
 @dataclass(frozen=True)
 class Optimizer:
-    """An optimizer of embeddings.
+    """An optimizer of embedding tables.
 
     theirs: name in FBGEMM's EmbOptimType. For a dense one, the path of its class.
     states: granularity of each moment: "row" or "cell". FBGEMM's momentum1 is the first, momentum2 the second.
@@ -28,13 +28,18 @@ class Optimizer:
     scratch: int = 0
 
     def state_bytes(self, per: str, each: int = STATE_BYTES) -> int:
-        """Bytes of state for each "row" or each "cell". each: bytes of a number."""
+        """Bytes of optimizer state for each row, or for each weight, of a table.
+
+        per: "row" or "cell" (a single weight).
+
+        each: bytes of a number.
+        """
         return each * self.states.count(per)
 
 
 @dataclass(frozen=True)
 class Precision:
-    """A data type of weights.
+    """A data type of embedding weights.
 
     theirs: name in FBGEMM's SparseType and in TorchRec's DataType.
     torch: name of torch's dtype.
@@ -70,6 +75,6 @@ PRECISIONS = {
 }
 
 
-def named(theirs: str, known: dict[str, Optimizer] | dict[str, Precision]) -> str | None:
-    """Our name for the name `theirs` of FBGEMM and TorchRec. None: there is none."""
+def shardcore_name(theirs: str, known: dict[str, Optimizer] | dict[str, Precision]) -> str | None:
+    """ShardCore's name of an optimizer or data type that FBGEMM and TorchRec call `theirs`; None if there is none."""
     return next((ours for ours, entry in known.items() if entry.theirs == theirs), None)

@@ -11,13 +11,13 @@ from shardcore.core.validation import (
     MOST_BYTES,
     MOST_DIM,
     MOST_PINS,
-    first_repeated,
+    convert_to_type,
+    field_rules,
+    first_duplicate,
     require,
     require_rules,
-    rules_of,
-    shown,
+    short_repr,
     type_hints,
-    typed,
     within,
 )
 
@@ -35,7 +35,7 @@ _FORMS = {
 
 @dataclass(frozen=True)
 class Constraints:
-    """Requests of a user about a plan.
+    """Constraints of a user on a plan.
 
     reserved_bytes: bytes kept free on every device for the dense part. Files of problems that lack it, and
       TorchRec's topologies, keep 15% of the smallest device.
@@ -55,12 +55,12 @@ class Constraints:
 
     def __post_init__(self) -> None:
         object.__setattr__(
-            self, "reserved_bytes", typed(self.reserved_bytes, int, "constraints.reserved_bytes")
+            self, "reserved_bytes", convert_to_type(self.reserved_bytes, int, "constraints.reserved_bytes")
         )
-        require_rules(self, "constraints", rules_of(Constraints))
+        require_rules(self, "constraints", field_rules(Constraints))
         for name, form in _FORMS.items():
             try:
-                object.__setattr__(self, name, tuple(self._entries(name)))
+                object.__setattr__(self, name, tuple(self._checked_entries(name)))
             except ShardCoreError as error:
                 raise ShardCoreError(f"{error}, such as {form}") from None
         pairs = {"pinned": self.pinned, "kinds": self.kinds, "min_widths": self.min_widths}
@@ -77,25 +77,26 @@ class Constraints:
         tables = {name: [table for table, _ in entries] for name, entries in pairs.items()}
         tables["together"] = [table for group in self.together for table in group]
         for name, named in tables.items():
-            twice = first_repeated(named)
+            twice = first_duplicate(named)
             require(twice is None, f"constraints.{name} has table {twice!r} twice; it needs to be there once")
         kinds = tuple((table, tuple(dict.fromkeys(kinds))) for table, kinds in self.kinds)
         object.__setattr__(self, "kinds", kinds)
 
-    def _entries(self, name: str) -> Iterator[Any]:
-        """Entries of a field, each of its annotated type. Raises ShardCoreError naming the table."""
+    def _checked_entries(self, name: str) -> Iterator[Any]:
+        """Entries of a constraint field, each converted to its annotated type. Raises ShardCoreError naming the
+        table."""
         value, what = getattr(self, name), f"constraints.{name}"
         kind, _ = get_args(type_hints(Constraints)[name])
-        for entry in typed(value, tuple[Any, ...], what):
+        for entry in convert_to_type(value, tuple[Any, ...], what):
             if name in ("unsplit", "together"):
-                yield typed(entry, kind, f"an entry of {what}")
+                yield convert_to_type(entry, kind, f"an entry of {what}")
                 continue
             is_pair = isinstance(entry, list | tuple) and len(entry) == 2 and isinstance(entry[0], str)
-            require(is_pair, f"{what} is {shown(value)}; it needs to be a list")
-            yield entry[0], typed(entry[1], get_args(kind)[1], f"{what} of table {entry[0]!r}")
+            require(is_pair, f"{what} is {short_repr(value)}; it needs to be a list")
+            yield entry[0], convert_to_type(entry[1], get_args(kind)[1], f"{what} of table {entry[0]!r}")
 
-    def among(self, names: Collection[str]) -> Constraints:
-        """Constraints of some of the tables."""
+    def restricted_to(self, names: Collection[str]) -> Constraints:
+        """The constraints restricted to some tables of a problem."""
         return Constraints(
             self.reserved_bytes,
             tuple(name for name in self.unsplit if name in names),
@@ -106,10 +107,10 @@ class Constraints:
         )
 
 
-def devices_of_pins(
+def allowed_devices_by_table(
     pins: Pins, together: Iterable[Sequence[str]], on_hosts: Mapping[str, Sequence[int]], what: str
 ) -> dict[str, tuple[int, ...]]:
-    """For each table that is pinned, or kept together with one that is, the devices where it may live, rising.
+    """Allowed devices, ascending, of each pinned table and of each table kept together with a pinned table.
 
     together: groups of tables that live on one device.
     on_hosts: the devices of each host.
@@ -123,7 +124,7 @@ def devices_of_pins(
     sets: dict[Any, frozenset[int]] = {}
     left = MOST_PINS
 
-    def keep(key: Any, devices: frozenset[int]) -> None:
+    def add_device_set(key: Any, devices: frozenset[int]) -> None:
         nonlocal left
         sets[key], left = devices, left - len(devices)
         require(
@@ -141,14 +142,16 @@ def devices_of_pins(
                 f"{what} pins table {name!r} to {w!r}; its devices are 0 to {n_devices - 1}, "
                 f"its hosts {', '.join(list(on_hosts)[:5])}",
             )
-        keep(where, frozenset(d for w in entries for d in (on_hosts[w] if isinstance(w, str) else (w,))))
+        add_device_set(
+            where, frozenset(d for w in entries for d in (on_hosts[w] if isinstance(w, str) else (w,)))
+        )
     own = {name: sets[where] for name, where in pins.items()}
     for group in together:
         of_group = frozenset(own[name] for name in group if name in own)
         if not of_group:
             continue
         if of_group not in sets:
-            keep(of_group, frozenset.intersection(*of_group))
+            add_device_set(of_group, frozenset.intersection(*of_group))
         if not sets[of_group]:
             pinned = ", ".join(f"{n!r} to {list(pins[n])}" for n in group if n in pins)
             raise ShardCoreError(
@@ -162,7 +165,8 @@ def devices_of_pins(
 def require_tower_units(
     devices_of: Mapping[str, tuple[int, ...]], units: Sequence[Sequence[int]], unit: str, what: str
 ) -> None:
-    """Raise ShardCoreError unless outputs of a job with towers can be exchanged within hosts, or pods, first.
+    """Raise ShardCoreError unless a job with towers can exchange outputs within its hosts (or pods) before crossing
+    between them.
 
     devices_of: devices where each table with pooled outputs may live.
     units: the devices of each.

@@ -10,7 +10,7 @@ MOST_CHARACTERS = 400
 
 
 class ShardCoreError(ValueError):
-    """An error that a user can mend. Its message names the thing, its value and what would be right.
+    """Error that a user can mend. The message names the thing in error, its value and what would be right.
 
     It is one line of printable characters, at most `most`: values in it come from files that anybody may have
     written. It has no password of a URL. Only io/schema.Faults has several lines.
@@ -21,12 +21,12 @@ class ShardCoreError(ValueError):
     most = MOST_CHARACTERS
 
     def __init__(self, message: str = "", faults: Sequence[ShardCoreError] = ()):
-        super().__init__(shortened(escaped(redacted(shortened(message, 1 << 12))), self.most))
+        super().__init__(shorten(escape_unprintable(redact_urls(shorten(message, 1 << 12))), self.most))
         self.faults = faults
 
 
 class Infeasible(ShardCoreError):
-    """No plan fits. The message names the cause, the excess, and what would make it fit.
+    """Raised when no plan fits. The message names the cause, the excess and a remedy.
 
     So it may be longer.
     """
@@ -35,7 +35,7 @@ class Infeasible(ShardCoreError):
 
 
 class Overfull(Infeasible):
-    """A plan takes more memory than there is. Another plan may fit.
+    """Raised when a plan takes more memory than its devices have. Another plan may fit.
 
     too_much: bytes, on the device that has most too much.
     """
@@ -46,11 +46,12 @@ class Overfull(Infeasible):
 
 
 class SettingMismatch(ShardCoreError):
-    """A problem, dataset or plan belongs to another setting than the model; the message shows both."""
+    """Raised when a problem, dataset or plan belongs to another setting than the model. The message shows both
+    settings."""
 
 
 class Unreachable(ShardCoreError):
-    """A file is there, or may be, but a disk or service did not give it. Its content is unknown."""
+    """Raised when a disk or service does not give a file that exists or may exist."""
 
 
 _USER = re.compile(r"(?<=://)(?:[^\s'\"/:@]*:[^\s'\"]*|[^\s'\"/]*)@")
@@ -59,10 +60,11 @@ _SECRET = re.compile(r"(?i)([?&][^=&\s]*(?:pass|pwd|secret|token|key|sig)[^=&\s]
 """A secret among the parameters of a URL."""
 
 
-def after_name(what: object, error: ShardCoreError) -> str:
-    """A message after the name of its thing, such as a file. Words that end the name and begin the message come once.
+def message_with_name(what: object, error: ShardCoreError) -> str:
+    """Error message after the name of the thing in error, such as a file; words that end the name and start the message
+    are not repeated.
 
-    after_name("p.json, table 't'", "table 't' has ...")  "p.json, table 't' has ..."
+    message_with_name("p.json, table 't'", "table 't' has ...")  "p.json, table 't' has ..."
     """
     message = str(error).removeprefix("a ")
     name = f" {what}".replace("_", " ")
@@ -71,20 +73,20 @@ def after_name(what: object, error: ShardCoreError) -> str:
     return f"{what}{message[same:]}" if same else f"{what}: {error}"
 
 
-def redacted(text: str) -> str:
+def redact_urls(text: str) -> str:
     """Text without the users, passwords and secrets of its URLs."""
     return _SECRET.sub(r"\1…", _USER.sub("…@", text)) if "://" in text else text
 
 
-def escaped(text: str) -> str:
-    """Text with escapes for what is not printable: line ends, control characters, lone surrogates."""
+def escape_unprintable(text: str) -> str:
+    """Text with escapes for unprintable characters: line ends, control characters, lone surrogates."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def shortened(text: str, most: int) -> str:
-    """Text of at most `most` characters. Of a longer one its start and its end are kept.
+def shorten(text: str, most: int) -> str:
+    """Text cut to at most `most` characters; the start and end of a longer text are kept.
 
     They name the thing and what would be right.
     """

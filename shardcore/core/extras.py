@@ -23,12 +23,12 @@ RECIPES = {
 
 
 class MissingExtra(ShardCoreError, ImportError):
-    """A package is not installed. The message has the command that installs it."""
+    """Raised when an optional package is not installed. The message has the command that installs the package."""
 
 
 @contextmanager
-def extras_named() -> Iterator[None]:
-    """Raise MissingExtra where an import within fails for lack of an extra's package."""
+def explain_missing_extras() -> Iterator[None]:
+    """Context manager: raise MissingExtra, with the install command, where an import of an optional package fails."""
     try:
         yield
     except ModuleNotFoundError as error:

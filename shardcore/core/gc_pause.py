@@ -15,8 +15,8 @@ _THRESHOLD = (200_000, 20, 1000)
 
 
 @contextmanager
-def rare_collections() -> Iterator[None]:
-    """Collect rarely within; afterwards as before."""
+def infrequent_gc() -> Iterator[None]:
+    """Context manager: run Python's cyclic garbage collector rarely, and restore its thresholds at exit."""
     before = gc.get_threshold()
     gc.set_threshold(*_THRESHOLD)
     try:

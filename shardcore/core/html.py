@@ -11,32 +11,36 @@ MOST_ROWS = 12
 
 
 class Link(NamedTuple):
-    """A cell of a table that leads to another page."""
+    """Table cell that links to another page."""
 
     text: str
     address: str
 
 
-def table(headers: Sequence[str], rows: Iterable[Sequence[Any]], words: Sequence[int] = ()) -> str:
-    """A table of cells. words: columns, other than the first, that are left-aligned."""
+def html_table(headers: Sequence[str], rows: Iterable[Sequence[Any]], words: Sequence[int] = ()) -> str:
+    """HTML table of cells. words: columns, other than the first, that are left-aligned."""
 
-    def line(tag: str, cells: Sequence[Any]) -> str:
-        aligned = [(" class=words" if i in words else "", _cell(c)) for i, c in enumerate(cells)]
+    def row_html(tag: str, cells: Sequence[Any]) -> str:
+        aligned = [(" class=words" if i in words else "", _cell_html(c)) for i, c in enumerate(cells)]
         return f"<tr>{''.join(f'<{tag}{mark}>{cell}</{tag}>' for mark, cell in aligned)}</tr>\n"
 
     return (
-        f"<table><thead>{line('th', headers)}</thead>\n"
-        f"<tbody>{''.join(line('td', row) for row in rows)}</tbody></table>"
+        f"<table><thead>{row_html('th', headers)}</thead>\n"
+        f"<tbody>{''.join(row_html('td', row) for row in rows)}</tbody></table>"
     )
 
 
-def shown(text: str, headers: Sequence[str], rows: Sequence[Sequence[Any]], words: Sequence[int] = ()) -> str:
-    """A noun in a notebook: a line of text, and a table that ends with the number of rows left out."""
+def notebook_html(
+    text: str, headers: Sequence[str], rows: Sequence[Sequence[Any]], words: Sequence[int] = ()
+) -> str:
+    """HTML summary of an object for a notebook: a line of text, and a table of its first rows with the number of rows
+    left out."""
     rest = f"<p>and {len(rows) - MOST_ROWS} more</p>" if len(rows) > MOST_ROWS else ""
-    return f"<p>{escape(text)}</p>{table(headers, rows[:MOST_ROWS], words)}{rest}"
+    return f"<p>{escape(text)}</p>{html_table(headers, rows[:MOST_ROWS], words)}{rest}"
 
 
-def _cell(value: Any) -> str:
+def _cell_html(value: Any) -> str:
+    """HTML of a table cell: a link, or escaped text."""
     if isinstance(value, Link):
         return f'<a href="{escape(value.address)}">{escape(value.text)}</a>'
     return escape(str(value))

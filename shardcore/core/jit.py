@@ -32,7 +32,7 @@ from numba.core.dispatcher import Dispatcher
 from numba.core.typed_passes import NativeLowering
 
 from shardcore.core import progress
-from shardcore.core.gc_pause import rare_collections
+from shardcore.core.gc_pause import infrequent_gc
 
 _PACKAGE = Path(__file__).parents[1]
 _SOURCES = (
@@ -82,8 +82,8 @@ class _CompilerToLink(Compiler):
         return [passes]
 
 
-def inner(function: Callable) -> Dispatcher:
-    """Declare a function that only compiled ones call. It needs no cache entry, and no way in for Python."""
+def compile_inner(function: Callable) -> Dispatcher:
+    """Decorator for a numba function that only other compiled functions call: no cache entry, no Python wrapper."""
     return njit(
         error_model="numpy",
         _nrt=False,
@@ -93,44 +93,44 @@ def inner(function: Callable) -> Dispatcher:
     )(function)
 
 
-def entry(
+def compile_entry(
     signature: numba.core.typing.Signature, convert: Callable[[Any], Any] = lambda value: value
 ) -> Callable[[Callable], Callable]:
-    """Declare a function that Python calls. It is compiled for one signature, when first called.
+    """Decorator for a numba function that Python calls: compiled for one signature, at the first call.
 
     Its attribute `ready` compiles it before.
 
     convert: applied to each argument of a call.
     """
 
-    def declare(function: Callable) -> Callable:
+    def compile_function(function: Callable) -> Callable:
         compiled = njit(**OPTIONS)(function)
 
         @functools.wraps(function)
-        def call(*args: Any) -> Any:
-            return ready(compiled, signature)(*map(convert, args))
+        def call_compiled(*args: Any) -> Any:
+            return compiled_for(compiled, signature)(*map(convert, args))
 
-        call.ready = functools.partial(ready, compiled, signature)
-        return call
+        call_compiled.ready = functools.partial(compiled_for, compiled, signature)
+        return call_compiled
 
-    return declare
+    return compile_function
 
 
-def ready(function: Dispatcher, signature: numba.core.typing.Signature) -> Dispatcher:
-    """The function compiled for a signature, and for no other. No clock counts what that takes."""
+def compiled_for(function: Dispatcher, signature: numba.core.typing.Signature) -> Dispatcher:
+    """The numba function compiled for one signature only. Compile time is excluded from `progress.clock`."""
     if not function.signatures:
         module = function.py_func.__module__.rpartition(".")[2]
         index = f"{module}.{function.py_func.__qualname__}-*.nbi"
         if not any(Path(numba.config.CACHE_DIR).glob(f"*/{index}")):  # it is not on disk
             progress.report(progress.COMPILING)
-        with progress.stopped_clock(), rare_collections():
+        with progress.stopped_clock(), infrequent_gc():
             function.compile(signature)
         function.disable_compile()
     return function
 
 
-def copy_compiled(package: Path, copy: Path) -> None:
-    """Give a copy of the package its compiled code. The copy needs the same sources."""
+def copy_compiled_code(package: Path, copy: Path) -> None:
+    """Copy the package's cached machine code to a copy of the package with the same sources."""
     # Numba names subfolders after the path of the sources, which differs for the copy.
     made = cache_folder()
     for folder in {path.parent for pattern in _SOURCES for path in package.glob(pattern)}:
@@ -143,7 +143,7 @@ def copy_compiled(package: Path, copy: Path) -> None:
 
 
 def cache_folder() -> Path:
-    """A folder for compiled code: in the package's `__pycache__`, in the user's cache, or temporary.
+    """Folder for the cache of compiled code: in the package's `__pycache__`, in the user's cache, or temporary.
 
     Numba runs what it finds there, so it is never one that others may change, as the current folder may be.
     """
@@ -158,7 +158,7 @@ def cache_folder() -> Path:
     for folder in (parent / name for parent in parents if parent.is_absolute()):
         with contextlib.suppress(OSError):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if _is_ours(folder.parent) and _is_ours(folder):
+            if _is_trusted_folder(folder.parent) and _is_trusted_folder(folder):
                 folder.touch()  # those used last are kept
                 # This one stays, whatever the times of others: a clock may have been ahead.
                 for old in sorted(
@@ -169,8 +169,8 @@ def cache_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="shardcore-numba-"))
 
 
-def _is_ours(folder: Path) -> bool:
-    """Tell if a path is a folder, no link, that only root, this user or the package's owner may change."""
+def _is_trusted_folder(folder: Path) -> bool:
+    """Tell if a path is a folder, not a link, which only root, this user or the package's owner may change."""
     found = folder.lstat()
     return (
         stat.S_ISDIR(found.st_mode)

@@ -21,7 +21,7 @@ from shardcore.core.validation import (
 
 @dataclass(frozen=True)
 class Ids:
-    """Batches of which ids are in memory at once.
+    """Number of batches whose ids are in memory in one moment of a training step, by state of the ids.
 
     batches: as they come.
     sent: in the order of the plan and in buckets, as they travel.
@@ -38,7 +38,7 @@ class Ids:
 
 @dataclass(frozen=True, eq=False)
 class Pipeline:
-    """A training pipeline of TorchRec.
+    """A training pipeline of TorchRec, with the ids in memory in each moment of a step.
 
     theirs: its class.
     hides_ids: whether ids travel while the dense part runs.
@@ -59,13 +59,14 @@ class Pipeline:
     fetches_ahead: bool = False
 
     @property
-    def moments(self) -> tuple[Ids, ...]:
+    def ids_by_moment(self) -> tuple[Ids, ...]:
+        """Batches of ids that are in memory in each moment of a training step, in order."""
         return self.ids_arrive, self.lookups, self.outputs_arrive, self.dense, self.backward, self.update
 
     @cached_property
-    def least_arrived(self) -> int:
-        """Batches whose arrived ids are in memory in every moment."""
-        return min(ids.arrived for ids in self.moments)
+    def min_arrived_batches(self) -> int:
+        """Smallest number of batches whose received ids are in memory, over all moments of a step."""
+        return min(ids.arrived for ids in self.ids_by_moment)
 
 
 PIPELINES = {
@@ -184,12 +185,12 @@ class Job(Record, noun="job"):
 
     @property
     def payloads(self) -> dict[str, str]:
-        """Payloads by direction."""
+        """Payload names by direction: outputs forward, gradients backward."""
         return {"forward": self.forward_payload, "backward": self.backward_payload}
 
     @property
     def dense_ms(self) -> float:
-        """ms of the dense part of a step."""
+        """ms of the dense part of a training step, forward and backward."""
         return (self.dense_forward_ms or 0.0) + (self.dense_backward_ms or 0.0)
 
     @property
@@ -198,6 +199,6 @@ class Job(Record, noun="job"):
         return PIPELINES[self.pipeline].fetches_ahead
 
     @property
-    def hides_ids_ms(self) -> float:
-        """ms for which ids may travel without making a step longer."""
+    def id_overlap_ms(self) -> float:
+        """ms of a training step during which transfers of ids are hidden behind the dense part."""
         return self.dense_ms if PIPELINES[self.pipeline].hides_ids else 0.0

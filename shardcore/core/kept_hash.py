@@ -8,7 +8,7 @@ from typing import Any
 
 
 class KeptHash:
-    """A base of a frozen dataclass that computes its hash once.
+    """Mixin for frozen dataclasses that computes the hash once.
 
     The dataclass names it, `__hash__ = KeptHash.__hash__`, as it would make its own otherwise.
     """

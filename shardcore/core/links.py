@@ -23,7 +23,7 @@ from shardcore.core.validation import MOST_GBPS, MOST_MS, Record, one_of, requir
 
 @dataclass(frozen=True)
 class Level:
-    """A level of links.
+    """A level of links between devices: within hosts, within pods or between hosts.
 
     name: name in topologies and files.
     words: for people, after "links".
@@ -47,7 +47,8 @@ class Level:
 
 
 def pod_of(host: str) -> str:
-    """The pod of a host: what its name has before the last slash, as in "pod-0/host-1". Without one, the host."""
+    """Pod of a host, from the host's name: the part before the last slash, as in "pod-0/host-1"; without a slash, the
+    whole name."""
     return host.rpartition("/")[0] or host
 
 
@@ -121,15 +122,15 @@ class Link(Record, noun="link"):
         )
 
     @property
-    def words(self) -> str:
-        """The links that are given, for people."""
+    def description(self) -> str:
+        """Description of a link's given bandwidth and latency, for people."""
         gbps = [f"{self.gbps:g} GB/s{' shared' * self.shared}"] if self.gbps else []
         latency = [] if self.latency_ms is None else [f"{self.latency_ms:g} ms"]
         return f"{self.level} {', '.join(gbps + latency)}"
 
 
 def links_of(latency_ms: float | None = None, shared: bool = False, **gbps: float | None) -> tuple[Link, ...]:
-    """Links with one latency: links_of(within_host=400, between_hosts=45, latency_ms=0.03).
+    """Links of a topology with one latency: links_of(within_host=400, between_hosts=45, latency_ms=0.03).
 
     gbps: by level.
     shared: True if those of hosts, and of pods, are shared by the devices of one.
@@ -143,8 +144,9 @@ def links_of(latency_ms: float | None = None, shared: bool = False, **gbps: floa
     )
 
 
-def units_of(hosts: Sequence[str]) -> np.ndarray:
-    """[K, n] number of the unit that each device is in at each level, from the names of their hosts."""
+def unit_numbers(hosts: Sequence[str]) -> np.ndarray:
+    """[K, n] number of the unit (host, pod, cluster) of each device at each level of links, from the devices' host
+    names."""
     number: dict[tuple[str, str], int] = {}
     return np.array(
         [
@@ -155,7 +157,7 @@ def units_of(hosts: Sequence[str]) -> np.ndarray:
 
 
 def unit_members(hosts: Sequence[str], level: str) -> tuple[tuple[int, ...], ...]:
-    """The devices of each unit that a level joins, from the names of their hosts."""
+    """Devices of each unit (such as a host) that a level of links joins, from the devices' host names."""
     unit, members = LEVELS[level].unit, defaultdict(list)
     for device, host in enumerate(hosts):
         members[unit(host)].append(device)
@@ -163,7 +165,7 @@ def unit_members(hosts: Sequence[str], level: str) -> tuple[tuple[int, ...], ...
 
 
 def host_names(n_devices: int, hosts: int, pods: int = 1) -> list[str]:
-    """Names of the hosts of devices that are numbered host by host, and pod by pod, as many on each.
+    """Host names of `n_devices` devices that are spread evenly over hosts, and hosts over pods, in order.
 
     Raises ShardCoreError for hosts that do not divide into so many pods evenly.
     """
@@ -177,7 +179,7 @@ def host_names(n_devices: int, hosts: int, pods: int = 1) -> list[str]:
     return [f"{in_pod(d)}host-{d // of_host}" for d in range(n_devices)]
 
 
-def joins(units: np.ndarray) -> list[bool]:
-    """[K] True if a level joins devices that no inner level joins. units: [K, n]."""
+def joining_levels(units: np.ndarray) -> list[bool]:
+    """[K] True for each level of links that joins devices which no inner level joins. units: [K, n]."""
     parts = [units.shape[1], *(len(set(of)) for of in units.tolist())]
     return [outer < inner for inner, outer in itertools.pairwise(parts)]

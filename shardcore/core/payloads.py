@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.validation import MOST_DIM, Rule, shown
+from shardcore.core.validation import MOST_DIM, Rule, short_repr
 
 FP32_BYTES = 4
 """Bytes of an element of outputs and gradients at both ends."""
@@ -24,7 +24,7 @@ FP32_BYTES = 4
 
 @dataclass(frozen=True)
 class Payload:
-    """A form in which outputs and gradients travel.
+    """A form (data type or codec) in which outputs and gradients travel.
 
     bytes: bytes of an element, without scales.
     block: elements that share a scale, multiples of which the codec takes. 1: it has no scales.
@@ -47,14 +47,14 @@ class Payload:
     summed: tuple[str, ...] | None = None
 
     @property
-    def share(self) -> float:
-        """Bytes that travel for a byte of FP32, scales included."""
+    def size_ratio(self) -> float:
+        """Encoded bytes per byte of FP32, scales included."""
         return (self.bytes + self.scale_bytes / self.block) / FP32_BYTES
 
     @property
-    def casts(self) -> bool:
-        """True if it is a number type that torch casts to and collectives sum."""
-        return self.summed is None and self.share < 1
+    def is_number_type(self) -> bool:
+        """True if the payload is a plain number type, such as FP16, which torch casts to and collectives sum."""
+        return self.summed is None and self.size_ratio < 1
 
 
 PAYLOADS: Mapping[str, Payload] = {
@@ -71,7 +71,7 @@ PAYLOADS: Mapping[str, Payload] = {
 """By name."""
 _SCALE_BYTES = {"fp8": 8}
 """Bytes of a scale that a row has only with a block: FP8 rows have a scale and padding, as FBGEMM's 8 bits have."""
-CASTS = tuple(name for name, row in PAYLOADS.items() if row.casts)
+CASTS = tuple(name for name, row in PAYLOADS.items() if row.is_number_type)
 """Payloads that are number types, which are drawn to be measured."""
 MEASURED = ("fp32", *CASTS)
 """Payloads that collectives are measured with."""
@@ -80,7 +80,7 @@ _FORMS = f"{', '.join(PAYLOADS)}, and of scales for N elements fp8-N or mx4-N, N
 
 @cache
 def payload_of(name: str) -> Payload:
-    """The payload of a name, such as "fp8-256". Raises ShardCoreError for an unknown one."""
+    """Payload by name, such as "fp8-256". Raises ShardCoreError for an unknown name."""
     known, _, block = name.partition("-")
     row = PAYLOADS.get(known)
     if row and not block and known == name:
@@ -93,19 +93,19 @@ def payload_of(name: str) -> Payload:
         and not int(block) % 4
     ):
         return replace(row, block=int(block), scale_bytes=_SCALE_BYTES.get(known, row.scale_bytes))
-    raise ShardCoreError(f"a payload is {shown(name)}; known are {_FORMS}")
+    raise ShardCoreError(f"a payload is {short_repr(name)}; known are {_FORMS}")
 
 
-def _is_payload(name: str) -> bool:
+def _is_payload_name(name: str) -> bool:
     with suppress(ShardCoreError):
         return bool(payload_of(name))
     return False
 
 
-require_payload = Rule(_is_payload, f"known are {_FORMS}")
+require_payload = Rule(_is_payload_name, f"known are {_FORMS}")
 """Rule of a payload's name."""
 
 
-def whole_blocks(payload: Payload, elements: int) -> int:
-    """Least number for which that many times `elements` are whole blocks of the codec."""
+def block_multiple(payload: Payload, elements: int) -> int:
+    """Smallest n for which n × elements is a multiple of the codec's block size."""
     return payload.block // math.gcd(elements, payload.block)

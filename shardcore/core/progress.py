@@ -1,6 +1,6 @@
 """Progress of long work: the library reports it, the caller shows it. And the clock that budgets go by.
 
-    with listening(show):  # show(phase, best_ms, left_s)
+    with report_to_listener(show):  # show(phase, best_ms, left_s)
         SHARDERS["anneal"](problem, model, budget=Budget(seconds=60))
 
 Without a listener a report does nothing. Loops over all tables `tick`: the last report is made again, and
@@ -21,10 +21,10 @@ COMPILING = "compiling the search"
 
 
 class Listener(Protocol):
-    """Hears of progress. Reports come often, so it decides which to show."""
+    """A function that receives progress reports. Reports come often, so the listener decides which to show."""
 
     def __call__(self, phase: str, best_ms: float | None, left_s: float | None) -> None:
-        """Take one report.
+        """Receive one progress report.
 
         phase: present work, in a few words.
         best_ms: cost of the best plan so far.
@@ -33,7 +33,7 @@ class Listener(Protocol):
 
 
 class OutOfTime(Exception):
-    """Work was stopped, as its time is over."""
+    """Raised by `tick` when the time limit of the work is over."""
 
 
 class _Report(NamedTuple):
@@ -54,8 +54,8 @@ _stopped_s = 0.0
 
 
 @contextmanager
-def listening(listener: Listener | None) -> Iterator[None]:
-    """Give reports made within to a listener. None: to nobody."""
+def report_to_listener(listener: Listener | None) -> Iterator[None]:
+    """Context manager: send progress reports made in the with block to a listener; None drops them."""
     token, latest = _listener.set(listener), _latest.set(None)
     try:
         yield
@@ -65,17 +65,17 @@ def listening(listener: Listener | None) -> Iterator[None]:
 
 
 @contextmanager
-def part(name: str) -> Iterator[None]:
-    """Put a name before the phases reported within, such as that of one of several searches."""
+def prefixed_phases(name: str) -> Iterator[None]:
+    """Context manager: prefix the phases of progress reports with a name, such as that of one search of several."""
     outer = _listener.get()
     inner = outer and (lambda phase, best_ms, left_s: outer(f"{name}: {phase}", best_ms, left_s))
-    with listening(inner):
+    with report_to_listener(inner):
         report("begins")
         yield
 
 
 def report(phase: str, best_ms: float | None = None, left_s: float | None = None) -> None:
-    """Report progress to the listener, if there is one."""
+    """Send a progress report to the listener, if there is one."""
     listener = _listener.get()
     if listener is not None:
         _latest.set(_Report(phase, best_ms, left_s, clock()))
@@ -83,7 +83,8 @@ def report(phase: str, best_ms: float | None = None, left_s: float | None = None
 
 
 def tick() -> None:
-    """Make the last report again if it is old. Raises OutOfTime within an `until` that is over."""
+    """Repeat the last progress report if half a second old. Raises OutOfTime past the end of an enclosing
+    `deadline`."""
     last, now_s = _latest.get(), clock()
     if now_s > _end_s.get():
         raise OutOfTime
@@ -92,7 +93,7 @@ def tick() -> None:
 
 
 def ticking(items: Iterable[Item]) -> Iterator[Item]:
-    """The items of a long loop, with a `tick` every few."""
+    """Iterate over a long sequence, calling `tick` every few items."""
     for i, item in enumerate(items):
         if i % _ITEMS == 0:
             tick()
@@ -100,8 +101,8 @@ def ticking(items: Iterable[Item]) -> Iterator[Item]:
 
 
 @contextmanager
-def until(end_s: float) -> Iterator[None]:
-    """Let `tick` end the work within by OutOfTime once `clock` is past a time."""
+def deadline(end_s: float) -> Iterator[None]:
+    """Context manager: let `tick` raise OutOfTime in the with block once `clock` is past `end_s`."""
     token = _end_s.set(min(end_s, _end_s.get()))
     try:
         yield
@@ -116,7 +117,7 @@ def clock() -> float:
 
 @contextmanager
 def stopped_clock() -> Iterator[None]:
-    """Stop `clock` within. Stops do not nest."""
+    """Context manager: stop `clock` in the with block. Stops do not nest."""
     global _stopped_s
     began = time.monotonic()
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from shardcore.core.html import shown
+from shardcore.core.html import notebook_html
 
 PARTS = (
     "forward_compute_ms",
@@ -47,28 +47,31 @@ class StepCost:
 
     @property
     def compute_ms(self) -> tuple[float, ...]:
+        """[D] ms of lookups and their gradients, forward and backward, on each device."""
         return tuple(f + b for f, b in zip(self.forward_compute_ms, self.backward_compute_ms, strict=True))
 
     @property
     def device_ms(self) -> tuple[float, ...]:
+        """[D] ms of the whole embedding part of a step on each device."""
         return tuple(map(sum, zip(*(getattr(self, name) for name in PARTS), strict=True)))
 
     @property
     def total_ms(self) -> float:
+        """ms of a training step: the slowest device's, plus the dense part."""
         return max(self.device_ms) + self.dense_ms
 
     def _repr_html_(self) -> str:
-        """ms of each part on each device, for notebooks."""
+        """HTML table for notebooks: ms of each part of the step on each device."""
         columns = (*(getattr(self, name) for name in PARTS), self.device_ms)
         rows = [(d, *(f"{ms:.3f}" for ms in row)) for d, row in enumerate(zip(*columns, strict=True))]
         headers = ("device", *(name.removesuffix("_ms").replace("_", " ") for name in PARTS), "total ms")
         dense = f", {self.dense_ms:.3f} of them in the dense part" if self.dense_ms else ""
-        return shown(f"{self.total_ms:.3f} ms a step{dense}", headers, rows)
+        return notebook_html(f"{self.total_ms:.3f} ms a step{dense}", headers, rows)
 
 
 @dataclass(frozen=True)
 class PredictedCost(StepCost):
-    """A StepCost that a model predicts.
+    """Cost of one training step as predicted by a model.
 
     extrapolated: sentences on quantities of the step that the model has not measured (CostModel.out_of_range).
     fetch_wait_ms: [D] ms of waiting_ms for rows that caches fetch ahead (cost.model.fetch_wait_ms).

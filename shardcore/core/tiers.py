@@ -16,7 +16,7 @@ from shardcore.core.validation import MOST_BYTES, MOST_GBPS, Record, one_of, wit
 
 @dataclass(frozen=True)
 class MemoryTier:
-    """A tier of memory.
+    """A tier of memory for tables' rows: device memory, host memory or SSD.
 
     name: name in topologies, tables and files.
     words: for people.
@@ -50,8 +50,8 @@ class MemoryTier:
     optimizers: tuple[str, ...] = ()
     precisions: tuple[str, ...] = ()
 
-    def why_not(self, precision: str, optimizer: str) -> str:
-        """Reason that its kernels do not run tables of a precision under an optimizer. "": they do."""
+    def why_unsupported(self, precision: str, optimizer: str) -> str:
+        """Reason that the tier's kernels cannot run tables of a precision under an optimizer; "" if they can."""
         for what, value, known in (
             ("weights", precision, self.precisions),
             ("optimizer", optimizer, self.optimizers),

@@ -18,10 +18,10 @@ from shardcore.core.links import (
     ROWS_OVER,
     Link,
     host_names,
-    joins,
+    joining_levels,
     pod_of,
     unit_members,
-    units_of,
+    unit_numbers,
 )
 from shardcore.core.tiers import BELOW, Memory
 from shardcore.core.validation import (
@@ -31,7 +31,7 @@ from shardcore.core.validation import (
     MOST_DIM,
     MOST_SPEED,
     Record,
-    entries,
+    entry_count_within,
     one_of,
     require,
     require_name,
@@ -65,8 +65,8 @@ class Device(Record, noun="device"):
     host: Annotated[str, require_name] = "host-0"
 
 
-def default_reserve(devices: Sequence[Device]) -> int:
-    """Bytes that are kept free on each device where a problem's file gives no reserve."""
+def default_reserved_bytes(devices: Sequence[Device]) -> int:
+    """Bytes kept free on each device where a problem's file gives no reserve."""
     return int(DEFAULT_RESERVE * min(device.memory_bytes for device in devices))
 
 
@@ -83,7 +83,7 @@ class Topology(KeptHash, Record, noun="topology"):
       take hosts, as jobs do that lack the variable, until a decision takes pods (RowUnits).
     """
 
-    devices: Annotated[tuple[Device, ...], entries(1, MOST_DEVICES)]
+    devices: Annotated[tuple[Device, ...], entry_count_within(1, MOST_DEVICES)]
     hardware: Annotated[str | None, require_path_name] = None
     links: tuple[Link, ...] = ()
     memory: tuple[Memory, ...] = ()
@@ -112,21 +112,21 @@ class Topology(KeptHash, Record, noun="topology"):
                 f"topology has memory {below.tier} of {below.gbps:g} GB/s a device and {above.tier} of "
                 f"{above.gbps:g}; {below.tier} needs to be no faster",
             )
-        self._require_links()
-        if why_not := self._why_not_rows_over(self.rows_over):
+        self._require_valid_links()
+        if why_not := self._why_no_row_division(self.rows_over):
             raise ShardCoreError(f"topology has rows_over {self.rows_over!r}, and {why_not}")
 
-    def _require_links(self) -> None:
-        """Raise ShardCoreError for links that join no devices, and for links that grow faster outward."""
+    def _require_valid_links(self) -> None:
+        """Raise ShardCoreError for links that join no devices, and for outer links that are faster than inner links."""
 
-        def of_device(link: Link, all_send: bool) -> float:
-            """GB/s of a device: alone, or if all of the largest unit that shares the link send."""
-            share = max(map(len, self.sharing(link.level))) if link.shared and all_send else 1
+        def device_gbps(link: Link, all_send: bool) -> float:
+            """Bandwidth of a device on a link in GB/s: alone, or when all devices that share the link send."""
+            share = max(map(len, self.devices_sharing_link(link.level))) if link.shared and all_send else 1
             return (link.gbps or 0.0) / share
 
         for inner, outer in pairwise(link for link in self.links if link.gbps):
             # An outer link of one device may be faster than its share of an inner one that others leave to it.
-            ours, theirs = (of_device(link, all_send=outer.shared) for link in (outer, inner))
+            ours, theirs = (device_gbps(link, all_send=outer.shared) for link in (outer, inner))
             require(
                 ours <= theirs * (1 + 1e-9),  # shares are quotients
                 f"topology has links {outer.level} of {ours:g} GB/s a device and {inner.level} of {theirs:g}; outer "
@@ -134,22 +134,22 @@ class Topology(KeptHash, Record, noun="topology"):
             )
         for level in _OF_UNITS:
             require(
-                self.link(level).gbps is None or self.joins(level),
+                self.link(level).gbps is None or self.joins_devices(level),
                 f"topology gives links {level}, and no {LEVELS[level].rows_over} has several hosts; it needs hosts "
                 "with names such as 'pod-0/host-1'",
             )
 
-    def _why_not_rows_over(self, unit: str | None) -> str:
-        """Reason that TorchRec cannot divide rows over units. "": it can, or they are the default."""
+    def _why_no_row_division(self, unit: str | None) -> str:
+        """Reason that TorchRec cannot divide a table's rows over units of this kind ("host", "pod"); "" if it can."""
         if unit in (None, DEFAULT_ROWS_OVER):
             return ""
         level = ROWS_OVER[unit]
-        if not self.joins(level):
+        if not self.joins_devices(level):
             return (
                 f"no {unit} has several hosts; it needs {DEFAULT_ROWS_OVER!r}, or hosts with names such as "
                 "'pod-0/host-1'"
             )
-        for of, members in ((unit, self.on_units(level)), (DEFAULT_ROWS_OVER, self.on_hosts)):
+        for of, members in ((unit, self.devices_by_unit(level)), (DEFAULT_ROWS_OVER, self.devices_by_host)):
             if len(sizes := sorted(set(map(len, members)))) > 1:
                 return (
                     f"a {of} has {' or '.join(map(str, sizes))} devices; TorchRec needs as many in each, or rows_over "
@@ -183,35 +183,35 @@ class Topology(KeptHash, Record, noun="topology"):
         sizes = sorted({device.memory_bytes / GIB for device in self.devices})
         memory = f"{sizes[0]:.4g}" if len(sizes) == 1 else f"{sizes[0]:.4g} to {sizes[-1]:.4g}"
         pods = "".join(
-            f" in {len(self.on_units(level))} {LEVELS[level].rows_over}s"
+            f" in {len(self.devices_by_unit(level))} {LEVELS[level].rows_over}s"
             for level in _OF_UNITS
-            if self.joins(level)
+            if self.joins_devices(level)
         )
         words = [
             f"{len(self.devices)} devices on {len(self.hosts)} hosts{pods}, {memory} GiB each",
             *([f"hardware {self.hardware}"] if self.hardware else []),
-            *(link.words for link in self.links),
+            *(link.description for link in self.links),
             *(f"{x.bytes / GIB:.4g} GiB {x.tier} memory a host" for x in self.memory),
         ]
         return f"Topology({', '.join(words)})"
 
     @cached_property
     def hosts(self) -> tuple[str, ...]:
-        """Names of hosts, pod by pod: TorchRec's pods have consecutive ranks."""
+        """Host names, pod by pod, in TorchRec's order of ranks."""
         names = dict.fromkeys(d.host for d in self.devices)
         number = {pod: i for i, pod in enumerate(dict.fromkeys(map(pod_of, names)))}
         return tuple(sorted(names, key=lambda name: number[pod_of(name)]))
 
     @cached_property
-    def on_hosts(self) -> tuple[tuple[int, ...], ...]:
-        """The devices of each of `hosts`."""
+    def devices_by_host(self) -> tuple[tuple[int, ...], ...]:
+        """Devices of each host, in the order of `hosts`."""
         members: dict[str, list[int]] = {host: [] for host in self.hosts}
         for d, device in enumerate(self.devices):
             members[device.host].append(d)
         return tuple(map(tuple, members.values()))
 
-    def on_units(self, level: str) -> tuple[tuple[int, ...], ...]:
-        """The devices of each unit that a level of links joins, such as each host, as TorchRec numbers them."""
+    def devices_by_unit(self, level: str) -> tuple[tuple[int, ...], ...]:
+        """Devices of each unit (host, pod, cluster) that a level of links joins, in TorchRec's order of ranks."""
         return tuple(
             tuple(self.ranks[i] for i in unit)
             for unit in unit_members([self.devices[d].host for d in self.ranks], level)
@@ -219,102 +219,113 @@ class Topology(KeptHash, Record, noun="topology"):
 
     @property
     def row_unit(self) -> str:
-        """The unit over which rows are divided, a key of ROWS_OVER: as rows_over, or the default, has it."""
+        """Kind of unit over which tables' rows are divided, a key of ROWS_OVER: `rows_over`, or the default."""
         return self.rows_over or DEFAULT_ROWS_OVER
 
     @cached_property
     def row_units(self) -> tuple[tuple[int, ...], ...]:
-        """The devices of each such unit. Towers have a unit each, as TorchRec groups ranks in one way."""
-        return self.on_units(ROWS_OVER[self.row_unit])
+        """Devices of each unit over which tables' rows are divided. Towers have a unit each, as TorchRec groups ranks
+        in one way."""
+        return self.devices_by_unit(ROWS_OVER[self.row_unit])
 
-    def joins(self, level: str) -> bool:
-        """True if a level of links joins devices that no inner one does, such as hosts of a pod."""
-        return self._joined[list(LEVELS).index(level)]
+    def joins_devices(self, level: str) -> bool:
+        """True if a level of links joins devices which no inner level joins, such as the hosts of a pod."""
+        return self._levels_joining_devices[list(LEVELS).index(level)]
 
-    def sharing(self, level: str) -> tuple[tuple[int, ...], ...]:
-        """The devices that share a link of a level, if its links are shared: units of the next level in with links."""
+    def devices_sharing_link(self, level: str) -> tuple[tuple[int, ...], ...]:
+        """Groups of devices that share one link at a level, if devices share links: the hosts or pods that the links
+        connect.
+        """
         names = list(LEVELS)
         inner = (
             x.level for x in reversed(self.links) if x.gbps and names.index(x.level) < names.index(level)
         )
-        return self.on_units(next(inner, names[0]))
+        return self.devices_by_unit(next(inner, names[0]))
 
     @cached_property
-    def _joined(self) -> list[bool]:
-        return joins(self.units)
+    def _levels_joining_devices(self) -> list[bool]:
+        return joining_levels(self.unit_numbers)
 
     @cached_property
-    def indices(self) -> tuple[int, ...]:
+    def device_indices(self) -> tuple[int, ...]:
         return tuple(range(len(self)))
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """The devices as TorchRec numbers them, host by host."""
-        return tuple(d for devices in self.on_hosts for d in devices)
+        """Devices in TorchRec's order of ranks, host by host."""
+        return tuple(d for devices in self.devices_by_host for d in devices)
 
     @cached_property
     def equal_hosts(self) -> bool:
         """True if all hosts have the same number of devices."""
-        return len({len(devices) for devices in self.on_hosts}) == 1
+        return len({len(devices) for devices in self.devices_by_host}) == 1
 
     @property
     def equal_units(self) -> bool:
-        """True if all hosts, and all pods, have equally many devices: swapping units changes nothing."""
-        return all(len({len(devices) for devices in self.on_units(level)}) == 1 for level in LEVELS)
+        """True if all hosts, and all pods, have equally many devices, so that swapping units changes nothing."""
+        return all(len({len(devices) for devices in self.devices_by_unit(level)}) == 1 for level in LEVELS)
 
     @property
     def on_cpu(self) -> bool:
-        """True if its devices are CPUs. Hardware that is not named counts as a GPU."""
+        """True if the topology's devices are CPUs. Unnamed hardware counts as a GPU."""
         return (self.hardware or "").startswith("cpu")
 
     @property
-    def most_columns(self) -> int:
-        """The most columns of a shard that FBGEMM runs there."""
+    def max_shard_columns(self) -> int:
+        """Largest number of columns of a shard that FBGEMM runs on the topology's devices."""
         return MOST_DIM if self.on_cpu else MOST_CUDA_COLUMNS
 
     def link(self, level: str) -> Link:
-        """Links of a level. With nothing given where it gives none."""
+        """Link between devices at a level. Its bandwidth and latency are None if the topology does not give them."""
         return next((link for link in self.links if link.level == level), Link(level))
 
     @cached_property
-    def units(self) -> np.ndarray:
-        """[K, D] number of the unit that each device is in at each level of links."""
-        return units_of([d.host for d in self.devices])
+    def unit_numbers(self) -> np.ndarray:
+        """[K, D] number of the unit (host, pod, cluster) of each device at each level of links."""
+        return unit_numbers([d.host for d in self.devices])
 
-    def outermost(self, units: np.ndarray) -> Link:
-        """The outermost links between some devices. units: [K, n], columns of `units`."""
-        joined = [name for name, joins_some in zip(LEVELS, joins(units), strict=True) if joins_some]
+    def outermost_link(self, units: np.ndarray) -> Link:
+        """Links of the outermost level that joins some given devices.
+
+        units: [K, n], columns of `unit_numbers`.
+        """
+        joined = [name for name, joins_some in zip(LEVELS, joining_levels(units), strict=True) if joins_some]
         return self.link(joined[-1] if joined else next(iter(LEVELS)))
 
     @cached_property
-    def slowest(self) -> Link:
-        """The outermost links between its devices."""
-        return self.outermost(self.units)
+    def slowest_link(self) -> Link:
+        """Links of the outermost level that joins devices of the topology."""
+        return self.outermost_link(self.unit_numbers)
 
     def memory_of(self, tier: str) -> Memory | None:
-        """Memory of a tier below the devices. None: tables may have no rows there."""
+        """Memory of a tier below the devices, such as host memory; None where tables may have no rows in the tier."""
         return next((memory for memory in self.memory if memory.tier == tier), None)
 
-    def among(self, devices: Sequence[int]) -> Topology:
-        """Some of the devices, while the others do the same: they share what hosts have with them."""
+    def restricted_to(self, devices: Sequence[int]) -> Topology:
+        """Topology of some of the devices, with their fraction of shared links and host memory."""
         picked = set(devices)
 
-        def share(units: Sequence[Sequence[int]]) -> float:
+        def picked_fraction(units: Sequence[Sequence[int]]) -> float:
             return min(n / len(unit) for unit in units if (n := len(picked.intersection(unit))))
 
-        some = self.of_devices(self.devices[d] for d in devices)
+        some = self.with_devices(self.devices[d] for d in devices)
         links = tuple(
-            replace(x, gbps=x.gbps * share(self.sharing(x.level))) if x.shared and x.gbps else x
+            replace(x, gbps=x.gbps * picked_fraction(self.devices_sharing_link(x.level)))
+            if x.shared and x.gbps
+            else x
             for x in some.links
         )
-        memory = tuple(replace(x, bytes=max(1, int(x.bytes * share(self.on_hosts)))) for x in self.memory)
+        memory = tuple(
+            replace(x, bytes=max(1, int(x.bytes * picked_fraction(self.devices_by_host))))
+            for x in self.memory
+        )
         return replace(some, links=links, memory=memory)
 
-    def of_devices(self, devices: Iterable[Device]) -> Topology:
-        """The topology of other devices, without links and units of rows that these do not have."""
+    def with_devices(self, devices: Iterable[Device]) -> Topology:
+        """Topology of other devices, without links and row units that would not exist among the new devices."""
         bare = Topology(tuple(devices), self.hardware, memory=self.memory)
-        links = tuple(x for x in self.links if x.level not in _OF_UNITS or bare.joins(x.level))
-        rows_over = None if bare._why_not_rows_over(self.rows_over) else self.rows_over
+        links = tuple(x for x in self.links if x.level not in _OF_UNITS or bare.joins_devices(x.level))
+        rows_over = None if bare._why_no_row_division(self.rows_over) else self.rows_over
         return replace(bare, links=links, rows_over=rows_over)
 
     def __len__(self) -> int:

@@ -14,12 +14,12 @@ from typing import Annotated, Any, Protocol
 
 from shardcore.core import catalog
 from shardcore.core.access_statistics import ManagedCollision, Reuse, RowShares, Zipf
-from shardcore.core.constraints import Constraints, devices_of_pins, require_tower_units
+from shardcore.core.constraints import Constraints, allowed_devices_by_table, require_tower_units
 from shardcore.core.errors import SettingMismatch, ShardCoreError
-from shardcore.core.html import shown as shown_html
+from shardcore.core.html import notebook_html as shown_html
 from shardcore.core.job import PIPELINES, Job
 from shardcore.core.kept_hash import KeptHash
-from shardcore.core.payloads import Payload, payload_of, require_payload, whole_blocks
+from shardcore.core.payloads import Payload, block_multiple, payload_of, require_payload
 from shardcore.core.tiers import BELOW, DEVICE, TIERS, MemoryTier
 from shardcore.core.topology import Topology
 from shardcore.core.validation import (
@@ -31,15 +31,15 @@ from shardcore.core.validation import (
     MOST_TABLES,
     Record,
     Rule,
-    differences,
-    entries,
-    first_repeated,
+    describe_differences,
+    entry_count_within,
+    first_duplicate,
     one_of,
     require,
     require_name,
     require_path_name,
     require_types,
-    shown,
+    short_repr,
     within,
 )
 
@@ -111,7 +111,7 @@ class Table(KeptHash, Record, noun="table"):
     strides: tuple[float, ...] = ()
 
     def __repr__(self) -> str:
-        """Shape and lookups, and other fields only where they differ from the default."""
+        """Shape and lookups, and other fields only where different from the default."""
         shape = [f"{self.rows} x {self.dim}", f"pooling={self.pooling:g}"]
         given = {
             f.name: getattr(self, f.name) for f in fields(self)[4:] if getattr(self, f.name) != f.default
@@ -123,7 +123,7 @@ class Table(KeptHash, Record, noun="table"):
         t = f"table {self.name!r}"
         if self.collection:
             require_name(self.collection, f"the collection of {t}")
-        tiers = self.fixed_tiers
+        tiers = self.hash_table_tiers
         require(
             tiers is None
             or (
@@ -137,7 +137,7 @@ class Table(KeptHash, Record, noun="table"):
                 else "device memory, so it needs load_factor 1"
             ),
         )
-        most = self.below.most_cached
+        most = self.lower_tier.most_cached
         require(
             bool(self.kernel) and (self.load_factor <= most or not self.in_host_memory),
             f"{t} has load_factor {self.load_factor:g} and tier {self.tier!r}; TorchRec runs it there with a cache of "
@@ -149,7 +149,7 @@ class Table(KeptHash, Record, noun="table"):
         )
         require(
             len(self.strides) in (0, self.features) and all(0 < s <= MOST_BATCH for s in self.strides),
-            f"{t} has strides {shown(self.strides)} for its {self.features} features; it needs one for each, "
+            f"{t} has strides {short_repr(self.strides)} for its {self.features} features; it needs one for each, "
             "above 0, or none",
         )
         buckets = self.managed_collision.buckets if self.managed_collision else 1
@@ -167,64 +167,67 @@ class Table(KeptHash, Record, noun="table"):
 
     @property
     def reuse(self) -> Reuse:
-        """Access statistics that are known to be a reuse histogram."""
+        """Reuse histogram of the table's accesses; only for tables whose `access` is a Reuse."""
         assert isinstance(self.access, Reuse), self.name
         return self.access
 
     @property
     def zipf_alpha(self) -> float:
-        """Exponent of access statistics that are known to be a power law."""
+        """Exponent of the power law of the table's accesses; only for tables whose `access` is a Zipf."""
         assert isinstance(self.access, Zipf), self.name
         return self.access.alpha
 
     @property
     def bytes(self) -> int:
+        """Bytes of the table's weights."""
         return self.rows * self.dim * PRECISION_BYTES[self.precision]
 
     @property
     def in_host_memory(self) -> bool:
-        """True if its rows are in a tier of hosts, below device memory: some of them cached or none."""
+        """True if the table's rows are in a memory tier of the hosts (DRAM, SSD), whether or not a device caches
+        some."""
         return self.load_factor < 1
 
     @property
-    def fixed_tiers(self) -> Mapping[str, MemoryTier] | None:
-        """Tiers below device memory where a hash table has all rows. {}: in none. None: that is free."""
-        return self.managed_collision.known.tiers if self.managed_collision else None
+    def hash_table_tiers(self) -> Mapping[str, MemoryTier] | None:
+        """Memory tiers of the hosts where a hash table has to keep all rows: {} if device memory, None if free to
+        choose."""
+        return self.managed_collision.hash_form.tiers if self.managed_collision else None
 
     @property
-    def below(self) -> MemoryTier:
-        """Its tier below device memory, as its kernel has it."""
-        return (self.fixed_tiers or TIERS)[self.tier]
+    def lower_tier(self) -> MemoryTier:
+        """The table's memory tier below device memory, with that tier's compute kernels."""
+        return (self.hash_table_tiers or TIERS)[self.tier]
 
     @property
     def shares_cache(self) -> bool:
-        """True if some of its rows are in a cache of all tables of its op."""
-        return 0 < self.load_factor < 1 and self.below.shares_cache
+        """True if part of the table's rows is in a device cache that all tables of a fused op share."""
+        return 0 < self.load_factor < 1 and self.lower_tier.shares_cache
 
-    def cached(self, rows: int) -> int:
-        """Rows in device memory among so many of its rows: all where it has no cache."""
+    def cached_rows(self, rows: int) -> int:
+        """Number of rows in device memory among `rows` rows of the table; all rows where the table has no cache."""
         return max(round(self.load_factor * rows), self.load_factor > 0)
 
     @property
     def kernel(self) -> str:
-        """TorchRec's compute kernel of its shards, where they are not replicas."""
+        """TorchRec's compute kernel for the table's shards, except replicas."""
         if not self.in_host_memory:
             return TIERS[DEVICE].kernel
-        return self.below.cached_kernel if self.load_factor else self.below.kernel
+        return self.lower_tier.cached_kernel if self.load_factor else self.lower_tier.kernel
 
     @property
-    def bags(self) -> float:
-        """Mean bags per sample that are pooled: those of distinct values, by the features' strides."""
+    def mean_bags(self) -> float:
+        """Mean pooled bags per sample after deduplication, by the features' strides."""
         return (sum(self.strides) or self.features) / self.dedup
 
     @property
-    def is_variable(self) -> bool:
-        """True if its features' batches are not those of samples."""
+    def has_variable_batch(self) -> bool:
+        """True if the table's features have batches of another size than the samples, by strides or deduplication."""
         return self.dedup > 1 or bool(self.strides)
 
     @property
-    def looked_up(self) -> float:
-        """Mean lookups per sample that are done: those of distinct values."""
+    def lookups_per_sample(self) -> float:
+        """Mean lookups per sample after deduplication."""
         return self.pooling / self.dedup
 
 
@@ -260,6 +263,7 @@ class Shard:
 
     @classmethod
     def whole(cls, table: Table) -> Shard:
+        """The shard that is a whole table."""
         return cls(table, 0, table.rows, 0, table.dim)
 
     @property
@@ -268,15 +272,17 @@ class Shard:
 
     @property
     def width(self) -> int:
+        """Number of columns of the shard."""
         return self.col_hi - self.col_lo
 
     @property
     def bytes(self) -> int:
-        """Bytes of its weights."""
+        """Bytes of the shard's weights."""
         return self.rows * self.width * PRECISION_BYTES[self.table.precision]
 
     @property
-    def full_rows(self) -> bool:
+    def has_all_rows(self) -> bool:
+        """True if the shard has all rows of its table."""
         return self.rows == self.table.rows
 
     @property
@@ -316,8 +322,8 @@ class Plan(Record, noun="a plan"):
     placements: tuple[Placement, ...]
     provenance: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
-    def by_table(self) -> dict[str, list[Placement]]:
-        """Placements by name of their table."""
+    def placements_by_table(self) -> dict[str, list[Placement]]:
+        """The plan's placements by table name."""
         placements: dict[str, list[Placement]] = {}
         for p in self.placements:
             placements.setdefault(p.shard.table.name, []).append(p)
@@ -330,7 +336,7 @@ class Plan(Record, noun="a plan"):
         return f"Plan({len(tables)} tables in {len(self.placements)} shards on {len(devices)} devices{by})"
 
     def _repr_html_(self) -> str:
-        """The largest shards, for notebooks."""
+        """HTML table for notebooks: the plan's largest shards."""
         rows = [
             (
                 p.shard.table.name,
@@ -347,7 +353,7 @@ class Plan(Record, noun="a plan"):
 
 
 def precision_of(tables: Iterable[Table]) -> str:
-    """The precision of tables' weights. All names, sorted and joined by +, where tables differ."""
+    """Precision of some tables' weights; where tables differ, all names, sorted and joined by "+"."""
     return "+".join(sorted({t.precision for t in tables}))
 
 
@@ -371,7 +377,7 @@ class Setting(Record, noun="setting"):
 
     @property
     def payloads(self) -> dict[str, str]:
-        """Payloads by direction."""
+        """Payload names by direction: outputs forward, gradients backward."""
         return {"forward": self.forward_payload, "backward": self.backward_payload}
 
     def __str__(self) -> str:
@@ -381,7 +387,7 @@ class Setting(Record, noun="setting"):
 
 
 class Kind(Protocol):
-    """Fields of a kind of sharding that constraints concern (see kinds.Layout)."""
+    """Attributes of a kind of sharding that constraints concern (see kinds.Layout)."""
 
     @property
     def name(self) -> str: ...
@@ -407,7 +413,7 @@ class Problem(KeptHash, Record, noun="problem"):
     """
 
     name: Annotated[str, require_path_name]
-    tables: Annotated[tuple[Table, ...], entries(1, MOST_TABLES)]
+    tables: Annotated[tuple[Table, ...], entry_count_within(1, MOST_TABLES)]
     topology: Topology
     global_batch: Annotated[int, within(1, MOST_BATCH)]
     optimizer: Annotated[str, one_of(catalog.OPTIMIZERS)] = "exact_sgd"
@@ -421,25 +427,25 @@ class Problem(KeptHash, Record, noun="problem"):
             self.global_batch % n_devices == 0,
             f"{p} has global_batch {self.global_batch}, which {n_devices} devices do not divide evenly",
         )
-        names, twice = {t.name for t in self.tables}, first_repeated(t.name for t in self.tables)
+        names, twice = {t.name for t in self.tables}, first_duplicate(t.name for t in self.tables)
         require(twice is None, f"{p} has several tables named {twice!r}; names need to differ")
         for verb, tables in (
             ("forbids splitting", self.constraints.unsplit),
             ("pins", dict(self.constraints.pinned)),
-            ("keeps together", self.bundle_of),
-            ("has constraints.kinds of", self.kinds_of),
+            ("keeps together", self.group_by_table),
+            ("has constraints.kinds of", self.allowed_kinds),
             ("has constraints.min_widths of", self.min_widths),
         ):
             unknown = sorted(set(tables) - names)
             require(not unknown, f"{p} {verb} {unknown[:3]}, which it does not have")
-        self.pinned  # noqa: B018 (it refuses pins that mean nothing)
+        self.pinned_devices  # noqa: B018 (it refuses pins that mean nothing)
         for t in self.tables:
             require(
                 not t.in_host_memory or self.topology.memory_of(t.tier) is not None,
                 f"{p} has rows of table {t.name!r} in {TIERS[t.tier].words}; its topology needs "
                 f"memory of tier {t.tier!r}",
             )
-            why_not = t.in_host_memory and t.below.why_not(t.precision, self.optimizer)
+            why_not = t.in_host_memory and t.lower_tier.why_unsupported(t.precision, self.optimizer)
             require(not why_not, f"{p} has rows of table {t.name!r} in {TIERS[t.tier].words}, and {why_not}")
             buckets = t.managed_collision.buckets if t.managed_collision else 1
             require(
@@ -447,7 +453,7 @@ class Problem(KeptHash, Record, noun="problem"):
                 f"{p} has table {t.name!r} of {buckets} buckets, which {n_devices} devices do not divide; it needs a "
                 f"multiple, such as {-(-buckets // n_devices) * n_devices}",
             )
-            unit = n_devices * (t.managed_collision.known.slot_rows if t.managed_collision else 1)
+            unit = n_devices * (t.managed_collision.hash_form.slot_rows if t.managed_collision else 1)
             require(
                 unit == n_devices or t.rows % unit == 0,
                 f"{p} has table {t.name!r} of {t.rows} rows, of which {n_devices} devices do not have whole buckets of "
@@ -469,7 +475,7 @@ class Problem(KeptHash, Record, noun="problem"):
         )
 
     def _repr_html_(self) -> str:
-        """The largest tables, for notebooks."""
+        """HTML table for notebooks: the problem's largest tables."""
         rows = [
             (t.name, f"{t.rows:,}", t.dim, f"{t.pooling:g}", f"{t.bytes / 2**30:.3f}")
             for t in sorted(self.tables, key=lambda t: -t.bytes)
@@ -480,61 +486,66 @@ class Problem(KeptHash, Record, noun="problem"):
 
     @property
     def local_batch(self) -> int:
+        """Samples of one training step on each device."""
         return self.global_batch // len(self.topology)
 
     @cached_property
     def precision(self) -> str:
-        """Precision of the weights, as in Setting."""
+        """Precision of the tables' weights; where tables differ, all names, sorted and joined by "+"."""
         return precision_of(self.tables)
 
     @property
     def replica_optimizer(self) -> str:
-        """Optimizer of replicas: a name of catalog.DENSE_OPTIMIZERS."""
+        """Optimizer of replicated (data-parallel) tables, a name of catalog.DENSE_OPTIMIZERS."""
         return self.job.replica_optimizer or catalog.OPTIMIZERS[self.optimizer].dense or self.optimizer
 
     @cached_property
-    def kinds_of(self) -> Mapping[str, tuple[str, ...]]:
-        """For each table that only some kinds may run, these."""
+    def allowed_kinds(self) -> Mapping[str, tuple[str, ...]]:
+        """Allowed kinds of sharding by table, for tables that constraints.kinds restricts."""
         return dict(self.constraints.kinds)
 
     def may_run(self, kind: Kind, table: Table) -> bool:
-        """Tell if a kind may run a table, by constraints.kinds and by how wide its shards would be.
+        """Tell if a kind of sharding may run a table, by constraints, shard width, payload codecs and pipeline.
 
         Searches cut columns only where a device has all rows, so others have all columns.
         """
         return (
-            kind.name in self.kinds_of.get(table.name, (kind.name,))
-            and (table.dim <= self.topology.most_columns or (kind.cuts_columns and not kind.divides_rows))
-            and not self.why_no_codec(kind, table)
-            and not self.why_no_replicas(kind)
+            kind.name in self.allowed_kinds.get(table.name, (kind.name,))
+            and (
+                table.dim <= self.topology.max_shard_columns or (kind.cuts_columns and not kind.divides_rows)
+            )
+            and not self.why_codec_fails(kind, table)
+            and not self.why_replicas_fail(kind)
         )
 
     @cached_property
     def codecs(self) -> tuple[Payload, Payload]:
-        """Payloads of outputs and gradients."""
+        """Payloads (encodings) of outputs and of gradients."""
         return payload_of(self.job.forward_payload), payload_of(self.job.backward_payload)
 
     @cached_property
-    def codecs_fail(self) -> bool:
-        """True if a codec may fail on some exchange of some table."""
+    def codecs_may_fail(self) -> bool:
+        """True if a payload codec of the job may fail on an exchange of some table."""
         sums_fail = len(self.topology) > 1 and any(codec.summed == () for codec in self.codecs)
-        return sums_fail or any(self.blocks_of(table) > 1 for table in self.tables)
+        return sums_fail or any(self.column_multiple(table) > 1 for table in self.tables)
 
-    def blocks_of(self, table: Table) -> int:
-        """Number of which a shard's columns have to be a multiple, for exchanges to be whole blocks.
+    def column_multiple(self, table: Table) -> int:
+        """Number that the column count of a table's shards has to be a multiple of, so that exchanges are whole codec
+        blocks.
 
         Several tables on a device may make whole blocks together. Searches do not rely on it.
         """
         if len(self.topology) == 1:
             return 1
         # Devices send each other a local batch of pooled outputs, and any number of lookups or distinct values.
-        even = not (table.sequence or table.is_variable)
+        even = not (table.sequence or table.has_variable_batch)
         rows = table.features * self.local_batch if even else 1
         there, back = self.codecs
-        return math.lcm(1 if there.pads and even else whole_blocks(there, rows), whole_blocks(back, rows))
+        return math.lcm(1 if there.pads and even else block_multiple(there, rows), block_multiple(back, rows))
 
-    def why_no_replicas(self, kind: Kind) -> str:
-        """Reason that TorchRec fails with a kind of replicas under the job's pipeline. Empty: it does not."""
+    def why_replicas_fail(self, kind: Kind) -> str:
+        """Reason that TorchRec fails with replicated tables of a kind under the job's training pipeline; "" if it does
+        not."""
         if kind.divides_rows or kind.cuts_columns or not PIPELINES[self.job.pipeline].looks_up_ahead:
             return ""
         return (
@@ -542,8 +553,9 @@ class Problem(KeptHash, Record, noun="problem"):
             "next batch: TorchRec fails"
         )
 
-    def why_no_codec(self, kind: Kind, table: Table) -> str:
-        """Reason that a codec of the job fails on exchanges of a table by a kind. Empty: it does not."""
+    def why_codec_fails(self, kind: Kind, table: Table) -> str:
+        """Reason that a payload codec of the job fails on the exchanges of a table sharded by a kind; "" if none
+        fails."""
         if len(self.topology) == 1:
             return ""
         job, sums = self.job, kind.divides_rows and not table.sequence
@@ -551,7 +563,9 @@ class Problem(KeptHash, Record, noun="problem"):
             if sums and codec.summed == ():
                 return f"{kind.name} sums outputs, and TorchRec's {name} codec fails in a reduce-scatter"
         # Exchanges of outputs that are not sums: of all rows or sequences, and of sums across hosts.
-        blocks = self.blocks_of(table) if kind.cuts_columns or (kind.divides_rows and table.sequence) else 1
+        blocks = (
+            self.column_multiple(table) if kind.cuts_columns or (kind.divides_rows and table.sequence) else 1
+        )
         if not table.dim % blocks:
             return ""
         return (
@@ -561,81 +575,82 @@ class Problem(KeptHash, Record, noun="problem"):
 
     @cached_property
     def min_widths(self) -> Mapping[str, int]:
-        """Fewest columns of a shard, by table."""
+        """Fewest columns of a shard, by table, for tables that constraints.min_widths restricts."""
         return dict(self.constraints.min_widths)
 
-    def unit_width(self, table: Table) -> int:
-        """Unit of the columns of a table's shards.
+    def shard_width_unit(self, table: Table) -> int:
+        """Smallest allowed shard width of a table: widths of its column-wise shards are multiples.
 
         It is the smallest that divides the table evenly, respects constraints.min_widths, and is what codecs
         take. Of a table that they do not take, all columns.
         """
         least = min(self.min_widths.get(table.name, MIN_WIDTH), table.dim)
-        blocks = math.lcm(MIN_WIDTH, self.blocks_of(table))
+        blocks = math.lcm(MIN_WIDTH, self.column_multiple(table))
         widths = range(-(-least // blocks) * blocks, table.dim + 1, blocks)
         return next((width for width in widths if table.dim % width == 0), table.dim)
 
-    def most_width(self, table: Table) -> int:
-        """The most columns of a shard: multiples of its unit, within what FBGEMM runs. 0: there are none."""
-        unit = self.unit_width(table)
-        return min(table.dim, self.topology.most_columns // unit * unit)
+    def max_shard_width(self, table: Table) -> int:
+        """Most columns that FBGEMM's kernels take of a table, rounded down to a multiple of `shard_width_unit`; 0 if
+        none.
+        """
+        unit = self.shard_width_unit(table)
+        return min(table.dim, self.topology.max_shard_columns // unit * unit)
 
     @cached_property
-    def bundle_of(self) -> Mapping[str, tuple[str, ...]]:
-        """For each table that is kept together with others, the names of the whole group, itself among them."""
+    def group_by_table(self) -> Mapping[str, tuple[str, ...]]:
+        """Group of tables that have to be on one device (constraints.together), by the name of each member."""
         return {name: group for group in self.constraints.together for name in group}
 
     @cached_property
-    def pinned(self) -> Mapping[str, tuple[int, ...]]:
-        """The tables that may not live everywhere, and the devices where they may, rising.
+    def pinned_devices(self) -> Mapping[str, tuple[int, ...]]:
+        """Allowed devices, ascending, of each table that may not be on all devices.
 
         A table kept together with a pinned one counts as pinned.
         """
         topology, constraints = self.topology, self.constraints
-        devices_of = devices_of_pins(
+        devices_of = allowed_devices_by_table(
             dict(constraints.pinned),
             constraints.together,
-            dict(zip(topology.hosts, topology.on_hosts, strict=True)),
+            dict(zip(topology.hosts, topology.devices_by_host, strict=True)),
             f"problem {self.name!r}",
         )
         return {name: devices for name, devices in devices_of.items() if len(devices) < len(topology)}
 
     @cached_property
-    def whole(self) -> frozenset[str]:
-        """Names of the tables that no plan cuts: unsplit, kept together with others, or pinned to a single
-        device."""
+    def uncut_tables(self) -> frozenset[str]:
+        """Names of tables that no plan cuts: unsplit, kept together with other tables, or pinned to a single device."""
         return frozenset(
             (
                 *self.constraints.unsplit,
-                *self.bundle_of,
-                *(name for name, devices in self.pinned.items() if len(devices) == 1),
+                *self.group_by_table,
+                *(name for name, devices in self.pinned_devices.items() if len(devices) == 1),
             )
         )
 
-    def kept_whole_by(self, name: str) -> str:
-        """The constraint for which no plan cuts a table that is in `whole`, for messages."""
+    def constraint_against_cuts(self, name: str) -> str:
+        """Name of the constraint that keeps a table of `uncut_tables` whole, for messages."""
         return next(
             f"constraints.{kind}"
             for kind, names in (
                 ("unsplit", self.constraints.unsplit),
-                ("together", self.bundle_of),
-                ("pinned", self.pinned),
+                ("together", self.group_by_table),
+                ("pinned", self.pinned_devices),
             )
             if name in names
         )
 
     def allowed_devices(self, name: str) -> tuple[int, ...]:
-        """The devices that a table may live on, rising: all but for pinned tables and those kept together
-        with one."""
-        return self.pinned.get(name, self.topology.indices)
+        """Devices where a table may be, ascending: all devices, unless pins restrict the table."""
+        return self.pinned_devices.get(name, self.topology.device_indices)
 
     def setting(self, hardware: str) -> Setting:
-        """The setting of its steps on some hardware."""
+        """Setting (hardware, batch, precision, optimizer, payloads) of the problem's training steps on some
+        hardware."""
         payloads = self.job.forward_payload, self.job.backward_payload
         return Setting(hardware, self.global_batch, self.precision, self.optimizer, *payloads)
 
     def require_setting(self, setting: Setting) -> None:
-        """Raise SettingMismatch unless a model for `setting` is valid for this problem."""
+        """Raise SettingMismatch unless a cost model for `setting` is valid for this problem."""
         own = self.setting(self.topology.hardware or setting.hardware)
         if own != setting:
             remedy = (
@@ -644,5 +659,6 @@ class Problem(KeptHash, Record, noun="problem"):
                 else "give a model of the problem's setting by --model (measure and train one), or change the problem"
             )
             raise SettingMismatch(
-                f"problem {self.name!r} has another setting than the cost model: {differences(own, setting)}; {remedy}"
+                f"problem {self.name!r} has another setting than the cost model: "
+                f"{describe_differences(own, setting)}; {remedy}"
             )

@@ -15,7 +15,7 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
-from shardcore.core.errors import ShardCoreError, escaped, shortened
+from shardcore.core.errors import ShardCoreError, escape_unprintable, shorten
 
 MOST_NAME = 200
 """Characters of a name of a table or host."""
@@ -43,8 +43,9 @@ MOST_PINS = 1 << 22
 """Devices in all different sets of them that pins mean: a host's name may mean thousands."""
 
 
-def path_name_of(text: str) -> str:
-    """A text as such a name: in lower case, with dashes for what may not be in one."""
+def to_path_name(text: str) -> str:
+    """A text made valid as a file or folder name: lower case, with dashes for other characters than letters and
+    digits."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
@@ -62,26 +63,27 @@ _WORDS: dict[Any, str] = {
 
 
 def require_types(record: object, noun: str) -> None:
-    """Raise ShardCoreError naming a field of a dataclass whose value is not of its annotated type.
+    """Convert all fields of a dataclass to their annotated types. Raises ShardCoreError naming a field of another type.
 
     Other sequences become tuples, numbers of NumPy Python's, and whole numbers floats where floats are annotated.
-    Then equal records have equal files. Types may be what `typed` knows. An annotation may have a check (`checks`).
+    Then equal records have equal files. Types may be what `convert_to_type` knows. An annotation may have rules
+    (`field_rules`).
     """
     own_name = vars(record).get("name") or vars(record).get("tier")
-    which = f"{noun} {shortened(repr(own_name), 80)}" if isinstance(own_name, str) else noun
-    for name, kind, classes in _fields(type(record)):
+    which = f"{noun} {shorten(repr(own_name), 80)}" if isinstance(own_name, str) else noun
+    for name, kind, classes in _typed_fields(type(record)):
         value = getattr(record, name)
         if type(value) in classes:
             continue
         try:
-            object.__setattr__(record, name, typed(value, kind, name))
+            object.__setattr__(record, name, convert_to_type(value, kind, name))
         except ShardCoreError as error:
             raise ShardCoreError(f"{which}: {error}") from None
-    require_rules(record, which, rules_of(type(record)))
+    require_rules(record, which, field_rules(type(record)))
 
 
-def typed(value: Any, kind: Any, what: str, build: Callable[..., Any] | None = None) -> Any:
-    """Return a value of an annotated type, with tuples for other sequences.
+def convert_to_type(value: Any, kind: Any, what: str, build: Callable[..., Any] | None = None) -> Any:
+    """Convert a value to an annotated type: sequences to tuples, NumPy's numbers to Python's. Raises ShardCoreError.
 
     value: any value.
     kind: a class, a union, Literal, tuple[X, ...], tuple[X, Y], Mapping[str, X] or Any.
@@ -97,17 +99,17 @@ def typed(value: Any, kind: Any, what: str, build: Callable[..., Any] | None = N
         others = [k for k in inner if k is not NoneType]
         # The error of an only choice says more than that of the union.
         if len(others) == 1 and others[0] not in _WORDS:
-            return typed(value, others[0], what, build)
+            return convert_to_type(value, others[0], what, build)
         for k in others:
             with contextlib.suppress(ShardCoreError):
-                return typed(value, k, what, build)
+                return convert_to_type(value, k, what, build)
     elif origin is tuple:
         if isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping):
             values = tuple(value)
             kinds = (inner[0],) * len(values) if inner[-1] is Ellipsis else inner
             if len(kinds) == len(values):
                 return tuple(
-                    v if type(v) in _exact_classes(k) else typed(v, k, f"{what}[{i}]", build)
+                    v if type(v) in _exact_classes(k) else convert_to_type(v, k, f"{what}[{i}]", build)
                     for i, (v, k) in enumerate(zip(values, kinds, strict=True))
                 )
     elif origin is Mapping:
@@ -115,7 +117,10 @@ def typed(value: Any, kind: Any, what: str, build: Callable[..., Any] | None = N
             return (
                 value
                 if inner[1] is Any
-                else {k: typed(v, inner[1], f"{what}: {shown(k)}", build) for k, v in value.items()}
+                else {
+                    k: convert_to_type(v, inner[1], f"{what}: {short_repr(k)}", build)
+                    for k, v in value.items()
+                }
             )
     elif origin is Literal:
         if isinstance(value, str) and value in inner:
@@ -130,12 +135,12 @@ def typed(value: Any, kind: Any, what: str, build: Callable[..., Any] | None = N
         return build(kind, value, what)
     elif isinstance(value, origin or kind):
         return value
-    raise ShardCoreError(f"{what} is {shown(value)}; it needs to be {type_words(kind)}")
+    raise ShardCoreError(f"{what} is {short_repr(value)}; it needs to be {describe_type(kind)}")
 
 
 @cache
-def _fields(cls: type) -> tuple[tuple[str, Any, frozenset[type]], ...]:
-    """Name, type and `_exact_classes` of each field."""
+def _typed_fields(cls: type) -> tuple[tuple[str, Any, frozenset[type]], ...]:
+    """Name, type, and classes that need no conversion, of each field of a dataclass."""
     kinds = type_hints(cls)
     return tuple((f.name, kinds[f.name], _exact_classes(kinds[f.name])) for f in dataclasses.fields(cls))
 
@@ -145,60 +150,68 @@ type_hints = cache(get_type_hints)
 
 
 @cache
-def rules_of(cls: type) -> dict[str, tuple[Rule, ...]]:
-    """The rules of each field that has some in its annotation."""
+def field_rules(cls: type) -> dict[str, tuple[Rule, ...]]:
+    """Rules of a dataclass's fields, by field, from their annotations; fields without rules are left out."""
     hints = get_type_hints(cls, include_extras=True)
-    found = {name: tuple(x for x in marks(hint) if isinstance(x, Rule)) for name, hint in hints.items()}
+    found = {
+        name: tuple(x for x in annotation_metadata(hint) if isinstance(x, Rule))
+        for name, hint in hints.items()
+    }
     return {name: of_field for name, of_field in found.items() if of_field}
 
 
-def marks(hint: Any) -> tuple[Any, ...]:
-    """Marks of an annotation, Annotated[int, within(1, 9)]. Those of X in "X | None" and list[X] are of the whole."""
+def annotation_metadata(hint: Any) -> tuple[Any, ...]:
+    """Metadata of a type annotation, such as the rule in Annotated[int, within(1, 9)]; looks inside "X | None" and
+    list[X]."""
     if get_origin(hint) is Annotated:
         return hint.__metadata__
     inner = [kind for kind in get_args(hint) if kind is not NoneType]
-    return marks(inner[0]) if get_origin(hint) in (Union, UnionType, list) and len(inner) == 1 else ()
+    return (
+        annotation_metadata(inner[0])
+        if get_origin(hint) in (Union, UnionType, list) and len(inner) == 1
+        else ()
+    )
 
 
 @cache
 def _exact_classes(kind: Any) -> frozenset[type]:
-    """Classes whose instances are of a type without another look."""
+    """Classes whose instances are of an annotated type without further checks."""
     if get_origin(kind) in (Union, UnionType):
         return frozenset().union(*map(_exact_classes, get_args(kind)))
     return frozenset((kind,) if isinstance(kind, type) else ())
 
 
 def require_type(value: object, kind: type | tuple[type, ...], what: str, right: str) -> None:
-    """Raise ShardCoreError naming an argument that is not of a type. True and False are no numbers.
+    """Raise ShardCoreError naming an argument whose value is not of a type. True and False are not numbers.
 
     right: words for a right value, for the message.
     """
     for k in kind if isinstance(kind, tuple) else (kind,):
         with contextlib.suppress(ShardCoreError):
-            typed(value, k, what)
+            convert_to_type(value, k, what)
             return
-    raise ShardCoreError(f"{what} is {shown(value)}; it needs to be {right}")
+    raise ShardCoreError(f"{what} is {short_repr(value)}; it needs to be {right}")
 
 
-def shown(value: object, most: int = 80) -> str:
-    """Show a value in a message: in one short line, however large it is."""
+def short_repr(value: object, most: int = 80) -> str:
+    """Short, one-line text of any value, for error messages."""
     try:
-        return shortened(escaped(_SHORT.repr(value)), most)
+        return shorten(escape_unprintable(_SHORT.repr(value)), most)
     except ValueError:  # Python refuses to print very long integers
         return "a whole number that is too long"
 
 
-def type_words(kind: Any) -> str:
-    """Put a type in words, for messages."""
+def describe_type(kind: Any) -> str:
+    """Describe a type in words, for error messages."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
-        return " or ".join(map(type_words, inner))
+        return " or ".join(map(describe_type, inner))
     if origin is tuple and inner[-1] is Ellipsis:
-        each = [words.removeprefix("a ") for words in type_words(inner[0]).split(" or ")]
+        each = [words.removeprefix("a ") for words in describe_type(inner[0]).split(" or ")]
         plurals = [f"lists{w[4:]}" if w.startswith("list of") else f"{w}s" for w in each]
         return f"a list of {' or '.join(plurals)}"
     if origin is tuple:
-        return f"[{', '.join(map(type_words, inner))}]"
+        return f"[{', '.join(map(describe_type, inner))}]"
     if origin is Literal:
         return " or ".join(map(repr, inner))
     if origin is not None:
@@ -207,20 +220,21 @@ def type_words(kind: Any) -> str:
 
 
 def require(condition: bool, message: str) -> None:
-    """Raise ShardCoreError unless a condition holds."""
+    """Raise ShardCoreError with a message unless a condition holds."""
     if not condition:
         raise ShardCoreError(message)
 
 
-def first_repeated(values: Iterable[Any]) -> Any:
-    """The first of some values that was there before. None: all differ."""
+def first_duplicate(values: Iterable[Any]) -> Any:
+    """The first value that occurred before in an iterable; None if all differ."""
     seen: set[Any] = set()
     return next((value for value in values if value in seen or seen.add(value)), None)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rule:
-    """Values that a field may have, in its annotation: Annotated[int, within(1, 9)]. It may be None in any case.
+    """Rule on the values of a dataclass field, in the field's annotation: Annotated[int, within(1, 9)]. None is always
+    allowed.
 
     admits: tells if a value is right.
     right: what would be right, for messages.
@@ -233,24 +247,27 @@ class Rule:
     right: str
     ends: tuple[float, float] | None = None
     known: Collection[Any] = ()
-    found: Callable[[str, Any], str] = lambda name, value: f"{name} {shown(value)}"
+    found: Callable[[str, Any], str] = lambda name, value: f"{name} {short_repr(value)}"
 
-    def keeps(self, value: Any) -> bool:
-        """Tell if a value is right, or None."""
+    def accepts(self, value: Any) -> bool:
+        """Tell if a value is None or satisfies the rule."""
         return value is None or self.admits(value)
 
     def __call__(self, value: Any, what: str, name: str = "name") -> None:
-        """Raise ShardCoreError that `what` has a wrong value of its field `name`."""
-        if not self.keeps(value):
-            raise ShardCoreError(self.fault(value, what, name))
+        """Raise ShardCoreError if a value, field `name` of `what`, breaks the rule."""
+        if not self.accepts(value):
+            raise ShardCoreError(self.fault_message(value, what, name))
 
-    def fault(self, value: Any, what: str, name: str) -> str:
-        """The message that `what` has a wrong value of its field `name`."""
+    def fault_message(self, value: Any, what: str, name: str) -> str:
+        """Error message for a value of field `name` of `what` that breaks the rule."""
         return f"{what} has {self.found(name, value)}; {self.right}"
 
 
 def within(low: float, high: float, *, above: bool = False, below: bool = False, such_as: str = "") -> Rule:
-    """A rule that a number is within its ends. above, below: True leaves out the least, or the largest."""
+    """Rule that a number is in the range from low to high.
+
+    above, below: True excludes the low end, or the high end.
+    """
     right = f"it needs {'more than ' * above}{low:,.16g} to {'less than ' * below}{high:,.16g}"
     return Rule(
         lambda value: low <= value <= high and not (above and value == low) and not (below and value == high),
@@ -260,12 +277,12 @@ def within(low: float, high: float, *, above: bool = False, below: bool = False,
 
 
 def one_of(known: Collection[Any]) -> Rule:
-    """A rule that a value is one of those that are known."""
+    """Rule that a value is one of some known values."""
     return Rule(known.__contains__, f"known are {', '.join(map(str, known))}", known=known)
 
 
-def entries(least: int, most: int) -> Rule:
-    """A rule of how many entries a list has."""
+def entry_count_within(least: int, most: int) -> Rule:
+    """Rule that a list has `least` to `most` entries."""
     return Rule(
         lambda value: least <= len(value) <= most,
         f"it needs {least:,} to {most:,}",
@@ -281,7 +298,7 @@ Repeats = Annotated[int, within(1, MOST_REPEATS)]
 
 
 class Record:
-    """A frozen dataclass whose fields are checked when it is made: each is of its annotated type, and keeps its rules.
+    """Base of frozen dataclasses that checks types and rules of all fields on construction.
 
     noun: an instance in words, for messages: `class Memory(Record, noun="memory")`. Default: the class's name.
     """
@@ -299,22 +316,22 @@ class Record:
 def require_rules(record: object, what: str, rules: Mapping[str, Sequence[Rule]]) -> None:
     """Raise ShardCoreError naming all fields of a record that break their rules."""
     faults = [
-        ShardCoreError(rule.fault(getattr(record, name), what, name))
+        ShardCoreError(rule.fault_message(getattr(record, name), what, name))
         for name, of_field in rules.items()
         for rule in of_field
-        if not rule.keeps(getattr(record, name))
+        if not rule.accepts(getattr(record, name))
     ]
     if faults:
         raise faults[0] if len(faults) == 1 else ShardCoreError("; ".join(map(str, faults)), faults)
 
 
 def require_within(record: object, what: str, **ends: tuple[float, float]) -> None:
-    """Raise ShardCoreError naming the fields of a record that are not within their ends; one that is None may be."""
+    """Raise ShardCoreError naming the fields of a record whose numbers are out of range. None is allowed."""
     require_rules(record, what, {name: [within(*of_name)] for name, of_name in ends.items()})
 
 
-def differences(first: Any, second: Any) -> str:
-    """The fields in which two records differ, with both values: "batch: 4096 against 2048"."""
+def describe_differences(first: Any, second: Any) -> str:
+    """Fields in which two records differ, with both values: "batch: 4096 against 2048"."""
     pairs = ((f.name, getattr(first, f.name), getattr(second, f.name)) for f in dataclasses.fields(first))
     return ", ".join(f"{name}: {a} against {b}" for name, a, b in pairs if a != b)
 

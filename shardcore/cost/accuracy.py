@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from shardcore.cost import collective_fit, features, nets
-from shardcore.cost.metrics import coverage, kendall_tau, mape, mean_interval
+from shardcore.cost.metrics import interval_coverage, kendall_tau, mape, mean_interval
 from shardcore.cost.neural import NeuralModel
 from shardcore.io import dataset
 from shardcore.io.measurements import CollectiveSample, ComputeSample
@@ -21,25 +21,25 @@ FEWEST = 10
 """With fewer held-out samples a mean error is no figure: only its interval is shown."""
 
 
-def held_out(samples: Sequence[dataset.Sample]) -> list[dataset.Sample]:
-    """The samples of the test split."""
-    return [s for s in samples if dataset.split_of(s.id) == "test"]
+def held_out_samples(samples: Sequence[dataset.Sample]) -> list[dataset.Sample]:
+    """The samples in the test split of a dataset."""
+    return [s for s in samples if dataset.split_of_sample(s.id) == "test"]
 
 
 def predict(model: NeuralModel, samples: Sequence[ComputeSample]) -> np.ndarray:
-    """[S] predicted ms, forward + backward."""
-    return model.head(_sums(model, samples))
+    """[S] predicted ms, forward + backward, of measured ops."""
+    return model.head(_summed_op_encodings(model, samples))
 
 
-def intervals(
+def confidence_intervals(
     model: NeuralModel, samples: Sequence[ComputeSample], confidence: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """[S] ms, low and high, around the measured forward + backward with probability `confidence`."""
-    return model.interval(_sums(model, samples), confidence)
+    """[S] lower and upper ms of an op: its measured forward + backward lies between them with a given probability."""
+    return model.interval(_summed_op_encodings(model, samples), confidence)
 
 
-def _sums(model: NeuralModel, samples: Sequence[ComputeSample]) -> np.ndarray:
-    """[S, K + 2] summed encodings of each sample's shards."""
+def _summed_op_encodings(model: NeuralModel, samples: Sequence[ComputeSample]) -> np.ndarray:
+    """[S, K + 2] for each measured op, the sum of the encodings of its shards."""
     if not samples:
         # An empty stack has no width, so state it.
         return np.zeros((0, len(features.DRIVERS) + 2))
@@ -49,51 +49,53 @@ def _sums(model: NeuralModel, samples: Sequence[ComputeSample]) -> np.ndarray:
 def evaluate(
     model: NeuralModel, compute: Sequence[ComputeSample], comm: Sequence[CollectiveSample]
 ) -> dict[str, float]:
-    """Accuracy on measurements, as flat metrics. Errors are in percent.
+    """Accuracy of a cost model on measured ops and collectives, as flat metrics. Errors are in percent.
 
     compute_*: errors of forward + backward of fused ops.
     all_to_all_*: errors of FP32 all-to-alls, mean of both ways.
     *_low, *_high: the 95% interval of a mean error.
     compute_coverage_*: percent of measurements inside the interval of that nominal coverage.
-    Exchanges: see collective_fit.errors and counts.
+    Exchanges: see collective_fit.exchange_errors and sample_counts.
 
     A kind without samples has no metrics.
     """
     compute = [s for s in compute if s.error is None]
     # The same samples as in training: payloads that jobs may choose.
-    comm = [s for s in collective_fit.priced(comm) if s.error is None]
+    comm = [s for s in collective_fit.priceable_samples(comm) if s.error is None]
     metrics: dict[str, float] = {"n_compute": float(len(compute)), "n_comm": float(len(comm))}
     if compute:
         # Encoded once, for predictions and for all intervals.
-        sums = _sums(model, compute)
-        predicted, timed = nets.parts(model.weights, sums), features.measured_ms(compute)
+        sums = _summed_op_encodings(model, compute)
+        predicted, timed = nets.op_ms(model.weights, sums), features.measured_ms(compute)
         total, measured = predicted.sum(1), timed.sum(1)
         metrics |= {
-            **_mean_error("compute", 100 * np.abs(total / measured - 1)),
+            **_mean_error_metrics("compute", 100 * np.abs(total / measured - 1)),
             "forward_compute_mape": mape(predicted[:, 0], timed[:, 0]),
             "backward_compute_mape": mape(predicted[:, 1], timed[:, 1]),
             "compute_mse_ms2": float(((total - measured) ** 2).mean()),
             "compute_kendall_tau": kendall_tau(total, measured),
         }
         for percent in COVERAGES:
-            metrics[f"compute_coverage_{percent}"] = coverage(*model.interval(sums, percent / 100), measured)
+            metrics[f"compute_coverage_{percent}"] = interval_coverage(
+                *model.interval(sums, percent / 100), measured
+            )
     # Of each all-to-all, the mean of both ways.
     of_each = [
         np.mean(
             [
-                mape(*collective_fit.predicted(model.weights, [s], way))
-                for way in collective_fit.ALL_TO_ALL.row.ways
+                mape(*collective_fit.predicted_and_measured_ms(model.weights, [s], way))
+                for way in collective_fit.ALL_TO_ALL.definition.ways
             ]
         )
-        for s in collective_fit.samples_of(comm, collective_fit.ALL_TO_ALL.collective, "fp32")
+        for s in collective_fit.samples_of_kind(comm, collective_fit.ALL_TO_ALL.collective, "fp32")
     ]
     if of_each:
-        metrics |= _mean_error("all_to_all", np.array(of_each))
-    return metrics | collective_fit.errors(model.weights, comm) | collective_fit.counts(comm)
+        metrics |= _mean_error_metrics("all_to_all", np.array(of_each))
+    return metrics | collective_fit.exchange_errors(model.weights, comm) | collective_fit.sample_counts(comm)
 
 
-def _mean_error(kind: str, percent: np.ndarray) -> dict[str, float]:
-    """Metrics of the mean of absolute errors [S]. One sample has no interval."""
+def _mean_error_metrics(kind: str, percent: np.ndarray) -> dict[str, float]:
+    """Mean of absolute errors [S] with its 95% interval, as metrics. A single sample has no interval."""
     found = mean_interval(percent)
     ends = {f"{kind}_mape_low": max(0.0, found.low), f"{kind}_mape_high": found.high}
     return {
@@ -103,8 +105,8 @@ def _mean_error(kind: str, percent: np.ndarray) -> dict[str, float]:
     }
 
 
-def error_words(found: Mapping[str, float], kind: str = "compute", samples: str = "groups") -> str:
-    """The mean error of a kind in metrics of `evaluate`, in words, with the number of samples and the 95% interval.
+def describe_error(found: Mapping[str, float], kind: str = "compute", samples: str = "groups") -> str:
+    """Text for a mean error among the metrics of `evaluate`, with the number of samples and the 95% interval.
 
     With fewer than FEWEST samples the interval alone is said.
     """
@@ -116,10 +118,10 @@ def error_words(found: Mapping[str, float], kind: str = "compute", samples: str 
     return figure if n >= FEWEST else f"{interval}, as only {n} {samples} are held out"
 
 
-def summary(found: Mapping[str, float]) -> str:
-    """Metrics of `study.judge_test_split` in a line."""
+def accuracy_summary(found: Mapping[str, float]) -> str:
+    """One line of text on the accuracy metrics of `study.judge_test_split`."""
     timing = f"; a timing itself is off by {found['repeatability']:.1f}%" if "repeatability" in found else ""
     return (
-        f"error on this machine's held-out samples: ops {error_words(found)}, exchanges "
-        f"{error_words(found, 'all_to_all', 'all-to-alls')}{timing}"
+        f"error on this machine's held-out samples: ops {describe_error(found)}, exchanges "
+        f"{describe_error(found, 'all_to_all', 'all-to-alls')}{timing}"
     )

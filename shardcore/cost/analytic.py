@@ -10,26 +10,26 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from shardcore.core.links import LEVELS, joins
+from shardcore.core.links import LEVELS, joining_levels
 from shardcore.core.payloads import payload_of
 from shardcore.core.topology import BYTES_PER_MS_PER_GBPS, Topology
 from shardcore.core.types import PRECISION_BYTES, Problem, Setting, Shard
 from shardcore.core.validation import require
-from shardcore.cost.composite import Composite, composed
+from shardcore.cost.composite import Composite, compose_models
 from shardcore.cost.heads import Head, LinearHead
 from shardcore.cost.model import CostModel, round_encodings
-from shardcore.step.access import access_share, unique_rows_of
-from shardcore.step.collectives import carried_as
+from shardcore.step.access import access_share, unique_rows_of_shards
+from shardcore.step.collectives import carried_payload
 from shardcore.step.exchanges import (
     ChannelTerms,
     OwnWork,
     Terms,
-    given_levels,
     with_payload_share,
+    with_topology_rates,
 )
 from shardcore.step.kinds import Channel
 from shardcore.step.lower import Workload
-from shardcore.step.scopes import groups_of
+from shardcore.step.scopes import group_members
 
 CLOSED_FORM = "not measured: closed-form model"
 MS_PER_NS = 1e-6
@@ -70,11 +70,11 @@ class AnalyticModel(CostModel):
             )
 
     def for_problem(self, problem: Problem) -> AnalyticModel | Composite:
-        """See model.CostModel."""
-        return composed((self.in_device_memory(problem),), problem)
+        """The model at a problem's batch and payloads; with links if some rows are in host memory."""
+        return compose_models((self.in_device_memory(problem),), problem)
 
     def in_device_memory(self, problem: Problem) -> AnalyticModel:
-        """The model at the batch and with the payloads of a problem. Its formulas hold for any."""
+        """The model at a problem's batch and payloads, as if all rows were in device memory."""
         own = self.setting
         setting = replace(problem.setting(own.hardware), precision=own.precision, optimizer=own.optimizer)
         return replace(self, setting=setting)
@@ -88,15 +88,19 @@ class AnalyticModel(CostModel):
         batch = batch or self.setting.batch
         row_bytes = np.array([s.width * PRECISION_BYTES[s.table.precision] for s in shards], dtype=float)
         # A shard of a row range only sees the lookups of its rows.
-        lookups = batch * np.array([s.table.looked_up * access_share(s) for s in shards], dtype=float)
-        updated_bytes = unique_rows_of(shards, batch) * row_bytes
+        lookups = batch * np.array(
+            [s.table.lookups_per_sample * access_share(s) for s in shards], dtype=float
+        )
+        updated_bytes = unique_rows_of_shards(shards, batch) * row_bytes
         return round_encodings(
             np.stack([np.ones(len(shards)), lookups, lookups * row_bytes, updated_bytes], 1)
         )
 
     @property
     def heads(self) -> Sequence[Head]:
-        """See model.CostModel. It does not divide costs into forward and backward: all count backward."""
+        """The linear law of ops, as one head. The closed form does not tell forward from backward: all ms count as
+        backward.
+        """
         terms = np.zeros((3, 5))
         terms[1] = (
             self.launch_us * MS_PER_US,
@@ -108,28 +112,30 @@ class AnalyticModel(CostModel):
         return (LinearHead(terms),)
 
     def out_of_range(self, workload: Workload) -> list[str]:
-        """See model.CostModel. Its setting names a device that was not measured."""
+        """One sentence: the closed-form model was not measured at all."""
         return [CLOSED_FORM]
 
     def exchange(self, channel: Channel, topology: Topology) -> ChannelTerms:
-        """See model.CostModel. A skew costs no more than the waiting."""
-        row, members = channel.row, groups_of(channel.group, topology)
+        """Terms of a channel's collective: latency, and bytes over bandwidth. A skew costs no more than the waiting."""
+        row, members = channel.definition, group_members(channel.group, topology)
         # Ids are read once and written once, those of a device's own samples: the mean of what arrives.
         work = OwnWork(mean_byte_ms=2 * bool(row.work) / (self.gather_gbps * BYTES_PER_MS_PER_GBPS))
-        units = topology.units[:, members[0]] if members.size else topology.units[:, :0]
+        units = topology.unit_numbers[:, members[0]] if members.size else topology.unit_numbers[:, :0]
         if members.shape[1] < 2:
             return ChannelTerms(channel, members, units, {}, work, work)
         # A link is as busy as its busier way.
         own = {"busiest": 1 / (self.exchange_gbps * BYTES_PER_MS_PER_GBPS)}
-        levels = given_levels([own] * len(LEVELS), topology)
-        used = [level if joined else {} for level, joined in zip(levels, joins(units), strict=True)]
+        levels = with_topology_rates([own] * len(LEVELS), topology)
+        used = [level if joined else {} for level, joined in zip(levels, joining_levels(units), strict=True)]
         # Every message crosses the outermost link that the group uses, so its latency counts.
-        given = topology.outermost(units).latency_ms
+        given = topology.outermost_link(units).latency_ms
         latency = self.exchange_latency_ms if given is None else given
         # An all-reduce passes its bytes twice.
         terms = Terms(row.passes * latency, used)
         ways = {
-            way: with_payload_share(terms, payload_of(carried_as(row, way, self.setting.payloads[way])).share)
+            way: with_payload_share(
+                terms, payload_of(carried_payload(row, way, self.setting.payloads[way])).size_ratio
+            )
             for way in row.ways
         }
         return ChannelTerms(channel, members, units, ways, work, work)

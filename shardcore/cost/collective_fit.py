@@ -15,7 +15,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from shardcore.core.links import LEVELS, units_of
+from shardcore.core.links import LEVELS, unit_numbers
 from shardcore.core.types import OUTPUT_BYTES
 from shardcore.cost.collective_model import (
     ALL_TO_ALL,
@@ -24,17 +24,17 @@ from shardcore.cost.collective_model import (
     ORDER,
     TERMS_OF_LEVEL,
     TRACE,
+    bucketizing_ms,
+    exchange_rates,
     is_measured,
     latency_terms,
-    rates_name,
-    rates_of,
-    work_before,
+    rates_weight_name,
 )
 from shardcore.cost.metrics import mape
-from shardcore.cost.nnls import fit_law
+from shardcore.cost.nnls import fit_nonnegative_rates
 from shardcore.io.measurements import CollectiveSample
 from shardcore.step.collectives import COLLECTIVES, Collective
-from shardcore.step.exchanges import SKEW_LIMIT_MS, channel_counts
+from shardcore.step.exchanges import SKEW_LIMIT_MS, channel_byte_counts
 from shardcore.step.kinds import Channel
 from shardcore.step.scopes import SCOPES, WORLD
 
@@ -58,24 +58,30 @@ _MEASURED = [(row, payload) for row in COLLECTIVES.values() for payload in row.p
 """Collectives with their payloads."""
 
 
-def fit(samples: Sequence[CollectiveSample], lent: Sequence[CollectiveSample] = ()) -> dict[str, np.ndarray]:
-    """[E] rates of each measured collective, group, payload and direction, named by `rates_name`.
+def fit_exchange_rates(
+    samples: Sequence[CollectiveSample], lent: Sequence[CollectiveSample] = ()
+) -> dict[str, np.ndarray]:
+    """Fit [E] rates of each measured collective, scope, payload and direction. Keys are `rates_weight_name`.
 
     lent: samples of another machine (lending.py). Some of each kind join at the level of this machine's.
     """
     kinds: list[tuple[str, np.ndarray, np.ndarray, int, np.ndarray]] = []
     for (row, payload), group in itertools.product(_MEASURED, SCOPES):
         # Samples of one collective, payload and scope, which have separate rates.
-        known, theirs = (samples_of(some, row.name, payload, group) for some in (samples, lent))
+        known, theirs = (samples_of_kind(some, row.name, payload, group) for some in (samples, lent))
         # Ids with work before have the rates of other ids.
         for way in row.ways if len(known) + len(theirs) >= FEWEST_SAMPLES and not row.work else ():
-            terms, measured = observed([*known, *theirs[:MOST_LENT]], way)
-            own, logs = sum(len(_counting(s, way)) for s in known), np.zeros(0)
+            terms, measured = terms_and_measured_ms([*known, *theirs[:MOST_LENT]], way)
+            own, logs = sum(len(_deciding_ranks(s, way)) for s in known), np.zeros(0)
             if theirs:
                 # Logarithms of own times over those of the other machine's law.
-                there = _transfer_ms(terms[:, :own], _fit_rates(*observed(theirs[: 4 * MOST_LENT], way)))
+                there = _transfer_ms(
+                    terms[:, :own], _fit_rates(*terms_and_measured_ms(theirs[: 4 * MOST_LENT], way))
+                )
                 logs = np.log(measured[:own] / np.maximum(there, 1e-9))
-            kinds.append((rates_name(Channel(row.name, group), way, payload), terms, measured, own, logs))
+            kinds.append(
+                (rates_weight_name(Channel(row.name, group), way, payload), terms, measured, own, logs)
+            )
     # The level of all kinds. Without own exchanges it is the other machine's: a logarithm of 0.
     level = np.median(np.concatenate([np.zeros(1), *(logs for *_, logs in kinds)]))
     rates: dict[str, np.ndarray] = {}
@@ -88,51 +94,54 @@ def fit(samples: Sequence[CollectiveSample], lent: Sequence[CollectiveSample] = 
     # Laws of own work need the rates of ids, so they are fitted last.
     works: dict[str, np.ndarray] = {}
     for row in COLLECTIVES.values():
-        works |= _fit_work(rates, row, samples_of(samples, row.name, "fp32"))
+        works |= _fit_bucketizing(rates, row, samples_of_kind(samples, row.name, "fp32"))
     # Ids without work before: their own work is the order alone.
-    plain_ids = [s for s in samples if s.request.row.ids and not s.request.row.work]
-    return rates | works | _fit_ordering(plain_ids)
+    plain_ids = [s for s in samples if s.request.definition.ids and not s.request.definition.work]
+    return rates | works | _fit_id_ordering(plain_ids)
 
 
 def _transfer_ms(terms: np.ndarray, rates: np.ndarray) -> np.ndarray:
-    """[S] ms of the law of exchanges, from terms [E, S] and rates [E]."""
+    """[S] ms of collectives by the law of exchanges, from terms [E, S] and rates [E]."""
     levels = [rates[part] @ terms[part] for part in TERMS_OF_LEVEL.values()]
     return rates[LATENCY] @ terms[LATENCY] + np.max(levels, axis=0)
 
 
-def _fit_work(
+def _fit_bucketizing(
     rates: Mapping[str, np.ndarray], row: Collective, samples: Sequence[CollectiveSample]
 ) -> dict[str, np.ndarray]:
-    """Own work on ids: the excess of these exchanges over those of other ids. Nothing without both."""
+    """Fit the time to put ids in buckets: the excess of exchanges of bucketized ids over those of plain ids. {}
+    without both.
+    """
     if not row.work or len(samples) < FEWEST_SAMPLES or not is_measured(rates, Channel(row.like)):
         return {}
-    terms, measured = observed(samples, "forward")
+    terms, measured = terms_and_measured_ms(samples, "forward")
     # All devices have equally many ids before: the mean of those that arrive.
-    # One value for each rank that counts, in the order of `observed`.
+    # One value for each rank that counts, in the order of `terms_and_measured_ms`.
     mean_bytes = np.concatenate(
-        [np.full(len(_counting(s, "forward")), owned_bytes(s).mean()) for s in samples]
+        [np.full(len(_deciding_ranks(s, "forward")), rank_bytes(s).mean()) for s in samples]
     )
     # [R, 2] terms of own work: once, and each byte.
     own = np.stack([np.ones_like(mean_bytes), mean_bytes], axis=1)
     # Time that plain ids take for as many bytes. The rest is the work of putting ids in buckets.
-    known = _transfer_ms(terms, rates_of(rates, Channel(row.like), "forward"))
-    return {row.work.weight: fit_law(own, measured, known=known)}
+    known = _transfer_ms(terms, exchange_rates(rates, Channel(row.like), "forward"))
+    return {row.work.weight: fit_nonnegative_rates(own, measured, known=known)}
 
 
-def _fit_ordering(samples: Sequence[CollectiveSample]) -> dict[str, np.ndarray]:
-    """The law of putting ids in order. Nothing where too few samples tell it."""
-    timed = [(owned_bytes(s), s.work_ms) for s in samples if s.work_ms is not None]
+def _fit_id_ordering(samples: Sequence[CollectiveSample]) -> dict[str, np.ndarray]:
+    """Fit the time to put received ids in order. {} with too few samples."""
+    timed = [(rank_bytes(s), s.work_ms) for s in samples if s.work_ms is not None]
     if len(timed) < FEWEST_SAMPLES:
         return {}
     received, work_ms = (np.concatenate(values) for values in zip(*timed, strict=True))
     # Ranks without ids do nothing, so they tell nothing of the constant.
     ran = (received > 0) & (work_ms > 0)
     own = np.stack([np.ones(ran.sum()), received[ran]], axis=1)
-    return {ORDER: fit_law(own, work_ms[ran])}
+    return {ORDER: fit_nonnegative_rates(own, work_ms[ran])}
 
 
 def _fit_rates(terms: np.ndarray, measured: np.ndarray) -> np.ndarray:
-    """[E] rates of transfer_ms from terms [E, S]: the best of several first guesses of what decides.
+    """[E] rates of a collective from terms [E, S] and measured ms [S]: the best fit of several guesses of the slowest
+    link.
 
     The maximum over levels of links is not linear. Guesses say which level is slowest for each sample.
     """
@@ -141,7 +150,7 @@ def _fit_rates(terms: np.ndarray, measured: np.ndarray) -> np.ndarray:
     # On further levels a link may rest between rounds. Then bytes of short exchanges there take no time.
     guesses = [np.where(measured > np.quantile(measured, share), outermost, 0) for share in _SHORT]
     different = np.unique([outermost, *guesses], axis=0)
-    fits = [_fit_from(guess, terms, measured) for guess in different]
+    fits = [_fit_from_guess(guess, terms, measured) for guess in different]
     best = min(fits, key=lambda rates: np.abs(_transfer_ms(terms, rates) / measured - 1).mean())
     for level in LEVELS.values():
         # A level that carried bytes and never decided takes no time. With no rate at all it would count as
@@ -151,8 +160,10 @@ def _fit_rates(terms: np.ndarray, measured: np.ndarray) -> np.ndarray:
     return best
 
 
-def _fit_from(decides: np.ndarray, terms: np.ndarray, measured: np.ndarray, rounds: int = 8) -> np.ndarray:
-    """[E] rates from a first guess [S] of the level that decides.
+def _fit_from_guess(
+    decides: np.ndarray, terms: np.ndarray, measured: np.ndarray, rounds: int = 8
+) -> np.ndarray:
+    """[E] rates of a collective, fitted from a first guess [S] of the level of links that is slowest for each sample.
 
     It fits again until the guess agrees with the fit.
     """
@@ -162,7 +173,7 @@ def _fit_from(decides: np.ndarray, terms: np.ndarray, measured: np.ndarray, roun
         decisive = terms.copy()
         for k, part in enumerate(parts):
             decisive[part, decides != k] = 0
-        rates = _fit_shared(decisive, measured)
+        rates = _fit_with_shared_rates(decisive, measured)
         # Guess again: the level that takes longest under the new rates.
         before, decides = decides, np.argmax([rates[part] @ terms[part] for part in parts], axis=0)
         if (before == decides).all():
@@ -170,8 +181,8 @@ def _fit_from(decides: np.ndarray, terms: np.ndarray, measured: np.ndarray, roun
     return rates
 
 
-def _fit_shared(terms: np.ndarray, measured: np.ndarray) -> np.ndarray:
-    """Fit a law whose always equal terms share their rate evenly.
+def _fit_with_shared_rates(terms: np.ndarray, measured: np.ndarray) -> np.ndarray:
+    """[E] rates of a linear law of collectives. Terms that are equal in all samples share their rate evenly.
 
     Samples of one number of devices do not tell how latency grows with it: MESSAGE_SHARE does then.
     """
@@ -184,41 +195,47 @@ def _fit_shared(terms: np.ndarray, measured: np.ndarray) -> np.ndarray:
     # Equal columns would make the least-squares problem singular.
     different, which, times = np.unique(terms, axis=0, return_inverse=True, return_counts=True)
     # Equal terms get the same rate, which they share: their sum is what was fitted.
-    rates = (fit_law(different.T, measured) / times)[which.ravel()]
+    rates = (fit_nonnegative_rates(different.T, measured) / times)[which.ravel()]
     if is_constant:
         # The folded column's rate belongs to `once`; messages have their share of it.
         rates[MESSAGES] = MESSAGE_SHARE * rates[ONCE]
     return rates
 
 
-def priced(samples: Sequence[CollectiveSample]) -> list[CollectiveSample]:
-    """The samples that the model prices: those of payloads that jobs may choose.
+def priceable_samples(samples: Sequence[CollectiveSample]) -> list[CollectiveSample]:
+    """The measured collectives that a cost model prices: those of payloads that jobs may choose.
 
     An exchange that ended before the last rank started has no transfer time, and is left out.
     """
-    chosen = [s for s in samples if s.request.row.cast or s.request.payload == "fp32"]
+    chosen = [s for s in samples if s.request.definition.cast or s.request.payload == "fp32"]
     # A time of 0 has no relative error.
-    return [s for s in chosen if s.error or min(_measured_ms(s, way).min() for way in s.request.row.ways) > 0]
+    return [
+        s
+        for s in chosen
+        if s.error or min(_measured_ms(s, way).min() for way in s.request.definition.ways) > 0
+    ]
 
 
-def observed(samples: Sequence[CollectiveSample], way: str) -> tuple[np.ndarray, np.ndarray]:
-    """Terms [E, R] and measured transfer ms [R]."""
+def terms_and_measured_ms(samples: Sequence[CollectiveSample], way: str) -> tuple[np.ndarray, np.ndarray]:
+    """Terms [E, R] of the law of exchanges, and measured transfer ms [R], of ranks that decide."""
     terms, measured = [np.zeros((len(EXCHANGE_TERMS), 0))], [np.zeros(0)]
     for s in samples:
         # Only the ranks that count: on several hosts the last one, else all.
-        ranks = _counting(s, way)
+        ranks = _deciding_ranks(s, way)
         terms.append(_sample_terms(s, way)[:, ranks])
         measured.append(_measured_ms(s, way)[ranks])
     return np.concatenate(terms, axis=1), np.concatenate(measured)
 
 
 def _measured_ms(sample: CollectiveSample, way: str) -> np.ndarray:
-    """[D] ms of each rank's transfer."""
+    """[D] median ms of each rank's transfer in a measured collective."""
     return np.array([x.median_ms for x in getattr(sample, way)])
 
 
-def _counting(sample: CollectiveSample, way: str) -> list[int]:
-    """The ranks of a sample that count. On several hosts the last one, as the step waits for it."""
+def _deciding_ranks(sample: CollectiveSample, way: str) -> list[int]:
+    """The ranks of a measured collective that a fit uses: all on one host; over several hosts the last, as a step
+    waits for it.
+    """
     ms = _measured_ms(sample, way)
     return list(range(len(ms))) if sample.request.hosts == 1 else [int(ms.argmax())]
 
@@ -226,15 +243,15 @@ def _counting(sample: CollectiveSample, way: str) -> list[int]:
 # Cross-validation fits to the same samples again and again.
 @lru_cache(1 << 13)
 def _sample_terms(sample: CollectiveSample, way: str) -> np.ndarray:
-    """[E, D] terms of one sample."""
+    """[E, D] terms of the law of exchanges for each rank of a measured collective."""
     r = sample.request
     # Ranks are numbered host by host, and hosts are of one size.
     members = np.array(r.groups)
     # Units of one group stand for all: groups of a scope have one shape.
-    units = units_of([r.host_names[rank] for rank in members[0]])
-    first = way == r.row.ways[0]  # only the first exchange is entered at start_ms
+    units = unit_numbers([r.host_names[rank] for rank in members[0]])
+    first = way == r.definition.ways[0]  # only the first exchange is entered at start_ms
     skew_ms = max(r.start_ms) - min(r.start_ms) if first else 0.0
-    terms = exchange_terms(Channel(r.collective, r.group), owned_bytes(sample)[members], units, skew_ms)
+    terms = exchange_terms(Channel(r.collective, r.group), rank_bytes(sample)[members], units, skew_ms)
     of_ranks = np.zeros((len(terms), len(r.widths)))
     for row, term in zip(of_ranks, terms, strict=True):
         # Terms are by group member: write each to the rank that it is.
@@ -245,18 +262,18 @@ def _sample_terms(sample: CollectiveSample, way: str) -> np.ndarray:
 def exchange_terms(
     channel: Channel, grouped_bytes: np.ndarray, units: np.ndarray, skew_ms: float
 ) -> list[np.ndarray | float]:
-    """Values of EXCHANGE_TERMS, that broadcast to [G, n]. Arguments as of exchanges.channel_counts.
+    """Values of EXCHANGE_TERMS for groups of devices; each broadcasts to [G, n]. Arguments as of channel_byte_counts.
 
     skew_ms: of the start. Long waiters resume late, which is a term of latency.
     """
-    by_level = zip(LEVELS.values(), channel_counts(channel, grouped_bytes, units), strict=True)
+    by_level = zip(LEVELS.values(), channel_byte_counts(channel, grouped_bytes, units), strict=True)
     # The order is that of EXCHANGE_TERMS: level by level, term by term.
     counts = [of_level[name] for level, of_level in by_level for name in level.terms.values()]
     return [*latency_terms(channel, units), min(skew_ms, SKEW_LIMIT_MS), *counts]
 
 
-def owned_bytes(sample: CollectiveSample) -> np.ndarray:
-    """[D] bytes that each rank of a sample owns."""
+def rank_bytes(sample: CollectiveSample) -> np.ndarray:
+    """[D] bytes of FP32 outputs that each rank of a measured collective owns."""
     # Bytes of FP32 outputs, whatever the payload: rates of a payload include its cast.
     return np.array(sample.request.widths, dtype=float) * sample.request.batch * OUTPUT_BYTES
 
@@ -264,26 +281,26 @@ def owned_bytes(sample: CollectiveSample) -> np.ndarray:
 # --- accuracy -----------------------------------------------------------------------------------------------
 
 
-def predicted(
+def predicted_and_measured_ms(
     w: Mapping[str, np.ndarray], samples: Sequence[CollectiveSample], way: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Predicted and measured transfer ms [R]. All samples are of one collective and payload."""
+    """Predicted and measured transfer ms [R] of samples of one collective and payload."""
     all_predicted, all_measured = [], []
     for sample in samples:
         r, measured = sample.request, _measured_ms(sample, way)
         channel = Channel(r.collective, r.group)
-        ms = _transfer_ms(_sample_terms(sample, way), rates_of(w, channel, way, r.payload))
+        ms = _transfer_ms(_sample_terms(sample, way), exchange_rates(w, channel, way, r.payload))
         # Own work takes place before the transfer, so it adds.
-        once_ms, byte_ms = work_before(w, channel)
-        ms = np.broadcast_to(ms + once_ms + byte_ms * owned_bytes(sample).mean(), measured.shape)
+        once_ms, byte_ms = bucketizing_ms(w, channel)
+        ms = np.broadcast_to(ms + once_ms + byte_ms * rank_bytes(sample).mean(), measured.shape)
         # Over several hosts the last rank counts.
         all_predicted.append(ms if r.hosts == 1 else ms.max(keepdims=True))
         all_measured.append(measured if r.hosts == 1 else measured.max(keepdims=True))
     return np.concatenate(all_predicted), np.concatenate(all_measured)
 
 
-def errors(w: Mapping[str, np.ndarray], samples: Sequence[CollectiveSample]) -> dict[str, float]:
-    """Mean absolute error of transfers, in percent, as flat metrics.
+def exchange_errors(w: Mapping[str, np.ndarray], samples: Sequence[CollectiveSample]) -> dict[str, float]:
+    """Mean absolute error of predicted collectives, in percent, as flat metrics.
 
     "<way>_comm_mape": of all-to-alls.
     "<collective>_<way>_mape": of the others.
@@ -292,30 +309,31 @@ def errors(w: Mapping[str, np.ndarray], samples: Sequence[CollectiveSample]) -> 
     A kind without samples has no metrics.
     """
     return {
-        f"{_metric(row.name, way, payload)}_mape": mape(*predicted(w, of_kind, way))
+        f"{_metric_name(row.name, way, payload)}_mape": mape(*predicted_and_measured_ms(w, of_kind, way))
         for row, payload in _MEASURED
-        if (of_kind := samples_of(samples, row.name, payload))
+        if (of_kind := samples_of_kind(samples, row.name, payload))
         for way in row.ways
     }
 
 
-def counts(samples: Sequence[CollectiveSample]) -> dict[str, float]:
-    """Number of exchanges behind each of `errors`, as flat metrics: "n_<way>_comm" and so on."""
+def sample_counts(samples: Sequence[CollectiveSample]) -> dict[str, float]:
+    """Number of measured collectives of each kind and direction, as flat metrics such as "n_forward_comm"."""
     return {
-        f"n_{_metric(row.name, way, payload)}": float(len(of_kind))
+        f"n_{_metric_name(row.name, way, payload)}": float(len(of_kind))
         for row, payload in _MEASURED
-        if (of_kind := samples_of(samples, row.name, payload))
+        if (of_kind := samples_of_kind(samples, row.name, payload))
         for way in row.ways
     }
 
 
-def samples_of(
+def samples_of_kind(
     samples: Sequence[CollectiveSample], collective: str, payload: str, group: str = WORLD
 ) -> list[CollectiveSample]:
+    """The measured collectives of one name, payload and scope of groups."""
     kind = (collective, payload, group)
     return [s for s in samples if (s.request.collective, s.request.payload, s.request.group) == kind]
 
 
-def _metric(collective: str, way: str, payload: str) -> str:
+def _metric_name(collective: str, way: str, payload: str) -> str:
     name = f"{way}_comm" if collective == ALL_TO_ALL.collective else f"{collective}_{way}"
     return name + (f"_{payload}" if payload != "fp32" else "")

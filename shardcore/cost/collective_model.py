@@ -26,13 +26,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from shardcore.core.links import LEVELS, joins
+from shardcore.core.links import LEVELS, joining_levels
 from shardcore.core.payloads import payload_of
 from shardcore.core.topology import Topology
-from shardcore.step.collectives import COLLECTIVES, carried_as
-from shardcore.step.exchanges import ChannelTerms, OwnWork, Terms, given_levels, merged_units
+from shardcore.step.collectives import COLLECTIVES, carried_payload
+from shardcore.step.exchanges import ChannelTerms, OwnWork, Terms, merge_unknown_levels, with_topology_rates
 from shardcore.step.kinds import Channel
-from shardcore.step.scopes import WORLD, groups_of
+from shardcore.step.scopes import WORLD, group_members
 
 LATENCY_TERMS = ("once", "messages", "far_rounds", "skew_ms")
 """Terms of the latency.
@@ -74,33 +74,35 @@ LEAST_IN_STEP, MOST_IN_STEP = 1e-3, 1e3
 def channel_terms(
     w: Mapping[str, np.ndarray], channel: Channel, topology: Topology, payloads: Mapping[str, str] = FP32
 ) -> ChannelTerms:
-    """Terms of a channel. payloads: by way."""
-    members = groups_of(channel.group, topology)
+    """Terms of the law of exchanges for a channel's collective in a topology. payloads: by direction."""
+    members = group_members(channel.group, topology)
     # One device exchanges with nobody, so TorchRec orders nothing.
     if members.shape[1] < 2:
-        return ChannelTerms(channel, members, topology.units[:, :0], {})
+        return ChannelTerms(channel, members, topology.unit_numbers[:, :0], {})
     # All groups of a channel have the same shape, so the first one's units stand for all.
-    units = topology.units[:, members[0]]
+    units = topology.unit_numbers[:, members[0]]
     rates, ways = dict[str, np.ndarray](), dict[str, Terms]()
-    for way in channel.row.ways:
+    for way in channel.definition.ways:
         # A factor in steps scales measured rates. A topology's links then replace them, without a factor.
-        rates[way] = in_step(w, channel, way) * rates_of(w, channel, way, payloads[way])
-        share = payload_of(carried_as(channel.row, way, payloads[way])).share
-        ways[way] = Terms(0.0, given_levels(_levels_of(rates[way]), topology, share), rates[way][_SKEW])
+        rates[way] = step_factor(w, channel, way) * exchange_rates(w, channel, way, payloads[way])
+        share = payload_of(carried_payload(channel.definition, way, payloads[way])).size_ratio
+        ways[way] = Terms(
+            0.0, with_topology_rates(_rates_by_level(rates[way]), topology, share), rates[way][_SKEW]
+        )
     # Messages cross the outermost link in use. A given latency is all of it: no term for messages, rounds or skew.
-    latency_ms = topology.outermost(units).latency_ms
-    units = merged_units(units, _known_levels(units, list(ways.values())))
+    latency_ms = topology.outermost_link(units).latency_ms
+    units = merge_unknown_levels(units, _has_level_rates(units, list(ways.values())))
     for way, terms in ways.items():
         if latency_ms is None:
             ways[way] = replace(terms, once_ms=rates[way][LATENCY][:-1] @ latency_terms(channel, units))
         else:
-            ways[way] = replace(terms, once_ms=latency_ms * channel.row.exchanges, skew=0.0)
+            ways[way] = replace(terms, once_ms=latency_ms * channel.definition.exchanges, skew=0.0)
     work, added = OwnWork(), OwnWork()
-    if channel.row.ids:
-        work = id_work(w, channel)
+    if channel.definition.ids:
+        work = id_processing_work(w, channel)
         # Rates of measured links include the time to put ids in order. Given links do not: a given latency leaves out
         # the constant of own work, a given bandwidth its time by bytes.
-        given = topology.slowest
+        given = topology.slowest_link
         added = replace(
             work,
             once_ms=work.once_ms * (given.latency_ms is not None),
@@ -110,128 +112,132 @@ def channel_terms(
 
 
 def latency_terms(channel: Channel, units: np.ndarray) -> list[float]:
-    """Values of LATENCY_TERMS but the skew, for groups of n devices. units: [K, n]."""
-    n, row = units.shape[1], channel.row
+    """Values of LATENCY_TERMS, without the skew, for groups of n devices. units: [K, n]."""
+    n, row = units.shape[1], channel.definition
     # A ring waits for a link between hosts in each of its n - 1 rounds.
-    far_rounds = float(any(joins(units)[1:])) * (n - 1 if row.ring else 1)
+    far_rounds = float(any(joining_levels(units)[1:])) * (n - 1 if row.ring else 1)
     # Ids are exchanged in three calls, each with its own latency.
     return [1.0 * row.exchanges, (n - 1.0) * row.exchanges, far_rounds * row.exchanges]
 
 
-def _levels_of(rates: np.ndarray) -> list[dict[str, float]]:
-    """[K] rates [E] of each level by what they count, without those that are 0."""
+def _rates_by_level(rates: np.ndarray) -> list[dict[str, float]]:
+    """[K] the rates of each level of links by the bytes that they multiply, from rates [E]. Rates of 0 are left out."""
     return [
         {count: rate for count, rate in zip(level.terms.values(), rates[part].tolist(), strict=True) if rate}
         for level, part in zip(LEVELS.values(), TERMS_OF_LEVEL.values(), strict=True)
     ]
 
 
-def id_work(w: Mapping[str, np.ndarray], channel: Channel) -> OwnWork:
-    """A device's own work on ids. 0 where it was not measured, so that a model without such samples prices the rest."""
-    once, by_byte = w.get(ORDER, np.zeros(2)) * in_step(w, channel, "forward")
-    before_once, before_byte = work_before(w, channel) * in_step(w, channel, "forward")
+def id_processing_work(w: Mapping[str, np.ndarray], channel: Channel) -> OwnWork:
+    """A device's time to bucketize and order the ids that it exchanges. 0 where that was not measured."""
+    once, by_byte = w.get(ORDER, np.zeros(2)) * step_factor(w, channel, "forward")
+    before_once, before_byte = bucketizing_ms(w, channel) * step_factor(w, channel, "forward")
     return OwnWork(once, by_byte, before_once, before_byte)
 
 
-def work_before(w: Mapping[str, np.ndarray], channel: Channel) -> np.ndarray:
-    """[2] ms of a device's own work before ids travel: once, and a byte of what devices receive in the mean."""
-    work = channel.row.work
+def bucketizing_ms(w: Mapping[str, np.ndarray], channel: Channel) -> np.ndarray:
+    """[2] ms to put ids in buckets before they travel: once, and for each byte that a device receives in the mean."""
+    work = channel.definition.work
     return w.get(work.weight, np.zeros(2)) if work else np.zeros(2)
 
 
-def _name(channel: Channel) -> str:
-    """A channel's name within names of weights."""
+def _channel_name(channel: Channel) -> str:
+    """A channel's part in the names of a model's weights."""
     return channel.collective if channel.group == WORLD else f"{channel.collective}_{channel.group}"
 
 
-def rates_name(channel: Channel, way: str, payload: str = "fp32") -> str:
+def rates_weight_name(channel: Channel, way: str, payload: str = "fp32") -> str:
     """The name of a channel's rates among a model's weights."""
-    return f"exchange_{_name(channel)}_{way}" + (f"_{payload}" if payload != "fp32" else "")
+    return f"exchange_{_channel_name(channel)}_{way}" + (f"_{payload}" if payload != "fp32" else "")
 
 
-def _own_or_like(
+def _weight_or_substitute(
     w: Mapping[str, np.ndarray],
     name: Callable[[Channel, str], str],
     channel: Channel,
     way: str,
     otherwise: np.ndarray,
 ) -> np.ndarray:
-    """A channel's own weight. If absent, that of its collective over all devices, or of those like it."""
+    """A channel's weight. If absent, that of the collective over all devices, or of a similar collective."""
     # From the most to the least specific: scope, collective, then what stands in for it.
-    names = [name(c, way) for c in (channel, *_stand_ins(channel))]
+    names = [name(c, way) for c in (channel, *_substitute_channels(channel))]
     return next((w[key] for key in names if key in w), otherwise)
 
 
-def _stand_ins(channel: Channel) -> list[Channel]:
-    """The channel's collective over all devices, then similar ones (Collective.like)."""
+def _substitute_channels(channel: Channel) -> list[Channel]:
+    """Channels whose rates may replace a channel's: its collective over all devices, then similar ones
+    (Collective.like).
+    """
     channels = [Channel(channel.collective)]
     # Each collective names one stand-in, and the all-to-all none, so this ends.
-    while like := channels[-1].row.like:
+    while like := channels[-1].definition.like:
         channels.append(Channel(like))
     return channels
 
 
-def rates_of(w: Mapping[str, np.ndarray], channel: Channel, way: str, payload: str = "fp32") -> np.ndarray:
-    """[E] rates: the channel's own or a substitute (see _own_or_like). 0 where there is none.
+def exchange_rates(
+    w: Mapping[str, np.ndarray], channel: Channel, way: str, payload: str = "fp32"
+) -> np.ndarray:
+    """[E] rates of a channel's collective in a direction, or of a substitute. 0 where nothing was measured.
 
     For another payload than FP32: those of the channel or its collective, or FP32's with fewer bytes.
     """
     # A measured payload has its casts in its rates. Otherwise only bytes become fewer.
-    if (payload := carried_as(channel.row, way, payload)) != "fp32":
-        own = [rates_name(c, way, payload) for c in (channel, Channel(channel.collective))]
+    if (payload := carried_payload(channel.definition, way, payload)) != "fp32":
+        own = [rates_weight_name(c, way, payload) for c in (channel, Channel(channel.collective))]
         if known := [w[name] for name in own if name in w]:
             return known[0]
         # A copy: these arrays are the model's own weights.
-        fewer = rates_of(w, channel, way).copy()
-        fewer[OF_BYTES] *= payload_of(payload).share
+        fewer = exchange_rates(w, channel, way).copy()
+        fewer[OF_BYTES] *= payload_of(payload).size_ratio
         return fewer
-    return _own_or_like(w, rates_name, channel, way, np.zeros(len(EXCHANGE_TERMS)))
+    return _weight_or_substitute(w, rates_weight_name, channel, way, np.zeros(len(EXCHANGE_TERMS)))
 
 
-def knows_payload(w: Mapping[str, np.ndarray], channel: Channel, way: str, payload: str) -> bool:
-    """True if the rates of a channel are those of its payload."""
-    payload = carried_as(channel.row, way, payload)
+def has_payload_rates(w: Mapping[str, np.ndarray], channel: Channel, way: str, payload: str) -> bool:
+    """True if a channel's rates were measured with this payload."""
+    payload = carried_payload(channel.definition, way, payload)
     return payload == "fp32" or any(
-        rates_name(c, way, payload) in w for c in (channel, Channel(channel.collective))
+        rates_weight_name(c, way, payload) in w for c in (channel, Channel(channel.collective))
     )
 
 
 def step_factor_name(channel: Channel, way: str) -> str:
-    """The name of a channel's factor in a training step (step_factors.py), among a model's weights."""
-    return f"exchange_in_step_{_name(channel)}_{way}"
+    """The name, among a model's weights, of a channel's factor in a training step (step_factors.py)."""
+    return f"exchange_in_step_{_channel_name(channel)}_{way}"
 
 
-def in_step(w: Mapping[str, np.ndarray], channel: Channel, way: str) -> float:
-    """A channel's factor in a step, or a substitute (see _own_or_like). 1 where there is none."""
-    return float(_own_or_like(w, step_factor_name, channel, way, np.ones(1))[0])
+def step_factor(w: Mapping[str, np.ndarray], channel: Channel, way: str) -> float:
+    """A collective's time in a training step over its time alone, or a substitute's. 1 where nothing was measured."""
+    return float(_weight_or_substitute(w, step_factor_name, channel, way, np.ones(1))[0])
 
 
-def stands_for(w: Mapping[str, np.ndarray], channel: Channel) -> str:
-    """Words for the channel whose rates a channel without measurements uses."""
-    measured = (c for c in _stand_ins(channel) if is_measured(w, c))
-    return f"the {next(measured, ALL_TO_ALL).words}"
+def substitute_words(w: Mapping[str, np.ndarray], channel: Channel) -> str:
+    """Text for the channel whose rates price a channel that was not measured."""
+    measured = (c for c in _substitute_channels(channel) if is_measured(w, c))
+    return f"the {next(measured, ALL_TO_ALL).description}"
 
 
 def is_measured(w: Mapping[str, np.ndarray], channel: Channel) -> bool:
     """True if the channel has measured rates in every direction."""
-    row = channel.row
+    row = channel.definition
     # Channels with own work have no separate rates: theirs are those of `like`, and the work's.
     if row.work:
         return row.work.weight in w and is_measured(w, Channel(row.like))
-    return all(rates_name(channel, way) in w for way in row.ways)
+    return all(rates_weight_name(channel, way) in w for way in row.ways)
 
 
-def measured_links(w: Mapping[str, np.ndarray], channel: Channel) -> set[str]:
-    """The levels of links that the channel's rates know."""
+def measured_link_levels(w: Mapping[str, np.ndarray], channel: Channel) -> set[str]:
+    """The levels of links over which a channel's collective was measured."""
     # A level counts as known if either direction has a rate there.
-    rates = np.stack([rates_of(w, channel, way) for way in channel.row.ways])
+    rates = np.stack([exchange_rates(w, channel, way) for way in channel.definition.ways])
     return {name for name, part in TERMS_OF_LEVEL.items() if rates[:, part].any()}
 
 
-def _known_levels(units: np.ndarray, ways: Sequence[Terms]) -> list[bool]:
-    """[K] True if some direction has a rate for the level. units: [K, n]."""
+def _has_level_rates(units: np.ndarray, ways: Sequence[Terms]) -> list[bool]:
+    """[K] True for each level of links that has a rate in some direction. units: [K, n]."""
     # A trace tells only that others beyond it decide.
-    beyond = [any(joins(units)[k + 1 :]) for k in range(len(units))]
+    beyond = [any(joining_levels(units)[k + 1 :]) for k in range(len(units))]
     return [
         any(rate > TRACE * (not others) for terms in ways for rate in terms.levels[k].values())
         for k, others in enumerate(beyond)

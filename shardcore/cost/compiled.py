@@ -21,14 +21,14 @@ from shardcore.core import jit
 _compile = njit(cache=True, error_model="numpy")
 
 
-def ready(head: Dispatcher) -> Dispatcher:
-    """The head, compiled. Only those that models ask for are."""
-    return jit.ready(head, float64(float64[::1], float64[::1]))
+def compile_head(head: Dispatcher) -> Dispatcher:
+    """Compile a head: the function that gives an op's ms from its summed encoding."""
+    return jit.compiled_for(head, float64(float64[::1], float64[::1]))
 
 
 @_compile
-def linear(sums: np.ndarray, p: np.ndarray) -> float:
-    """ms of the linear model.
+def linear_op_ms(sums: np.ndarray, p: np.ndarray) -> float:
+    """ms of a fused op by a linear law of its summed encoding.
 
     p: launch ms, then ms per unit of each feature. The first feature counts shards.
     """
@@ -41,8 +41,8 @@ def linear(sums: np.ndarray, p: np.ndarray) -> float:
 
 
 @_compile
-def contended(sums: np.ndarray, p: np.ndarray) -> float:
-    """ms of the contended model: `nets.parts` summed over forward and backward.
+def contended_op_ms(sums: np.ndarray, p: np.ndarray) -> float:
+    """ms of a fused op whose shards slow each other: `nets.op_ms`, forward + backward.
 
     With an error other than 0 it returns a quantile instead, as `heads.ContendedHead` does.
 
@@ -103,13 +103,13 @@ def contended(sums: np.ndarray, p: np.ndarray) -> float:
     return counted * math.exp(width * p[3])
 
 
-HEADS = (linear, contended)
-"""Heads of which an op may have several, by the number that `several` has for them."""
+HEADS = (linear_op_ms, contended_op_ms)
+"""Heads of which an op may have several, by the number that `multi_head_op_ms` has for them."""
 
 
 @_compile
-def several(sums: np.ndarray, p: np.ndarray) -> float:
-    """ms of an op of several heads, which add up. See composite.Composite.
+def multi_head_op_ms(sums: np.ndarray, p: np.ndarray) -> float:
+    """ms of a fused op as a sum over several heads (composite.Composite).
 
     sums: those of each head, side by side.
     p[0]: P, the number of heads.
@@ -125,9 +125,9 @@ def several(sums: np.ndarray, p: np.ndarray) -> float:
         own, of_own = sums[first:after], p[at:end]
         # Numbers of heads, not functions: parameters are floats only. The order is that of HEADS.
         if p[1 + 3 * i] == 0.0:
-            ms += linear(own, of_own)
+            ms += linear_op_ms(own, of_own)
         # An op without shards of a precision does not exist, so it has no launch either.
         elif own[0] > 0.0:
-            ms += contended(own, of_own)
+            ms += contended_op_ms(own, of_own)
         first, at = after, end
     return ms

@@ -22,11 +22,11 @@ from shardcore.core.errors import SettingMismatch
 from shardcore.core.tiers import TIERS
 from shardcore.core.topology import BYTES_PER_MS_PER_GBPS, Topology
 from shardcore.core.types import Problem, Setting, Shard
-from shardcore.core.validation import differences, require, require_type
+from shardcore.core.validation import describe_differences, require, require_type
 from shardcore.cost.collective_model import ALL_TO_ALL, is_measured
 from shardcore.cost.heads import Head, LinearHead
 from shardcore.cost.model import CostModel
-from shardcore.cost.ranges import and_more
+from shardcore.cost.ranges import and_more_suffix
 from shardcore.io.model_files import model_folders
 from shardcore.step.exchanges import ChannelTerms
 from shardcore.step.kinds import Channel
@@ -54,7 +54,7 @@ class Links:
     fetches_ahead: bool = False
 
     def encode(self, shards: Sequence[Shard], batch: int | None = None) -> np.ndarray:
-        """[N, 3] ms."""
+        """[N, 3] ms of shards on the link to host memory: forward, backward, and fetched ahead by caches."""
         codes = np.zeros((len(shards), 3))
         for i, shard in enumerate(shards):
             # Shards without rows below device memory have no bytes on links, whatever GB/s stands in.
@@ -68,7 +68,7 @@ class Links:
 
     @property
     def heads(self) -> Sequence[Head]:
-        """See CostModel. Encodings are ms already, so their rates are 1."""
+        """One linear head with rates of 1, as encodings are ms already."""
         terms = np.column_stack([np.zeros(3), np.eye(3)])
         # Lookups without a cache read the link before the update, too.
         terms[2, 1] = self.fetches_ahead
@@ -80,8 +80,8 @@ class Links:
         for shard in (s for ops in workload.ops for op in ops for s in op.shards if s.table.in_host_memory):
             tables.setdefault(shard.table.tier, {})[shard.table.name] = None
         return [
-            f"table {next(iter(names))!r}{and_more(names)} has rows in {TIERS[tier].words}: the topology gives the "
-            f"{self.gbps[tier]:g} GB/s of their link, not measured"
+            f"table {next(iter(names))!r}{and_more_suffix(names)} has rows in {TIERS[tier].words}: the topology "
+            f"gives the {self.gbps[tier]:g} GB/s of their link, not measured"
             for tier, names in tables.items()
         ]
 
@@ -106,8 +106,8 @@ class Composite(CostModel):
             # Batch is no obstacle: each model has a range of batches, checked in for_problem.
             if (alike := replace(other, precision=first.precision, batch=first.batch)) != first:
                 raise SettingMismatch(
-                    f"models of two settings cannot be mixed ({differences(first, alike)}); they need the same "
-                    "hardware and optimizer"
+                    f"models of two settings cannot be mixed ({describe_differences(first, alike)}); they need the "
+                    "same hardware and optimizer"
                 )
         precisions = [m.setting.precision for m in self.models]
         # A precision identifies a model, so two of one precision would be ambiguous.
@@ -118,7 +118,7 @@ class Composite(CostModel):
         object.__setattr__(self, "setting", replace(first, precision="+".join(precisions)))
 
     def for_problem(self, problem: Problem) -> CostModel:
-        """The models of the problem's precisions (see model.CostModel); a single model where it has one."""
+        """The models of a problem's precisions, at its batch and payloads; a single model for one precision."""
         models = [m.in_device_memory(problem) for m in self.models]
         # Models of precisions that the problem lacks would only cost time.
         needed = [m for m in models if m.setting.precision in problem.precision.split("+")]
@@ -126,20 +126,20 @@ class Composite(CostModel):
         measured = [m for m in models if len(models) > 1 and is_measured(m.weights, ALL_TO_ALL)]
         if not needed or (len(needed) > 1 and measured and not any(m in measured for m in needed)):
             needed = models  # so that exchanges are priced as they were measured
-        return composed(needed, problem)
+        return compose_models(needed, problem)
 
     @cached_property
-    def _parts(self) -> tuple[Any, ...]:
+    def _priced_parts(self) -> tuple[Any, ...]:
         return (*self.models, self.links) if self.links else self.models
 
     @cached_property
     def heads(self) -> Sequence[Head]:
-        return [head for part in self._parts for head in part.heads]
+        return [head for part in self._priced_parts for head in part.heads]
 
     def encode(self, shards: Sequence[Shard], batch: int | None = None) -> np.ndarray:
-        """[N, F] the encoding by each part of its own shards, and 0 elsewhere."""
+        """[N, F] encodings of shards: each model's numbers for the shards of its precision, and 0 elsewhere."""
         encoded = []
-        for part in self._parts:
+        for part in self._priced_parts:
             # A single model takes shards of any precision. Links take all shards.
             of_all = len(self.models) == 1 or part is self.links
             own = [i for i, s in enumerate(shards) if of_all or s.table.precision == part.setting.precision]
@@ -150,7 +150,9 @@ class Composite(CostModel):
         return np.concatenate(encoded, axis=1)
 
     def at_confidence(self, confidence: float | None) -> Composite:
-        """The sum of quantiles is an upper bound: errors of models rarely add up. Links have no spread."""
+        """The composite of the models at a confidence. The sum of their quantiles is an upper bound of the quantile of
+        the sum.
+        """
         return replace(self, models=tuple(m.at_confidence(confidence) for m in self.models))
 
     def launch_ms(self) -> float:
@@ -159,7 +161,7 @@ class Composite(CostModel):
 
     @property
     def exchange_model(self) -> Any:
-        """The first model with measured exchanges. Outputs are FP32, whatever the weights are."""
+        """The first of the models with measured collectives. Outputs are FP32 for all precisions."""
         if len(self.models) == 1:
             return self.models[0]
         measured = (m for m in self.models if is_measured(m.weights, ALL_TO_ALL))
@@ -169,18 +171,18 @@ class Composite(CostModel):
         return self.exchange_model.exchange(channel, topology)
 
     def out_of_range(self, workload: Workload) -> list[str]:
-        """Sentences on each precision's shards from its model (see model.CostModel)."""
+        """Sentences of each model on the shards of its precision that are beyond its measured range."""
         sentences: dict[str, None] = {}
-        for part in self._parts:
+        for part in self._priced_parts:
             step = workload
             if len(self.models) > 1 and part is not self.links:
-                step = _of_precision(part.setting.precision, workload, part is self.exchange_model)
+                step = _workload_of_precision(part.setting.precision, workload, part is self.exchange_model)
             sentences |= dict.fromkeys(part.out_of_range(step))
         return list(sentences)
 
 
-def composed(models: Sequence[Any], problem: Problem) -> Any:
-    """The model of a problem, from those of its precisions: with links if rows are below device memory."""
+def compose_models(models: Sequence[Any], problem: Problem) -> Any:
+    """One cost model of a problem from those of its precisions; with links if some rows are below device memory."""
     below = any(table.in_host_memory for table in problem.tables)
     if len(models) == 1 and not below:
         return models[0]
@@ -190,8 +192,8 @@ def composed(models: Sequence[Any], problem: Problem) -> Any:
     return Composite(tuple(models), links if below else None)
 
 
-def load(folders: str | Path | Sequence[str | Path]) -> NeuralModel | Composite:
-    """The model of a folder, or of several folders of different precisions.
+def load_models(folders: str | Path | Sequence[str | Path]) -> NeuralModel | Composite:
+    """Load the cost model of a folder, or of several folders of different precisions.
 
     A folder may have one model, or a subfolder with one for each precision, as the registry keeps them.
     """
@@ -208,8 +210,8 @@ def load(folders: str | Path | Sequence[str | Path]) -> NeuralModel | Composite:
     return models[0] if len(models) == 1 else Composite(tuple(models))
 
 
-def save(model: NeuralModel | Composite, folder: str | Path) -> None:
-    """Write a model, or each of several to a subfolder of its precision, for `load`."""
+def save_models(model: NeuralModel | Composite, folder: str | Path) -> None:
+    """Write a cost model to a folder, or each of several to a subfolder named by its precision."""
     from shardcore.cost import neural
 
     if isinstance(model, neural.NeuralModel):
@@ -218,8 +220,8 @@ def save(model: NeuralModel | Composite, folder: str | Path) -> None:
         neural.save(one, Path(folder) / one.setting.precision)
 
 
-def _of_precision(precision: str, workload: Workload, exchanges: bool) -> Workload:
-    """The workload without shards of other precisions, and with or without exchanges."""
+def _workload_of_precision(precision: str, workload: Workload, exchanges: bool) -> Workload:
+    """A workload with the shards of one precision only, and with or without exchanges."""
     of_devices = []
     for ops in workload.ops:
         # Devices whose op has no shard of the precision run no op of it.

@@ -19,11 +19,11 @@ from pathlib import Path
 import numpy as np
 
 from shardcore.core.types import Setting
-from shardcore.core.validation import differences, require
+from shardcore.core.validation import describe_differences, require
 from shardcore.cost import features
-from shardcore.cost.nnls import fit_law
+from shardcore.cost.nnls import fit_nonnegative_rates
 from shardcore.io import dataset, traced_samples
-from shardcore.io.dataset import split_of
+from shardcore.io.dataset import split_of_sample
 from shardcore.io.measurements import CollectiveSample, ComputeSample
 from shardcore.step.scopes import WORLD
 
@@ -51,10 +51,10 @@ class Measurements:
     repeats: list[list[ComputeSample]]
 
     def split(self, name: str) -> tuple[list[ComputeSample], list[CollectiveSample]]:
-        """Groups and exchanges of the split "train", "validation" or "test"."""
+        """Measured ops and collectives of the split "train", "validation" or "test"."""
         return (
-            [s for s in self.compute if split_of(s.id) == name],
-            [s for s in self.comm if split_of(s.id) == name],
+            [s for s in self.compute if split_of_sample(s.id) == name],
+            [s for s in self.comm if split_of_sample(s.id) == name],
         )
 
 
@@ -70,10 +70,10 @@ class Lent:
     known: Measurements
 
 
-def read(folder: str | Path, setting: Setting, most: int | None = None) -> Measurements:
-    """The measurements of one setting in a dataset folder, which is of one machine.
+def read_measurements(folder: str | Path, setting: Setting, most: int | None = None) -> Measurements:
+    """Read the measurements of one setting from a dataset folder, and correct their drift.
 
-    most: timings of groups to read (see dataset.read_timings).
+    most: timings of groups to read (see dataset.read_compute_timings).
 
     Raises ShardCoreError for a folder without measurements, and for one whose compute samples are all of
     other settings.
@@ -84,28 +84,28 @@ def read(folder: str | Path, setting: Setting, most: int | None = None) -> Measu
         f"{folder} holds no measurements; it needs to be a dataset folder",
     )
     # A folder may hold exchanges or replays only, which name no setting of groups.
-    others = dataset.settings(folder)
+    others = dataset.dataset_settings(folder)
     require(
         not others or setting in others,
         f"{folder} holds samples of other settings than asked for: "
-        f"{'; '.join(differences(other, setting) for other in others)}",
+        f"{'; '.join(describe_differences(other, setting) for other in others)}",
     )
-    known = corrected(dataset.read_timings(folder, setting, most))
+    known = correct_drift(dataset.read_compute_timings(folder, setting, most))
     return Measurements(
         # Models train on one timing of each sample, the best known. Repeats show how far timings agree.
-        compute=dataset.best_known(known),
-        repeats=dataset.repeated(known),
+        compute=dataset.most_precise_samples(known),
+        repeats=dataset.repeated_samples(known),
         # Emulated links are no links of the setting's hardware. And no law of groups is fitted.
         comm=[
             s
-            for s in dataset.read_comm(folder, setting)
+            for s in dataset.read_collective_samples(folder, setting)
             if s.request.emulated is None and s.request.group == WORLD
         ],
     )
 
 
-def corrected(samples: Sequence[ComputeSample]) -> list[ComputeSample]:
-    """The samples with their slowdown refined, and their timings scaled to match.
+def correct_drift(samples: Sequence[ComputeSample]) -> list[ComputeSample]:
+    """Measured ops with their slowdown refined by neighbours in time, and their timings scaled to match.
 
     Failed samples stay as they are. Several timings of one id are a sample each.
     Nothing changes where neighbours do not predict each other: on a quiet machine, or without times of
@@ -113,7 +113,7 @@ def corrected(samples: Sequence[ComputeSample]) -> list[ComputeSample]:
     """
     timed = [s for s in samples if s.error is None]
     # By identity: several timings of one id are separate samples.
-    slower = dict(zip(map(id, timed), np.exp(_drift(timed)).tolist(), strict=True))
+    slower = dict(zip(map(id, timed), np.exp(_log_drift(timed)).tolist(), strict=True))
     # As timed on a machine faster by this factor. The slowdown says by how much in all.
     return [
         replace(rescale_sample(s, 1 / by, 1 / by), slowdown=s.slowdown * by)
@@ -123,15 +123,15 @@ def corrected(samples: Sequence[ComputeSample]) -> list[ComputeSample]:
     ]
 
 
-def _drift(timed: Sequence[ComputeSample]) -> np.ndarray:
-    """[S] log of the machine's slowdown beyond what each sample already records."""
+def _log_drift(timed: Sequence[ComputeSample]) -> np.ndarray:
+    """[S] log of the machine's slowdown beyond the one that each sample records."""
     # The test split corrects nobody, or its samples would influence training.
-    trusted = np.array([split_of(s.id) != "test" for s in timed])
+    trusted = np.array([split_of_sample(s.id) != "test" for s in timed])
     # Without times of measurement all share one, and have no neighbours in time.
     if trusted.sum() < _LEAST or len({s.measured_at for s in timed}) == 1:
         return np.zeros(len(timed))
-    residual = _residual(timed, trusted)
-    medians = _neighbours_median(
+    residual = _log_residuals(timed, trusted)
+    medians = _median_of_neighbours(
         np.array([s.measured_at for s in timed]), residual, trusted, [s.id for s in timed]
     )
     # The slope comes from trusted samples only, and is applied to all.
@@ -142,20 +142,20 @@ def _drift(timed: Sequence[ComputeSample]) -> np.ndarray:
     return np.clip(slope, 0.0, 1.0) * medians
 
 
-def _residual(timed: Sequence[ComputeSample], trusted: np.ndarray) -> np.ndarray:
-    """[S] log of measured / predicted, for a linear law of the drivers. The trusted median is 0."""
-    of_shards, _, starts = features.features_of_ops([s.request for s in timed])
+def _log_residuals(timed: Sequence[ComputeSample], trusted: np.ndarray) -> np.ndarray:
+    """[S] log of measured / predicted ms by a linear law of drivers. Its median over trusted samples is 0."""
+    of_shards, _, starts = features.op_features([s.request for s in timed])
     # 1 for the launch, then the op's drivers, which are sums over its shards, [S, K + 1].
     terms = np.concatenate([np.ones((len(timed), 1)), np.add.reduceat(of_shards, starts[:-1])], 1)
     measured = features.measured_ms(timed).sum(1)
     # The law is fitted without the test split, and predicts it too.
-    law = fit_law(terms[trusted], measured[trusted])
+    law = fit_nonnegative_rates(terms[trusted], measured[trusted])
     residual = np.log(measured / np.maximum(terms @ law, 1e-9))
     # Centred: a law that is too high or low everywhere is not drift.
     return residual - np.median(residual[trusted])
 
 
-def _neighbours_median(
+def _median_of_neighbours(
     at_s: np.ndarray, residual: np.ndarray, trusted: np.ndarray, ids: Sequence[str]
 ) -> np.ndarray:
     """[S] median residual of the nearest trusted samples in time. 0 where there are too few.
@@ -180,6 +180,6 @@ def _neighbours_median(
 
 
 def rescale_sample(sample: ComputeSample, forward: float, backward: float) -> ComputeSample:
-    """The sample with both directions multiplied."""
+    """A measured op with its forward and backward times multiplied by factors."""
     assert sample.forward and sample.backward, sample.error
-    return replace(sample, forward=sample.forward.times(forward), backward=sample.backward.times(backward))
+    return replace(sample, forward=sample.forward.scaled(forward), backward=sample.backward.scaled(backward))

@@ -69,8 +69,8 @@ bytes: all weights, against the same.
 _LINE_BYTES = 64
 
 
-def features(shards: Sequence[Shard], batch: int) -> tuple[np.ndarray, np.ndarray]:
-    """DRIVERS [N, K] and CONDITIONS [N, C], float64, of shards in an op over `batch` samples."""
+def shard_features(shards: Sequence[Shard], batch: int) -> tuple[np.ndarray, np.ndarray]:
+    """DRIVERS [N, K] and CONDITIONS [N, C] of shards in an op over `batch` samples, as float64."""
     columns = np.zeros((len(shards), len(DRIVERS) + len(CONDITIONS)))
     if len(shards):
         width, height, element_bytes, pooling, bags, dedup, unpooled = np.array(
@@ -80,11 +80,11 @@ def features(shards: Sequence[Shard], batch: int) -> tuple[np.ndarray, np.ndarra
                     s.rows,
                     PRECISION_BYTES[s.table.precision],
                     # A row range serves only part of the lookups, so pooling is scaled first.
-                    s.table.looked_up * access.access_share(s),
+                    s.table.lookups_per_sample * access.access_share(s),
                     # Bags: one for each distinct value of a feature, or each lookup of a sequence.
                     output_rows(s, batch),
                     # Samples for each bag of a feature.
-                    s.table.features / s.table.bags,
+                    s.table.features / s.table.mean_bags,
                     # A flag, 1 for sequences: what only they take is a product with it.
                     s.table.sequence,
                 )
@@ -93,7 +93,7 @@ def features(shards: Sequence[Shard], batch: int) -> tuple[np.ndarray, np.ndarra
             dtype=float,
         ).T
         # Lookups scale with the share that hits the shard's rows.
-        unique, lookups = access.unique_rows_of(shards, batch), pooling * batch
+        unique, lookups = access.unique_rows_of_shards(shards, batch), pooling * batch
         # Bytes of a row as it is stored, in the weights' type.
         row_bytes = width * element_bytes
         # The offsets keep the logarithms finite for shards that no lookup hits.
@@ -136,8 +136,8 @@ def features(shards: Sequence[Shard], batch: int) -> tuple[np.ndarray, np.ndarra
     return columns[:, : len(DRIVERS)], columns[:, len(DRIVERS) :]
 
 
-def features_of_ops(requests: Sequence[ComputeRequest]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """DRIVERS [N, K] and CONDITIONS [N, C] of the shards of ops, and the first row [S + 1] of each op, then N."""
+def op_features(requests: Sequence[ComputeRequest]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """DRIVERS [N, K] and CONDITIONS [N, C] of all shards of ops, and the first row of each op, then N, as [S + 1]."""
     shards = [shard for request in requests for shard in request.shards]
     starts = np.cumsum([0, *(len(request.shards) for request in requests)])
     batches = np.repeat([request.batch for request in requests], np.diff(starts))
@@ -145,7 +145,7 @@ def features_of_ops(requests: Sequence[ComputeRequest]) -> tuple[np.ndarray, np.
     # All shards of a batch at once: thousands of calls take seconds.
     for batch in set(batches.tolist()):
         rows = np.flatnonzero(batches == batch)
-        columns[rows] = np.concatenate(features([shards[i] for i in rows], batch), 1)
+        columns[rows] = np.concatenate(shard_features([shards[i] for i in rows], batch), 1)
     return columns[:, : len(DRIVERS)], columns[:, len(DRIVERS) :], starts
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from shardcore.core.types import Setting
-from shardcore.core.validation import differences, require
+from shardcore.core.validation import describe_differences, require
 from shardcore.cost import collective_fit, collective_model, features, nets, quantiles, ranges
 from shardcore.cost.accuracy import evaluate
 from shardcore.cost.fit_config import (
@@ -34,10 +34,10 @@ from shardcore.cost.fit_config import (
 from shardcore.cost.known_errors import NOT_MEASURED
 from shardcore.cost.metrics import mape
 from shardcore.cost.neural import NeuralModel
-from shardcore.cost.nnls import fit_law
+from shardcore.cost.nnls import fit_nonnegative_rates
 from shardcore.cost.profile import Profile
 from shardcore.cost.profile_model import ProfileModel
-from shardcore.io.dataset import Sample, split_of
+from shardcore.io.dataset import Sample, split_of_sample
 from shardcore.io.measurements import CollectiveSample, ComputeRequest, ComputeSample
 
 _WHOLE, _PART = 1.0, 0.25
@@ -98,26 +98,29 @@ def train(
     start = shape.law if isinstance(start, Shape) else start
     # Few groups suffice for fine-tuning: most weights are known. None have to, where others join.
     least = 0 if shape.compute else MIN_COMPUTE if start is None else MIN_STARTED
-    compute = _usable(compute, setting, least, "measured groups")
-    comm = collective_fit.priced(comm)
+    compute = _usable_samples(compute, setting, least, "measured groups")
+    comm = collective_fit.priceable_samples(comm)
     # No exchanges at all are fine. Some, but too few, are an error.
-    comm = _usable(comm, setting, 0 if shape.comm else MIN_COMM, "measured exchanges") if comm else []
+    comm = _usable_samples(comm, setting, 0 if shape.comm else MIN_COMM, "measured exchanges") if comm else []
     curves: list[dict[str, Any]] = []
 
-    def note(model: str, epoch: int, values: dict[str, float]) -> None:
+    def record_epoch(model: str, epoch: int, values: dict[str, float]) -> None:
         curves.append({"model": model, "epoch": epoch, **values})
         progress(model, epoch, values)
 
     # Training sees `known`. `unseen` decides when to stop, and gives error quantiles.
-    (seen, validation), (seen_comm, unseen_comm) = _sides(compute), _sides(comm)
-    known, unseen = _groups_of([*seen, *shape.compute]), _groups_of(validation or shape.compute)
-    with _one_thread():
+    (seen, validation), (seen_comm, unseen_comm) = (
+        _split_train_validation(compute),
+        _split_train_validation(comm),
+    )
+    known, unseen = _flatten_samples([*seen, *shape.compute]), _flatten_samples(validation or shape.compute)
+    with _single_torch_thread():
         if isinstance(start, Profile):
             # Its shards are those of the measured groups, at the same batches.
             start = _distilled_model(start, [s.request for s in compute], setting, config)
         weights = {
-            **_fit_compute(known, unseen, config, note, start, shape.is_final),
-            **collective_fit.fit(seen_comm, shape.comm),
+            **_train_weights(known, unseen, config, record_epoch, start, shape.is_final),
+            **collective_fit.fit_exchange_rates(seen_comm, shape.comm),
         }
     # Ranges are those of training samples: the model knows no others.
     measured, carried, provenance = measured_ranges(seen or shape.compute, seen_comm), {}, {}
@@ -135,7 +138,7 @@ def train(
             carried = {k: v for k, v in start.meta.items() if k == "steps"}
     # Counts of samples by kind and split, for the model's file.
     splits = {
-        f"{kind}_{side}": sum(split_of(s.id) == side for s in samples)
+        f"{kind}_{side}": sum(split_of_sample(s.id) == side for s in samples)
         for kind, samples in (("compute", compute), ("comm", comm))
         for side in ("train", "validation", "test")
     }
@@ -158,48 +161,49 @@ def train(
     if len(validation) < _FEWEST_UNSEEN:
         # The two sides are the same groups where one of them was empty.
         learned = {s.id: s for s in (*seen, *validation)}.values()
-        again = fit_ops(list(learned), setting, config, replace(shape, law=start)).weights
+        again = train_op_model(list(learned), setting, config, replace(shape, law=start)).weights
         # Errors on groups that were trained on would be too small.
         weights |= {k: v for k, v in again.items() if not k.startswith("band.")}
         meta["ranges"] = measured | measured_ranges(list(learned) or shape.compute, [])
     return TrainedModel(replace(model, weights=weights, meta=meta), curves)
 
 
-def fit_ops(
+def train_op_model(
     compute: Sequence[ComputeSample], setting: Setting, config: FitConfig, start: Shape | None = None
 ) -> NeuralModel:
-    """A model of ops, trained on all of these groups to the end. It knows no exchanges."""
+    """Train a model of fused ops on all samples, without early stopping. It has no rates of collectives."""
     start = start or Shape(None)
-    groups = _groups_of([*compute, *start.compute])
-    with _one_thread():
-        weights = _fit_compute(groups, groups, config, lambda *_: None, start.law, start.is_final)
+    groups = _flatten_samples([*compute, *start.compute])
+    with _single_torch_thread():
+        weights = _train_weights(groups, groups, config, lambda *_: None, start.law, start.is_final)
     return NeuralModel(setting, weights, {"ranges": {}})
 
 
 def refit_rates(law: NeuralModel, compute: Sequence[ComputeSample]) -> NeuralModel:
-    """The law with launch and rates fitted anew to these groups, under its correction and contention."""
-    return replace(law, weights={**law.weights, **_fit_launch_and_rates(_groups_of(compute), law)})
+    """A trained model of ops with launch and rates fitted to other samples; correction and contention are kept."""
+    return replace(law, weights={**law.weights, **_fit_launch_and_rates(_flatten_samples(compute), law)})
 
 
-def predicted_ms(model: NeuralModel, compute: Sequence[ComputeSample]) -> np.ndarray:
-    """[S, 2] ms of groups, forward and backward."""
-    groups = _groups_of(compute)
-    return nets.parts(
-        model.weights, groups.sums(nets.encode(model.weights, groups.drivers, groups.conditions))
+def predicted_op_ms(model: NeuralModel, compute: Sequence[ComputeSample]) -> np.ndarray:
+    """[S, 2] predicted ms of measured ops, forward and backward."""
+    groups = _flatten_samples(compute)
+    return nets.op_ms(
+        model.weights, groups.sum_by_op(nets.encode_shards(model.weights, groups.drivers, groups.conditions))
     )
 
 
-def _groups_of(samples: Sequence[ComputeSample]) -> _Groups:
+def _flatten_samples(samples: Sequence[ComputeSample]) -> _Groups:
+    """Measured ops as arrays: features of all shards, the first row of each op, and measured ms."""
     return _Groups(
-        *features.features_of_ops([s.request for s in samples]),
+        *features.op_features([s.request for s in samples]),
         features.measured_ms(samples),
         on_cpu=samples[0].setting.hardware.startswith("cpu-"),
     )
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
-    """Run torch on one thread.
+def _single_torch_thread() -> Iterator[None]:
+    """Context in which torch runs on one thread.
 
     The matrices are small: threads mostly wait for each other, 30 times slower on busy cores.
     The result also no longer depends on the number of threads.
@@ -212,13 +216,13 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _usable(samples: Sequence[Sample], setting: Setting, least: int, what: str) -> list[Sample]:
-    """Samples without an error, sorted by id. Raises ShardCoreError for another setting, or too few."""
+def _usable_samples(samples: Sequence[Sample], setting: Setting, least: int, what: str) -> list[Sample]:
+    """Samples without an error, sorted by id. Raises ShardCoreError for another setting, or fewer than `least`."""
     # A model is for one hardware, optimizer and precision. Mixed timings would average them.
     for s in samples:
         require(
             s.setting == setting,
-            f"sample {s.id} has another setting than the model: {differences(s.setting, setting)}",
+            f"sample {s.id} has another setting than the model: {describe_differences(s.setting, setting)}",
         )
     # Sorted by id, so that the order of files does not matter.
     usable = sorted((s for s in samples if s.error is None), key=lambda s: s.id)
@@ -230,10 +234,10 @@ def _usable(samples: Sequence[Sample], setting: Setting, least: int, what: str) 
     return usable
 
 
-def _sides(samples: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
-    """Train and validation samples. In a tiny dataset an empty side takes the other's."""
+def _split_train_validation(samples: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
+    """Train and validation samples. In a tiny dataset an empty split takes the samples of the other split."""
     train_side, validation = (
-        [s for s in samples if split_of(s.id) == side] for side in ("train", "validation")
+        [s for s in samples if split_of_sample(s.id) == side] for side in ("train", "validation")
     )
     # Never empty: a side without samples falls back on the other, then on all.
     return train_side or validation or list(samples), validation or train_side or list(samples)
@@ -242,7 +246,7 @@ def _sides(samples: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
 def measured_ranges(
     compute: Sequence[ComputeSample], comm: Sequence[CollectiveSample]
 ) -> dict[str, list[float]]:
-    """The smallest and largest value of each of ranges.RANGES among samples, where there are any."""
+    """The smallest and largest measured value of each quantity of ranges.RANGES."""
     values: dict[str, list[float]] = {name: [] for name in ranges.RANGES}
     for sample in compute:
         for name, of_op in ranges.op_quantities(sample.request.shards, sample.request.batch).items():
@@ -250,15 +254,15 @@ def measured_ranges(
     for sample in comm:
         # Exchanges of ids are small, so they have a separate range.
         values["devices"].append(len(sample.request.widths))
-        name = "exchange_id_bytes" if sample.request.row.ids else "exchange_bytes"
-        values[name] += collective_fit.owned_bytes(sample).tolist()
+        name = "exchange_id_bytes" if sample.request.definition.ids else "exchange_bytes"
+        values[name] += collective_fit.rank_bytes(sample).tolist()
     # Local batches of replicas are no global batches (see _global_batches).
     values["batch"] = _global_batches(compute)
     return {name: [float(min(v)), float(max(v))] for name, v in values.items() if any(v)}
 
 
 def _global_batches(samples: Sequence[ComputeSample]) -> list[float]:
-    """Batches at which ops larger than replicas of small tables were measured."""
+    """Global batches of measured ops, without the local batches at which replicas of small tables ran."""
     largest: dict[int, list[int]] = {}
     for sample in samples:
         largest.setdefault(sample.request.batch, []).append(max(s.bytes for s in sample.request.shards))
@@ -292,13 +296,13 @@ class _Groups:
     measured: np.ndarray
     on_cpu: bool = False
 
-    def sums(self, per_shard: np.ndarray) -> np.ndarray:
+    def sum_by_op(self, per_shard: np.ndarray) -> np.ndarray:
         """[S, ...] sums over the shards of each op."""
         # reduceat sums consecutive rows. No op is empty, which it would get wrong.
         return np.add.reduceat(per_shard, self.starts[:-1], axis=0)
 
 
-def _fit_compute(
+def _train_weights(
     known: _Groups,
     unseen: _Groups,
     config: FitConfig,
@@ -306,11 +310,11 @@ def _fit_compute(
     start: NeuralModel | None,
     is_final: bool = False,
 ) -> dict[str, np.ndarray]:
-    """The weights of nets.encode and nets.parts, and of the error quantiles (quantiles.py)."""
+    """Train the weights of nets.encode_shards and nets.op_ms, and fit the error quantiles (quantiles.py)."""
     fixed, raw = (
         _initial_weights(known, config)
         if start is None
-        else _continued_weights(start, {} if is_final else _fit_launch_and_rates(known, start))
+        else _fine_tuning_weights(start, {} if is_final else _fit_launch_and_rates(known, start))
     )
     # Fixed weights are constants of the formulas; raw ones are trained.
     tensors = {k: torch.from_numpy(v) for k, v in fixed.items()}
@@ -334,13 +338,15 @@ def _fit_compute(
     # Epoch 0 is the physical baseline, or the model to start from.
     for epoch in range(1 if is_final else config.epochs + 1):
         if epoch:
-            loss = _epoch(known, raw, tensors, optimizer, schedule, batch_size, rng)
+            loss = _train_epoch(known, raw, tensors, optimizer, schedule, batch_size, rng)
         with torch.no_grad():
             if not epoch:
                 # Before training, the loss is that of the whole training side.
-                loss = float(ratio_loss(_predict(known, raw, tensors), torch.from_numpy(known.measured)))
+                loss = float(
+                    log_ratio_loss(_predict_op_ms(known, raw, tensors), torch.from_numpy(known.measured))
+                )
             # Forward and backward together: their sum is what a step costs.
-            error = mape(_predict(unseen, raw, tensors).sum(1).numpy(), unseen.measured.sum(1))
+            error = mape(_predict_op_ms(unseen, raw, tensors).sum(1).numpy(), unseen.measured.sum(1))
         note("compute", epoch, {"train_loss": loss, "validation_mape": error})
         # A copy: the optimizer changes these tensors in place.
         if error < best:
@@ -350,11 +356,11 @@ def _fit_compute(
             break
     with torch.no_grad():
         # Errors on unseen ops: those on trained ones would be too small.
-        predicted = _predict(unseen, kept, tensors).sum(1).numpy()
+        predicted = _predict_op_ms(unseen, kept, tensors).sum(1).numpy()
     return {
         **fixed,
-        **{k: v.numpy() for k, v in _positive(kept).items()},
-        **quantiles.fit(predicted, unseen.measured.sum(1)),
+        **{k: v.numpy() for k, v in _exponentiated_weights(kept).items()},
+        **quantiles.fit_error_quantiles(predicted, unseen.measured.sum(1)),
     }
 
 
@@ -365,14 +371,14 @@ _LOGS = ("launch", "contention.0.weight", "contention.1.weight")
 def _initial_weights(
     known: _Groups, config: FitConfig
 ) -> tuple[dict[str, np.ndarray], dict[str, torch.Tensor]]:
-    """Weights that stay fixed, and weights to train.
+    """Initial weights of the compute model: those that stay fixed, and those to train.
 
     The network's last layer starts at 0, and contention starts near 0. So training begins at the physical
     baseline.
     """
     # [S, K] loads of ops.
-    drivers = known.sums(known.drivers)
-    launch, rates = _fit_laws(known, [drivers, drivers])
+    drivers = known.sum_by_op(known.drivers)
+    launch, rates = _fit_linear_laws(known, [drivers, drivers])
     spread = known.conditions.std(0)
     # Conditions are standardised, and loads are relative to the median op.
     fixed = {
@@ -389,18 +395,20 @@ def _initial_weights(
     generator = torch.Generator().manual_seed(config.seed)
     raw = {"log.launch": torch.from_numpy(np.log(launch))}
 
-    def normal(*shape: int) -> torch.Tensor:
+    def normal_tensor(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     # Scale by 1 / sqrt(inputs), so that activations start near unit variance.
     sizes = [len(features.CONDITIONS), *config.hidden, 2]
     for i, (n_in, n_out) in enumerate(itertools.pairwise(sizes)):
         # The last layer starts at 0: a correction of exp(0) = 1.
-        raw[f"network.{i}.weight"] = (0.0 if i == len(config.hidden) else n_in**-0.5) * normal(n_in, n_out)
+        raw[f"network.{i}.weight"] = (0.0 if i == len(config.hidden) else n_in**-0.5) * normal_tensor(
+            n_in, n_out
+        )
         raw[f"network.{i}.bias"] = torch.zeros(n_out, dtype=torch.float64)
     # Logarithms of positive weights, near exp(-2), with some spread so that units differ.
-    raw["log.contention.0.weight"] = 0.3 * normal(len(features.DRIVERS), _CONTENTIONS) - 2
-    raw["contention.0.bias"] = normal(_CONTENTIONS)
+    raw["log.contention.0.weight"] = 0.3 * normal_tensor(len(features.DRIVERS), _CONTENTIONS) - 2
+    raw["contention.0.bias"] = normal_tensor(_CONTENTIONS)
     # exp(-5): next to no contention at first.
     raw["log.contention.1.weight"] = torch.full((_CONTENTIONS, 2), -5.0, dtype=torch.float64)
     return fixed, {k: v.requires_grad_() for k, v in raw.items()}
@@ -409,7 +417,7 @@ def _initial_weights(
 def _distilled_model(
     profile: Profile, requests: Sequence[ComputeRequest], setting: Setting, config: FitConfig
 ) -> NeuralModel:
-    """A model that prices ops about as a profile does, to be fine-tuned. It knows no exchanges.
+    """A model that imitates a hardware profile's prices of ops, to be fine-tuned. It has no rates of collectives.
 
     requests: ops of the measured groups. It learns from them and from each of their shards alone, priced by the
       profile.
@@ -420,8 +428,8 @@ def _distilled_model(
     model = ProfileModel(profile, replace(setting, hardware=profile.name))
     # Encodings add up, so an op is the sum over its shards.
     sums = np.stack([model.encode(r.shards, r.batch).sum(0) for r in drawn])
-    groups = _Groups(*features.features_of_ops(drawn), model.parts(sums)[:, :2])
-    weights = _fit_compute(groups, groups, config, lambda *_: None, None)
+    groups = _Groups(*features.op_features(drawn), model.parts(sums)[:, :2])
+    weights = _train_weights(groups, groups, config, lambda *_: None, None)
     # No ranges and no exchanges: both have to come from measurements.
     return NeuralModel(
         model.setting,
@@ -430,10 +438,10 @@ def _distilled_model(
     )
 
 
-def _continued_weights(
+def _fine_tuning_weights(
     start: NeuralModel, refitted: dict[str, np.ndarray]
 ) -> tuple[dict[str, np.ndarray], dict[str, torch.Tensor]]:
-    """Weights that stay fixed, and weights to train, of a trained model."""
+    """A trained model's weights for fine-tuning: those that stay fixed, and those to train."""
     weights = {**start.weights, **refitted}
     raw = {}
     for k, v in weights.items():
@@ -445,18 +453,18 @@ def _continued_weights(
 
 
 def _fit_launch_and_rates(known: _Groups, law: NeuralModel) -> dict[str, np.ndarray]:
-    """Launch and rates fitted anew under the old correction and contention, which apply over both ranges."""
+    """Launch and rates fitted to ops under a trained model's correction and contention, with the ranges of both."""
     old = law.weights
     # Under both, costs are linear in rates and launch. So least squares still applies.
     # [N, 2] and [S, 2] factors that stay as learned.
-    correction = nets.correction(old, known.conditions)
-    contention = nets.contention(old, known.sums(known.drivers))
+    correction = nets.correction_factors(old, known.conditions)
+    contention = nets.contention_factors(old, known.sum_by_op(known.drivers))
     # Factors differ by direction, so terms do, too.
     terms = [
-        known.sums(known.drivers * c[:, None]) * by[:, None]
+        known.sum_by_op(known.drivers * c[:, None]) * by[:, None]
         for c, by in zip(correction.T, contention.T, strict=True)
     ]
-    launch, rates = _fit_laws(known, terms)
+    launch, rates = _fit_linear_laws(known, terms)
     return {
         "launch": launch,
         "rates": rates,
@@ -466,17 +474,17 @@ def _fit_launch_and_rates(known: _Groups, law: NeuralModel) -> dict[str, np.ndar
     }
 
 
-def _fit_laws(known: _Groups, terms: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Launch [2] and rates [K, 2] of one linear law for each direction, from its terms [S, K]."""
+def _fit_linear_laws(known: _Groups, terms: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Launch [2] and rates [K, 2] of a linear law of ops for each direction, from its terms [S, K]."""
     # The column of ones fits the launch.
     with_ones = [np.concatenate([np.ones((len(x), 1)), x], 1) for x in terms]
-    laws = np.stack([_fit_direction(known, x, way) for way, x in enumerate(with_ones)], 1)
+    laws = np.stack([_fit_one_direction(known, x, way) for way, x in enumerate(with_ones)], 1)
     # Least squares may give 0, which has no logarithm: a launch takes 0.1 us at least.
     return np.maximum(laws[0], 1e-4), laws[1:]
 
 
-def _fit_direction(known: _Groups, terms: np.ndarray, way: int) -> np.ndarray:
-    """[K + 1] launch and rates of a direction, from terms [S, K + 1]. On a CPU, few sequences get a prior."""
+def _fit_one_direction(known: _Groups, terms: np.ndarray, way: int) -> np.ndarray:
+    """[K + 1] launch and rates of ops in one direction, from terms [S, K + 1]. On a CPU, few sequences get a prior."""
     measured, column = known.measured[:, way], ("launch", *features.DRIVERS).index
     pooled = terms[:, column("unpooled_cells")] == 0
     prior = np.zeros((len(_PRIOR), terms.shape[1]))
@@ -485,21 +493,23 @@ def _fit_direction(known: _Groups, terms: np.ndarray, way: int) -> np.ndarray:
         # Each row is an op of 1 ms, of a sequence's cells or distinct rows only. A row of zeros tells nothing.
         for row, (name, of_pooled, times) in zip(prior, _PRIOR, strict=True):
             row[column(name)] = per_ms[column(of_pooled)] / times[way]
-    return fit_law(np.concatenate([terms, prior]), np.concatenate([measured, np.ones(len(prior))]))
+    return fit_nonnegative_rates(
+        np.concatenate([terms, prior]), np.concatenate([measured, np.ones(len(prior))])
+    )
 
 
-def _positive(raw: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The weights as the formulas take them: logarithms turned back."""
+def _exponentiated_weights(raw: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Weights with the logarithms of positive ones turned back."""
     return {k.removeprefix("log."): v.exp() if k.startswith("log.") else v for k, v in raw.items()}
 
 
-def _predict(
+def _predict_op_ms(
     groups: _Groups,
     raw: dict[str, torch.Tensor],
     fixed: dict[str, torch.Tensor],
     chosen: np.ndarray | None = None,
 ) -> torch.Tensor:
-    """[S, 2] ms, forward and backward, of all ops or the chosen ones."""
+    """[S, 2] predicted ms, forward and backward, of all ops or the chosen ones."""
     chosen = np.arange(len(groups.measured)) if chosen is None else chosen
     # Number of shards of each chosen op, and for each shard the position of its op in `chosen`.
     sizes = np.diff(groups.starts)[chosen]
@@ -508,15 +518,15 @@ def _predict(
     within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     rows = groups.starts[chosen][group] + within
     # Exponentials keep launch and contention positive, as proofs of bounds need.
-    w = {**fixed, **_positive(raw)}
+    w = {**fixed, **_exponentiated_weights(raw)}
     drivers, conditions = torch.from_numpy(groups.drivers[rows]), torch.from_numpy(groups.conditions[rows])
-    codes = nets.encode(w, drivers, conditions, torch)
+    codes = nets.encode_shards(w, drivers, conditions, torch)
     # Sum shards by op. index_add is torch's form of np.add.at.
     sums = torch.zeros(len(chosen), codes.shape[1], dtype=codes.dtype)
-    return nets.parts(w, sums.index_add(0, torch.from_numpy(group), codes), torch)
+    return nets.op_ms(w, sums.index_add(0, torch.from_numpy(group), codes), torch)
 
 
-def _epoch(
+def _train_epoch(
     groups: _Groups,
     raw: dict[str, torch.Tensor],
     fixed: dict[str, torch.Tensor],
@@ -525,14 +535,16 @@ def _epoch(
     batch_size: int,
     rng: np.random.Generator,
 ) -> float:
-    """One pass over all ops. Returns the mean loss."""
+    """Train one pass over all ops. Returns the mean loss."""
     losses = []
     # A new order each epoch, so that batches differ.
     order = rng.permutation(len(groups.measured))
     for start in range(0, len(order), batch_size):
         chosen = order[start : start + batch_size]
         # Weights are shared by all shards of the batch, so one backward pass serves all.
-        loss = ratio_loss(_predict(groups, raw, fixed, chosen), torch.from_numpy(groups.measured[chosen]))
+        loss = log_ratio_loss(
+            _predict_op_ms(groups, raw, fixed, chosen), torch.from_numpy(groups.measured[chosen])
+        )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -543,8 +555,8 @@ def _epoch(
     return sum(losses) / len(order)
 
 
-def ratio_loss(predicted: torch.Tensor, measured: torch.Tensor) -> torch.Tensor:
-    """Mean absolute log ratio.
+def log_ratio_loss(predicted: torch.Tensor, measured: torch.Tensor) -> torch.Tensor:
+    """Mean absolute log ratio of predicted and measured ms: of forward + backward, and of each.
 
     It is near the relative error, but counts errors in both directions equally. Outliers weigh little.
     """

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from shardcore.core.validation import Count, Record, Rule, Seed, entries, within
+from shardcore.core.validation import Count, Record, Rule, Seed, entry_count_within, within
 from shardcore.cost.neural import NeuralModel
 from shardcore.io.measurements import CollectiveSample, ComputeSample
 
@@ -39,7 +39,7 @@ class FitConfig(Record, noun="train config"):
     patience: Count = 30
     learning_rate: Annotated[float, within(0, 1, above=True, below=True)] = 1e-2
     batch_size: Count = 128
-    hidden: Annotated[tuple[int, ...], entries(1, _MOST_LAYERS), _UNITS] = (64, 64)
+    hidden: Annotated[tuple[int, ...], entry_count_within(1, _MOST_LAYERS), _UNITS] = (64, 64)
     seed: Seed = 0
 
 
@@ -61,7 +61,7 @@ class Shape:
 
     law: a model to fine-tune. None: there is none.
     compute: groups at this machine's level, which join the train side.
-    comm: exchanges, see collective_fit.fit.
+    comm: exchanges, see collective_fit.fit_exchange_rates.
     is_final: True if the law is trained no further.
     """
 

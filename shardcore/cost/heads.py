@@ -39,39 +39,43 @@ class LinearHead:
 
     @property
     def width(self) -> int:
-        """Numbers of an encoding."""
+        """Number of entries of an encoding."""
         return self.terms.shape[-1] - 1
 
     def parts(self, sums: np.ndarray) -> np.ndarray:
-        """[..., 3] ms as of CostModel.parts, from summed encodings [..., F]."""
+        """[..., 3] ms of ops, forward, backward and on the link, from summed encodings [..., F] (see
+        CostModel.parts).
+        """
         # One launch for any number of shards, none for an empty op: min(1, count).
         launch = self.terms[..., None, :, 0] if self.terms.ndim > 2 else self.terms[:, 0]
         return launch * np.minimum(1.0, sums[..., :1]) + sums @ np.swapaxes(self.terms[..., 1:], -1, -2)
 
     def compiled(self) -> Compiled:
-        """`parts` of one op at a time."""
+        """The head for one op at a time, compiled."""
         from shardcore.cost import compiled  # numba compiles on import
 
-        return Compiled(compiled.ready(compiled.linear), self.terms[:2].sum(0), self.terms[1:].sum(0))
+        return Compiled(
+            compiled.compile_head(compiled.linear_op_ms), self.terms[:2].sum(0), self.terms[1:].sum(0)
+        )
 
     def launch_ms(self) -> float:
-        """ms of a launch."""
+        """ms of an op's launch, forward + backward."""
         return float(self.terms[:2, 0].sum())
 
     def rates(self, least: np.ndarray) -> np.ndarray:
-        """[..., F] rates as of CostModel.rates, whatever the load."""
+        """[..., F] ms for a unit of each number of an encoding, whatever the load (see CostModel.rates)."""
         return np.broadcast_to(self.terms[:2, 1:].sum(0), np.shape(least))
 
     def at_confidence(self, confidence: float | None) -> LinearHead:
-        """Itself: its rates are given, and have no spread."""
+        """The same head: its rates are given, and have no spread."""
         return self
 
 
 @dataclass(frozen=True, eq=False)
 class ContendedHead:
-    """An op whose shards slow each other, as of `nets.parts`.
+    """An op whose shards slow each other, as of `nets.op_ms`.
 
-    weights: of nets.parts, and of quantiles.factor.
+    weights: of nets.op_ms, and of quantiles.quantile_factors.
     confidence: an op costs the quantile of this level. None: the mean.
     """
 
@@ -80,30 +84,34 @@ class ContendedHead:
 
     @property
     def width(self) -> int:
-        """Numbers of an encoding: drivers, and ms forward and backward."""
+        """Number of entries of an encoding: drivers, then ms forward and backward."""
         return self.weights["load_typical"].size + 2
 
     @property
     def error(self) -> float:
-        """The quantile of normalised errors; 0 for the mean. Raises ShardCoreError for a level that is not known."""
-        return 0.0 if self.confidence is None else quantiles.error(self.weights, self.confidence)
+        """The quantile of normalised errors at the head's confidence; 0 for the mean. Raises ShardCoreError if it is
+        not known.
+        """
+        return 0.0 if self.confidence is None else quantiles.error_quantile(self.weights, self.confidence)
 
     def parts(self, sums: np.ndarray) -> np.ndarray:
-        """[..., 3] ms as of CostModel.parts, from summed encodings [..., F]."""
+        """[..., 3] ms of ops, forward, backward and on the link, from summed encodings [..., F] (see
+        CostModel.parts).
+        """
         # None is of the link: rows below device memory are priced by another head (composite.Links).
         ms = np.zeros((*sums.shape[:-1], 3))
-        ms[..., :2] = nets.parts(self.weights, sums)
+        ms[..., :2] = nets.op_ms(self.weights, sums)
         if self.confidence is not None:
-            ms *= quantiles.factor(self.weights, ms.sum(-1), self.confidence)[..., None]
+            ms *= quantiles.quantile_factors(self.weights, ms.sum(-1), self.confidence)[..., None]
         return ms
 
     def compiled(self) -> Compiled:
-        """`parts` of one op at a time."""
+        """The head for one op at a time, compiled."""
         from shardcore.cost import compiled  # numba compiles on import
 
         w = self.weights
-        # The order of parameters is that of compiled.contended.
-        # Sizes come first: compiled.contended computes offsets from them.
+        # The order of parameters is that of compiled.contended_op_ms.
+        # Sizes come first: compiled.contended_op_ms computes offsets from them.
         numbers = [w["contention.0.bias"].size, w["band.log_ms"].size, nets.LOAD_FLOOR, self.error]
         arrays = (
             w["launch"],
@@ -118,23 +126,23 @@ class ContendedHead:
             np.concatenate([[*numbers, forward], *(np.ravel(x) for x in arrays)], dtype=float)
             for forward in (True, False)
         )
-        return Compiled(compiled.ready(compiled.contended), parameters, fetched)
+        return Compiled(compiled.compile_head(compiled.contended_op_ms), parameters, fetched)
 
     def launch_ms(self) -> float:
-        """ms of a launch, forward and backward."""
+        """ms of an op's launch, forward + backward."""
         return float(np.sum(self.weights["launch"]))
 
     def rates(self, least: np.ndarray) -> np.ndarray:
-        """[..., F] rates as of CostModel.rates: 0 for drivers, contention for both ms.
+        """[..., F] lower bounds of the ms that a unit of each feature adds to an op: 0 for features that are not times.
 
         Contention grows with the drivers, so its value at `least` is a lower bound.
         """
         # The last two entries are ms, not drivers.
         drivers = np.asarray(least, dtype=float)[..., :-2]
-        return np.concatenate([np.zeros_like(drivers), nets.contention(self.weights, drivers)], -1)
+        return np.concatenate([np.zeros_like(drivers), nets.contention_factors(self.weights, drivers)], -1)
 
     def at_confidence(self, confidence: float | None) -> ContendedHead:
-        """The head of another quantile."""
+        """The head at the quantile of another confidence."""
         return replace(self, confidence=confidence)
 
 

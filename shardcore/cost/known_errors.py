@@ -17,19 +17,19 @@ _WORSE = 1.5
 """Least ratio to the usual error that is reported."""
 
 
-def errors_of(model: CostModel) -> tuple[float, float]:
-    """Mean relative errors of ops and of exchanges, on the validation split or in cross-validation.
+def known_model_errors(model: CostModel) -> tuple[float, float]:
+    """A model's mean relative errors of ops and of collectives, on the validation split or in cross-validation.
 
     Those that a profile's rates have, for a model of one.
     """
     if profile := profile_of(model):
-        return uncertainties(profile)
+        return law_uncertainties(profile)
     (ops, _), (exchanges, _) = _judged_errors(model)
     return ops, exchanges
 
 
-def worse_than_usual(model: CostModel) -> list[str]:
-    """A sentence for ops and for exchanges, if the model errs much more than one of the shipped data.
+def error_warnings(model: CostModel) -> list[str]:
+    """Sentences on a model whose ops or collectives err much more than those of the shipped datasets.
 
     For a profile, one on what it is.
     """
@@ -46,41 +46,51 @@ def worse_than_usual(model: CostModel) -> list[str]:
     ]
 
 
-def label(model: CostModel) -> str:
-    """The model's setting and its data, which tell models of one hardware apart."""
+def model_label(model: CostModel) -> str:
+    """A model's setting and the digest of its training data, as text."""
     if profile_of(model):
         return f"{model.setting}, {NOT_MEASURED}"
-    data = (getattr(one, "meta", {}).get("provenance", {}).get("data", "unknown") for one in trained(model))
+    data = (
+        getattr(one, "meta", {}).get("provenance", {}).get("data", "unknown") for one in trained_models(model)
+    )
     return f"{model.setting}, data {'+'.join(str(digest)[:8] for digest in data)}"
 
 
 def profile_of(model: CostModel) -> Profile | None:
-    """The hardware profile that a model prices with, if it does."""
-    return getattr(trained(model)[0], "profile", None)
+    """The hardware profile behind a cost model. None for other models."""
+    return getattr(trained_models(model)[0], "profile", None)
 
 
-def band_of(model: CostModel, workload: Workload) -> float | None:
-    """The relative error of a step that a profile expects. None: the model is none of a profile."""
-    return trained(model)[0].band(workload) if profile_of(model) else None  # type: ignore[attr-defined]
+def step_error_band(model: CostModel, workload: Workload) -> float | None:
+    """The relative error of a predicted step that a hardware profile expects. None if the model is not of a profile."""
+    return trained_models(model)[0].step_error_band(workload) if profile_of(model) else None  # type: ignore[attr-defined]
 
 
-def trained(model: CostModel) -> tuple[CostModel, ...]:
-    """The trained models within a model: one of each precision."""
+def trained_models(model: CostModel) -> tuple[CostModel, ...]:
+    """The trained models within a cost model, one for each precision."""
     return getattr(model, "models", (model,))
 
 
-def uncertainties(profile: Profile) -> tuple[float, float]:
-    """Relative errors of ops and of exchanges that a profile's law leaves unexplained."""
+def law_uncertainties(profile: Profile) -> tuple[float, float]:
+    """Relative errors of ops and of collectives that a hardware profile's law leaves unexplained."""
     return profile.rates["compute_factor"].uncertainty, profile.rates["exchange_factor"].uncertainty
 
 
 def _judged_errors(model: CostModel) -> tuple[tuple[float, str], ...]:
-    """Relative errors of ops and of exchanges, each with words for the samples that it is of."""
+    """Relative errors of ops and of collectives, each with text for the samples that it was measured on."""
     # Models of several precisions err together in an op, so the worst one counts.
-    return tuple(map(max, zip(*(_errors(getattr(one, "meta", {})) for one in trained(model)), strict=True)))
+    return tuple(
+        map(
+            max,
+            zip(
+                *(_op_and_exchange_errors(getattr(one, "meta", {})) for one in trained_models(model)),
+                strict=True,
+            ),
+        )
+    )
 
 
-def _errors(meta: Mapping[str, Any]) -> tuple[tuple[float, str], tuple[float, str]]:
+def _op_and_exchange_errors(meta: Mapping[str, Any]) -> tuple[tuple[float, str], tuple[float, str]]:
     metrics = meta.get("metrics", {})
     judged_by = dict.fromkeys(("ops", "exchanges"), "on the validation split") | meta.get("judged_by", {})
     # Mean of both directions, as far as they were measured.

@@ -9,7 +9,7 @@ Cross-validation on own groups chooses the lender. Own groups alone are one of t
 help lends nothing. With very few own groups nothing is chosen, and the law takes one factor.
 
 Exchanges join at the own level of their collective, payload and direction, if own ones are predicted better then
-(collective_fit.fit).
+(collective_fit.fit_exchange_rates).
 
 Shapes: S samples.
 """
@@ -29,7 +29,7 @@ from shardcore.cost import collective_fit, features, fit, quantiles
 from shardcore.cost.drift_correction import MOST_LENT, Lent, Measurements, rescale_sample
 from shardcore.cost.fit_config import MIN_COMPUTE, MIN_STARTED, FitConfig, Progress, Shape, TrainedModel
 from shardcore.cost.neural import NeuralModel
-from shardcore.io.dataset import Sample, split_of
+from shardcore.io.dataset import Sample, split_of_sample
 from shardcore.io.measurements import CollectiveSample, ComputeSample
 
 _JOINED = 120
@@ -46,23 +46,24 @@ _SHAPE = 0.15
 """The same of ops around their machine's level (datasets/cpu-amd-epyc for an Intel Xeon)."""
 
 
-def train(
+def train_with_lenders(
     own: Measurements, setting: Setting, lenders: Sequence[Lent], config: FitConfig, progress: Progress | None
 ) -> tuple[TrainedModel, Shape, dict[str, str]]:
-    """A model at the level of own samples, what was lent to it, and words on each lender.
+    """Train a cost model on few samples and those of other machines. Returns it, what was lent, and text on each
+    lender.
 
     Its quantiles and its error are those of cross-validation on own groups. With fewer than 20, they are as wide as
     the level is uncertain. Raises as fit.train. With a lender few own groups suffice, or none.
     """
-    mine = [s for s in own.compute if s.error is None and split_of(s.id) != "test"]
-    tune = partial(fit.fit_ops, setting=setting, config=config)
+    mine = [s for s in own.compute if s.error is None and split_of_sample(s.id) != "test"]
+    tune = partial(fit.train_op_model, setting=setting, config=config)
     # Ops that were timed here, too, would make a lender look better than it is on others.
     asked = {s.request for s in own.compute}
     laws = [
         # Half the epochs, as a law is trained further on own groups.
         _Law(
             x.name,
-            fit.fit_ops(theirs, setting, replace(config, epochs=math.ceil(config.epochs / 2))),
+            fit.train_op_model(theirs, setting, replace(config, epochs=math.ceil(config.epochs / 2))),
             theirs,
         )
         for x in lenders
@@ -80,30 +81,36 @@ def train(
         # The level is known as far as they tell it.
         normal = NormalDist(0, math.hypot(_SHAPE, 1 / math.sqrt(_LEVEL**-2 + len(mine) * _SHAPE**-2)))
         logs = np.array([normal.inv_cdf(x / 50) for x in range(1, 50)])
-        band = quantiles.fit(np.ones(len(logs)), np.exp(logs))
+        band = quantiles.fit_error_quantiles(np.ones(len(logs)), np.exp(logs))
     else:
         tried: list[tuple[str, Shape, np.ndarray]] = (
-            [("", Shape(None), _held_out(mine, lambda some, rest: _logs(tune(some), rest)))]
+            [("", Shape(None), _cross_validate(mine, lambda some, rest: _log_ratios(tune(some), rest)))]
             if len(mine) >= MIN_COMPUTE
             else []
         )
-        alone = "".join(f", {_percent(logs):.1f}% without" for _, _, logs in tried)
+        alone = "".join(f", {_mean_percent_error(logs):.1f}% without" for _, _, logs in tried)
         for law in laws:
-            logs = _held_out(mine, lambda some, rest, of=law.shape: _logs(tune(some, start=of(some)), rest))
-            tried.append((law.lender, law.shape(mine), logs))
+            logs = _cross_validate(
+                mine, lambda some, rest, of=law.fitted_shape: _log_ratios(tune(some, start=of(some)), rest)
+            )
+            tried.append((law.lender, law.fitted_shape(mine), logs))
         # Few own groups cannot tell errors of some percent more. A lender errs less then, mostly.
         lender, best, logs = min(
-            tried, key=lambda one: _percent(one[2]) * (1 if one[0] else 1 + _FAVOUR / len(mine))
+            tried, key=lambda one: _mean_percent_error(one[2]) * (1 if one[0] else 1 + _FAVOUR / len(mine))
         )
         words = {
             name: f"lends ops {'their shape' if name == lender else 'nothing'}: own groups err by "
-            f"{min(_percent(x) for of, _, x in tried if of == name):.1f}% with it{alone} (cross-validation)"
+            f"{min(_mean_percent_error(x) for of, _, x in tried if of == name):.1f}% with it{alone} (cross-validation)"
             for name in (law.lender for law in laws)
         }
         measured = features.measured_ms([s for k in range(_FOLDS) for s in mine[k::_FOLDS]]).sum(1)
-        band = quantiles.fit(measured / np.exp(logs), measured)
-    offers = [[s for s in collective_fit.priced(x.known.comm) if s.error is None] for x in lenders]
-    known = [s for s in collective_fit.priced(own.comm) if s.error is None and split_of(s.id) != "test"]
+        band = quantiles.fit_error_quantiles(measured / np.exp(logs), measured)
+    offers = [[s for s in collective_fit.priceable_samples(x.known.comm) if s.error is None] for x in lenders]
+    known = [
+        s
+        for s in collective_fit.priceable_samples(own.comm)
+        if s.error is None and split_of_sample(s.id) != "test"
+    ]
     # Without own exchanges, the lender's level is all that is known.
     comm = min([[], *offers] if known else offers, key=partial(_exchange_error, known), default=())
     best = replace(best, comm=comm)
@@ -115,7 +122,7 @@ def train(
             **trained.model.meta,
             "metrics": {
                 **trained.model.meta["metrics"],
-                "compute_mape": _percent(logs),
+                "compute_mape": _mean_percent_error(logs),
                 "n_compute": float(len(mine)),
                 **({"forward_comm_mape": 100 * _LEVEL} if comm and not known else {}),
             },
@@ -142,17 +149,17 @@ class _Law:
     model: NeuralModel
     groups: Sequence[ComputeSample]
 
-    def level(self, own: Sequence[ComputeSample]) -> float:
-        """Median ratio of the times of own groups to those that the law predicts."""
-        return math.exp(float(np.median(_logs(self.model, own)))) if own else 1.0
+    def level_factor(self, own: Sequence[ComputeSample]) -> float:
+        """Median ratio of measured times of own ops to those that the lender's law predicts."""
+        return math.exp(float(np.median(_log_ratios(self.model, own)))) if own else 1.0
 
     def scaled_shape(self, own: Sequence[ComputeSample]) -> Shape:
-        """The law times one factor, and groups of the lender times it."""
+        """The lender's law scaled by one factor, with the lender's samples scaled likewise."""
         scaled = self._scaled_law(own)
         return Shape(scaled, self._rescaled_groups(scaled), is_final=True)
 
-    def shape(self, own: Sequence[ComputeSample]) -> Shape:
-        """The law, and groups of the lender times a factor for each op and direction."""
+    def fitted_shape(self, own: Sequence[ComputeSample]) -> Shape:
+        """The lender's law, with the lender's samples rescaled op by op to this machine."""
         refitted, scaled = fit.refit_rates(self.model, own), self._scaled_law(own)
         mean = {name: (refitted.weights[name] + scaled.weights[name]) / 2 for name in _LINEAR}
         return Shape(
@@ -161,21 +168,21 @@ class _Law:
         )
 
     def _scaled_law(self, own: Sequence[ComputeSample]) -> NeuralModel:
-        """The law at the level of own groups."""
-        scaled = {name: self.level(own) * self.model.weights[name] for name in _LINEAR}
+        """The lender's law scaled to the speed of this machine, by its measured ops."""
+        scaled = {name: self.level_factor(own) * self.model.weights[name] for name in _LINEAR}
         return replace(self.model, weights={**self.model.weights, **scaled})
 
     def _rescaled_groups(self, here: NeuralModel) -> list[ComputeSample]:
-        """Groups of the lender, rescaled by the ms of the law `here` over those of the lender's law."""
+        """The lender's samples, rescaled by the ratio of this machine's law `here` to the lender's law."""
         joined = self.groups[:_JOINED]
-        factors = fit.predicted_ms(here, joined) / fit.predicted_ms(self.model, joined)
+        factors = fit.predicted_op_ms(here, joined) / fit.predicted_op_ms(self.model, joined)
         return [rescale_sample(s, *x) for s, x in zip(joined, factors.tolist(), strict=True)]
 
 
-def _held_out(
+def _cross_validate(
     own: Sequence[Sample], logs_of: Callable[[list[Sample], Sequence[Sample]], np.ndarray]
 ) -> np.ndarray:
-    """Logarithms of measured over predicted, of each fold by a model of the others."""
+    """Logarithms of measured over predicted ms, of each fold by a model of the other folds."""
     # Samples are sorted by id, which is random.
     return np.concatenate(
         [
@@ -186,21 +193,26 @@ def _held_out(
     )
 
 
-def _logs(model: NeuralModel, groups: Sequence[ComputeSample]) -> np.ndarray:
-    return np.log(features.measured_ms(groups).sum(1) / fit.predicted_ms(model, groups).sum(1))
+def _log_ratios(model: NeuralModel, groups: Sequence[ComputeSample]) -> np.ndarray:
+    """[S] logarithms of measured over predicted ms of ops."""
+    return np.log(features.measured_ms(groups).sum(1) / fit.predicted_op_ms(model, groups).sum(1))
 
 
-def _percent(logs: np.ndarray) -> float:
-    """Mean absolute error relative to the measurement."""
+def _mean_percent_error(logs: np.ndarray) -> float:
+    """Mean absolute error in percent of the measurement, from logarithms of measured over predicted."""
     return float(100 * np.abs(np.exp(-logs) - 1).mean())
 
 
 def _exchange_error(own: Sequence[CollectiveSample], lent: Sequence[CollectiveSample]) -> float:
-    """Error in percent on own exchanges, each by laws of the other folds and of what is lent."""
+    """Cross-validated error in percent on own collectives, with a lender's samples joined."""
 
-    def logs(some: Sequence[CollectiveSample], rest: Sequence[CollectiveSample]) -> np.ndarray:
-        law = collective_fit.fit(some, lent)
-        both = (collective_fit.predicted(law, [s], way) for s in rest for way in s.request.row.ways)
+    def fold_log_ratios(some: Sequence[CollectiveSample], rest: Sequence[CollectiveSample]) -> np.ndarray:
+        law = collective_fit.fit_exchange_rates(some, lent)
+        both = (
+            collective_fit.predicted_and_measured_ms(law, [s], way)
+            for s in rest
+            for way in s.request.definition.ways
+        )
         return np.concatenate([np.log(measured / np.maximum(ms, 1e-9)) for ms, measured in both])
 
-    return _percent(_held_out(own, logs)) if own else 0.0
+    return _mean_percent_error(_cross_validate(own, fold_log_ratios)) if own else 0.0

@@ -18,7 +18,7 @@ class MeanInterval:
 
 
 def mean_interval(values: np.ndarray) -> MeanInterval:
-    """The mean of independent values [N], with Student's interval. nan are left out."""
+    """The mean of independent values [N] with its 95% interval (Student). nan are left out."""
     from scipy.special import stdtrit
 
     known = values[np.isfinite(values)]
@@ -30,7 +30,7 @@ def mean_interval(values: np.ndarray) -> MeanInterval:
 
 
 def mape(predicted: np.ndarray, measured: np.ndarray) -> float:
-    """Mean absolute error in percent of the measurement."""
+    """Mean absolute error of predictions, in percent of the measurement."""
     return float(100 * np.mean(np.abs(predicted - measured) / measured))
 
 
@@ -42,6 +42,6 @@ def kendall_tau(x: np.ndarray, y: np.ndarray) -> float:
     return float(result.statistic) if result else 0.0
 
 
-def coverage(low: np.ndarray, high: np.ndarray, measured: np.ndarray) -> float:
-    """Percent of the measurements that lie in their intervals. All arrays are [S]."""
+def interval_coverage(low: np.ndarray, high: np.ndarray, measured: np.ndarray) -> float:
+    """Percent of measurements [S] that lie in their intervals, from low [S] to high [S]."""
     return 100 * float(np.mean((low <= measured) & (measured <= high)))

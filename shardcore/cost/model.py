@@ -21,7 +21,7 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.job import Job
 from shardcore.core.step_cost import EQUAL, PredictedCost
 from shardcore.core.types import Plan, Problem, Setting, Shard
-from shardcore.core.validation import require, require_type, shown
+from shardcore.core.validation import require, require_type, short_repr
 from shardcore.cost.heads import Compiled, Head
 from shardcore.step.exchanges import CommCost, ExchangeLaw
 from shardcore.step.lower import Workload, lower
@@ -29,7 +29,7 @@ from shardcore.tables.host_rows import with_shared_cache_load_factors
 
 
 def round_encodings(codes: np.ndarray) -> np.ndarray:
-    """Encodings with the 24 significant bits of float32, as float64.
+    """Encodings rounded to the 24 significant bits of float32, as float64.
 
     The last bits of a matrix product or a logarithm depend on the processor. Searches amplify them: one trial that is
     accepted elsewhere leads to another plan. Rounded encodings are the same on all processors.
@@ -51,7 +51,7 @@ class CostModel(ExchangeLaw, Protocol):
 
     @abstractmethod
     def for_problem(self, problem: Problem) -> CostModel:
-        """The model at the batch of a problem, and with its job's payloads.
+        """The cost model at a problem's batch and with its job's payloads.
 
         Raises SettingMismatch for a batch beyond those that it was measured at.
         """
@@ -66,14 +66,14 @@ class CostModel(ExchangeLaw, Protocol):
     @property
     @abstractmethod
     def heads(self) -> Sequence[Head]:
-        """Heads whose ms add up. Each has some numbers of an encoding, side by side."""
+        """The heads of an op's cost, whose ms add up. Each takes some consecutive entries of an encoding."""
 
     @abstractmethod
     def out_of_range(self, workload: Workload) -> list[str]:
-        """Sentences on the parts of a step beyond the measured range. Empty where there is none."""
+        """Sentences on the parts of a step beyond the model's measured range. Empty if there are none."""
 
     def at_confidence(self, confidence: float | None) -> CostModel:
-        """The model whose ops cost their quantile: a measurement lies below with this probability.
+        """The model that prices an op by a quantile: a measurement lies below with this probability.
 
         None: the mean. Its `parts` and `compiled` raise ShardCoreError if the model does not know that confidence.
         """
@@ -85,39 +85,40 @@ class CostModel(ExchangeLaw, Protocol):
 
     @property
     def lower(self) -> CostModel | None:
-        """The model of means, which allows lower bounds to be proved. None if quantiles lie below them."""
+        """The model of mean costs, for lower bounds. None if its mean costs exceed the model's own."""
         return self.at_confidence(None) if all(head.error >= 0 for head in self.heads) else None
 
     # --- given by the heads ---------------------------------------------------------------------------------
 
-    def _of_heads(self, sums: np.ndarray) -> Iterator[tuple[Head, np.ndarray]]:
-        """The heads, and the sums [..., F] of each."""
+    def _split_by_head(self, sums: np.ndarray) -> Iterator[tuple[Head, np.ndarray]]:
+        """Each head with its part [..., F] of summed encodings."""
         sums, first = np.asarray(sums, dtype=float), 0
         for head in self.heads:
             yield head, sums[..., first : first + head.width]
             first += head.width
 
     def parts(self, sums: np.ndarray) -> np.ndarray:
-        """[..., 3] ms of ops from summed encodings [..., F]: forward, backward, and of the link. 0 for a row of zeros.
+        """[..., 3] ms of ops from summed encodings [..., F]: forward, backward, and on the link to host memory. 0 for
+        zeros.
 
         Of the link: what ops read of host memory before their update, if caches fetch ahead (`fetch_wait_ms`). What
         caches fetch then is in no other part. 0 in all other jobs. Forward is 0 where a model does not tell it from
         backward, which is the costlier one.
         """
-        return reduce(np.add, (head.parts(own) for head, own in self._of_heads(sums)))
+        return reduce(np.add, (head.parts(own) for head, own in self._split_by_head(sums)))
 
     def head(self, sums: np.ndarray) -> np.ndarray:
         """[...] ms, forward + backward, of ops from summed encodings [..., F]."""
         return self.parts(sums)[..., :2].sum(-1)
 
     def compiled(self) -> Compiled:
-        """`head` for one op at a time, compiled. For searches that price millions of ops."""
+        """The function `head` for one op at a time, compiled, for searches that price millions of ops."""
         from shardcore.cost import compiled  # numba compiles on import
 
         one, *others = heads = [head.compiled() for head in self.heads]
         if not others:
             return one
-        # Of each head its number, features and parameters, in front of the parameters of all (compiled.several).
+        # Of each head its number, features and parameters, in front of all parameters (compiled.multi_head_op_ms).
         layout = [
             (compiled.HEADS.index(made.head), head.width, len(made.parameters))
             for head, made in zip(self.heads, heads, strict=True)
@@ -126,22 +127,23 @@ class CostModel(ExchangeLaw, Protocol):
             np.concatenate([[len(heads)], np.ravel(layout), *of_heads])
             for of_heads in zip(*(made[1:] for made in heads), strict=True)
         )
-        return Compiled(compiled.ready(compiled.several), parameters, fetched)
+        return Compiled(compiled.compile_head(compiled.multi_head_op_ms), parameters, fetched)
 
     def launch_ms(self) -> float:
-        """ms that any non-empty op takes beside its rates, of the means."""
+        """ms of the launch of any non-empty op, by mean costs."""
         return min(head.launch_ms() for head in self.heads)
 
     def rates(self, least: np.ndarray) -> np.ndarray:
-        """[..., F] ms, 0 or more. They do not fall as `least` [..., F] grows.
+        """[..., F] lower bounds of an op's ms for a unit of each entry of its encoding. They do not fall as `least`
+        grows.
 
         head(sums) >= launch_ms() + rates · sums, wherever sums >= least, of non-empty ops and a model of means.
         """
-        return np.concatenate([head.rates(own) for head, own in self._of_heads(least)], -1)
+        return np.concatenate([head.rates(own) for head, own in self._split_by_head(least)], -1)
 
 
 def at_confidence(model: CostModel, confidence: float | None) -> CostModel:
-    """The model at a confidence; the model itself where none is given.
+    """The model at a confidence; the model unchanged for a confidence of None or 0.
 
     So a search is not drawn to ops whose cost is uncertain. Raises ShardCoreError for a model without quantiles.
     """
@@ -149,16 +151,18 @@ def at_confidence(model: CostModel, confidence: float | None) -> CostModel:
     return model.at_confidence(confidence) if confidence else model
 
 
-def group_costs(groups: Sequence[Sequence[Shard]], model: CostModel, batch: int | None = None) -> np.ndarray:
+def group_op_ms(groups: Sequence[Sequence[Shard]], model: CostModel, batch: int | None = None) -> np.ndarray:
     """[G] ms of groups of shards, each run as one fused op. 0 for an empty group."""
     if not any(groups):
         return np.zeros(len(groups))
     # An empty group has no op, so no launch: a row of zeros costs 0.
-    return np.asarray(model.head(group_sums(groups, model, batch)), dtype=float)
+    return np.asarray(model.head(summed_encodings(groups, model, batch)), dtype=float)
 
 
-def group_sums(groups: Sequence[Sequence[Shard]], model: CostModel, batch: int | None = None) -> np.ndarray:
-    """[..., G, F] summed encodings of groups of shards, one of which is not empty. All are encoded in one call."""
+def summed_encodings(
+    groups: Sequence[Sequence[Shard]], model: CostModel, batch: int | None = None
+) -> np.ndarray:
+    """[..., G, F] the sum of the encodings of each group of shards. At least one group is not empty."""
     codes = model.encode([s for g in groups for s in g], batch)
     sums = np.zeros((*codes.shape[:-2], len(groups), codes.shape[-1]))
     group = np.repeat(np.arange(len(groups)), [len(g) for g in groups])
@@ -168,17 +172,17 @@ def group_sums(groups: Sequence[Sequence[Shard]], model: CostModel, batch: int |
 
 
 def exposed_input_ms(comm: CommCost, job: Job) -> np.ndarray:
-    """[...] ms by which ids make a step longer.
+    """[...] ms by which the exchange of ids makes a step longer.
 
     Devices meet in this exchange, so the longest transfer counts. The dense part hides transfers, which then
     cost nothing. It hides no work: the same device runs both.
     """
     # Work of the slowest device is never hidden. Transfers are, as far as the dense part lasts.
-    return np.maximum(comm.input_work_ms.max(-1), comm.input_ms.max(-1) - job.hides_ids_ms)
+    return np.maximum(comm.input_work_ms.max(-1), comm.input_ms.max(-1) - job.id_overlap_ms)
 
 
 def fetch_wait_ms(fetched_ms: np.ndarray, busy_ms: np.ndarray, job: Job) -> np.ndarray:
-    """[..., D] ms that devices wait for rows which their caches fetch ahead.
+    """[..., D] ms that devices wait for rows that their caches fetch ahead.
 
     fetched_ms: [..., D] of each device's ops together: of the link, and backward (CostModel.parts).
     busy_ms: [..., D] compute and exchanges, without what caches fetch.
@@ -208,31 +212,33 @@ def step_ms(
 
 
 def require_model(model: object) -> None:
-    """Raise ShardCoreError unless this is a cost model."""
+    """Raise ShardCoreError unless `model` is a hashable cost model."""
     # The runtime check of a protocol sees whether its methods exist, not their types.
-    # Its terms are cached by model, so it needs a hash (exchanges.terms_of).
+    # Its terms are cached by model, so it needs a hash (exchanges.cached_channel_terms).
     if not (isinstance(model, CostModel) and isinstance(model, Hashable)):
         raise ShardCoreError(
-            f"model is {shown(model)}; it needs to be a cost model, as load_model(folder) gives, and hashable"
+            f"model is {short_repr(model)}; it needs to be a cost model, as load_model(folder) gives, and hashable"
         )
 
 
 def price(workload: Workload, model: CostModel) -> PredictedCost:
-    """The cost that a model predicts for one step of a workload. Its `extrapolated` names unmeasured parts."""
+    """The predicted cost of one training step of a workload, under a cost model. Its `extrapolated` names what was not
+    measured.
+    """
     require_type(workload, Workload, "workload", "a Workload, as lower(plan, problem) gives")
     require_model(model)
     # Unmeasured parts are reported, not refused.
-    unmeasured = (*_of_another_setting(workload, model.setting), *model.out_of_range(workload))
-    return replace(_predicted(workload, model), extrapolated=unmeasured)
+    unmeasured = (*_setting_mismatches(workload, model.setting), *model.out_of_range(workload))
+    return replace(_predict_cost(workload, model), extrapolated=unmeasured)
 
 
-def total_ms(workload: Workload, model: CostModel) -> float:
-    """`price(workload, model).total_ms`, without a look at what was not measured."""
-    return _predicted(workload, model).total_ms
+def predicted_total_ms(workload: Workload, model: CostModel) -> float:
+    """The predicted ms of one training step, without a check of the measured range."""
+    return _predict_cost(workload, model).total_ms
 
 
-def device_parts_ms(workload: Workload, model: CostModel) -> np.ndarray:
-    """[3, ..., D] ms of each device's ops, as of CostModel.parts."""
+def device_phase_ms(workload: Workload, model: CostModel) -> np.ndarray:
+    """[3, ..., D] ms of each device's ops: forward, backward, and on the link to host memory."""
     # Devices that run the same shards share an Op. It is priced once, and all of a batch in one call.
     ops_by_id = {id(op): op for ops in workload.ops for op in ops}
     row_of, priced, devices = dict[int, int](), list[np.ndarray](), workload.topology.devices
@@ -245,7 +251,7 @@ def device_parts_ms(workload: Workload, model: CostModel) -> np.ndarray:
             if op.batch == batch
         }
         row_of |= zip(some, itertools.count(len(row_of)), strict=False)
-        priced.append(model.parts(group_sums([*some.values()], model, batch)))
+        priced.append(model.parts(summed_encodings([*some.values()], model, batch)))
     of_ops = np.moveaxis(np.concatenate(priced, -2), -2, 0)
     ms = np.zeros((len(devices), *of_ops.shape[1:]))
     device, row = np.transpose([(d, row_of[id(op)]) for d, ops in enumerate(workload.ops) for op in ops])
@@ -255,8 +261,9 @@ def device_parts_ms(workload: Workload, model: CostModel) -> np.ndarray:
     return np.moveaxis(ms, (-1, 0), (0, -1)) / speed
 
 
-def _predicted(workload: Workload, model: CostModel) -> PredictedCost:
-    forward, backward, link = device_parts_ms(workload, model)
+def _predict_cost(workload: Workload, model: CostModel) -> PredictedCost:
+    """The predicted cost of one training step, without a check of the measured range."""
+    forward, backward, link = device_phase_ms(workload, model)
     # Collectives depend on when devices arrive, so compute comes first.
     comm = model.comm(workload.traffic, forward + backward, workload.topology)
     fetch_wait = fetch_wait_ms(link + backward, forward + backward + comm.total_ms, workload.job)
@@ -274,8 +281,8 @@ def _predicted(workload: Workload, model: CostModel) -> PredictedCost:
     )
 
 
-def _of_another_setting(workload: Workload, setting: Setting) -> Iterator[str]:
-    """Sentences on weights and payloads of other types than a model's."""
+def _setting_mismatches(workload: Workload, setting: Setting) -> Iterator[str]:
+    """Sentences on precisions and payloads of a workload that differ from the model's."""
     # A composite's setting joins the names of its precisions by "+".
     used = {s.table.precision for ops in workload.ops for op in ops for s in op.shards}
     if other := sorted(used - set(setting.precision.split("+"))):
@@ -298,7 +305,7 @@ class PricedPlan:
 
 
 def price_plan(plan: Plan, problem: Problem, model: CostModel, fits: bool = True) -> PricedPlan:
-    """Lower a plan and price it. Raises as `lower`."""
+    """Lower a plan to a training step and price it. Raises what `lower` raises."""
     workload = lower(plan, problem, fits)
     return PricedPlan(plan, workload, price(workload, model))
 
@@ -309,15 +316,15 @@ def price_plan(plan: Plan, problem: Problem, model: CostModel, fits: bool = True
 
 
 def is_less(cost: Any, other: Any, equal: float = EQUAL) -> Any:
-    """[...] bool: costs that are less than others, not just by rounding. equal: relative difference of equal costs."""
+    """[...] bool: costs less than `other` by more than rounding. equal: relative difference of equal costs."""
     return cost + equal * np.abs(cost) < other
 
 
-def is_least(costs: np.ndarray, equal: float = EQUAL) -> np.ndarray:
-    """[..., N] bool: costs that equal the least one along the last axis. equal: as in is_less."""
+def is_minimum(costs: np.ndarray, equal: float = EQUAL) -> np.ndarray:
+    """[..., N] bool: costs equal to the least one along the last axis. equal: relative difference of equal costs."""
     return ~is_less(costs.min(-1, keepdims=True), costs, equal)
 
 
-def first_least(costs: Any) -> int:
-    """The number of the first of the least costs [N]."""
-    return int(is_least(np.asarray(costs, dtype=float)).argmax())
+def first_argmin(costs: Any) -> int:
+    """Index of the first of the least costs [N]. Costs that differ by rounding only are equal."""
+    return int(is_minimum(np.asarray(costs, dtype=float)).argmax())

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Annotated
 
 from shardcore.core.links import LEVELS
-from shardcore.core.validation import MOST_GBPS, require, require_types, shown, within
+from shardcore.core.validation import MOST_GBPS, require, require_types, short_repr, within
 from shardcore.io import schema, writing
-from shardcore.io.envelope import document, open_document, seal, unseal
+from shardcore.io.envelope import add_digest, open_document, remove_digest, with_schema
 
 SCHEMA = "move-rates"
 Time = Annotated[float, within(0, 1e6)]
@@ -62,13 +62,16 @@ class MoveRates:
                 f"move rates have {name} {value}; it needs more than 0, at most {MOST_GBPS}",
             )
         for level in self.link_gbps:
-            require(level in LEVELS, f"move rates have links {shown(level)}; known are {', '.join(LEVELS)}")
+            require(
+                level in LEVELS, f"move rates have links {short_repr(level)}; known are {', '.join(LEVELS)}"
+            )
 
 
 def write_move_rates(path: str | Path, rates: MoveRates) -> None:
-    writing.write_json(path, document(SCHEMA, seal(asdict(rates))))
+    """Write a machine's rates of moving tables to a file."""
+    writing.write_json(path, with_schema(SCHEMA, add_digest(asdict(rates))))
 
 
 def read_move_rates(path: str | Path) -> MoveRates:
-    """Raises ShardCoreError for a file that has no rates, or was edited."""
-    return schema.build(MoveRates, unseal(open_document(path, SCHEMA), path), str(path))
+    """Read a machine's rates of moving tables. Raises ShardCoreError for a file that has none, or was edited."""
+    return schema.build_record(MoveRates, remove_digest(open_document(path, SCHEMA), path), str(path))

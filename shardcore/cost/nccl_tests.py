@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from shardcore.core.validation import MOST_BYTES, MOST_MS, path_name_of, require, require_within
+from shardcore.core.validation import MOST_BYTES, MOST_MS, require, require_within, to_path_name
 from shardcore.cost.profile import Profile
 from shardcore.cost.profile_fit import Timing
 from shardcore.cost.profile_law import MS_PER_US
@@ -27,8 +27,8 @@ Ranks = dict[int, tuple[str | None, str, str, str]]
 """Group, host, bus id and card of each rank of a run."""
 
 
-def read_logs(paths: Iterable[Path], profile: Profile) -> tuple[list[Timing], Counter[str]]:
-    """Timings of a profile's card, out of place, and the reasons to leave out other rows, with their numbers.
+def read_nccl_logs(paths: Iterable[Path], profile: Profile) -> tuple[list[Timing], Counter[str]]:
+    """Timings from logs of nccl-tests on a profile's card, and the number of rows left out by reason.
 
     A log may have several runs, one after another. Each run names its collective, else a command before it or the file
     has to.
@@ -59,7 +59,7 @@ def read_logs(paths: Iterable[Path], profile: Profile) -> tuple[list[Timing], Co
                 tool = started or (_SEVERAL if len(named) > 1 else next(iter(named), path.stem))
                 started, named = "", set()
             elif columns and values and values[0].isdigit():
-                made = _timing_of_row(columns, values, tool, ranks, profile, str(path))
+                made = _parse_row(columns, values, tool, ranks, profile, str(path))
                 if isinstance(made, Timing):
                     require_within(made, what, time_us=(0, MOST_MS / MS_PER_US), bytes=(0, MOST_BYTES))
                     timings.append(made)
@@ -72,10 +72,10 @@ def read_logs(paths: Iterable[Path], profile: Profile) -> tuple[list[Timing], Co
     return timings, reasons
 
 
-def _timing_of_row(
+def _parse_row(
     columns: Sequence[str], values: Sequence[str], tool: str, ranks: Ranks, profile: Profile, source: str
 ) -> Timing | str:
-    """A row as a timing, or why it is none."""
+    """Parse a row of nccl-tests into a timing, or give the reason why it is left out."""
     row: dict[str, str] = {}
     for name, value in zip(columns, values, strict=False):
         # Columns in place have the same names, and come later.
@@ -86,7 +86,7 @@ def _timing_of_row(
         return "the row is cut, or has other columns"
     if wrong.isdigit() and wrong.strip("0"):
         return "its values were wrong"
-    if reason := _why_not(tool, ranks, profile):
+    if reason := _rejection_reason(tool, ranks, profile):
         return reason
     try:
         time_us, size = float(row.get("time", "")), float(row["size"])
@@ -99,10 +99,10 @@ def _timing_of_row(
     return Timing(source, "", op.replace("_", ""), time_us, ranks=len(ranks), hosts=n_hosts, bytes=size)
 
 
-def _why_not(tool: str, ranks: Ranks, profile: Profile) -> str | None:
-    """The reason why a run tells nothing of a profile. None if it does."""
+def _rejection_reason(tool: str, ranks: Ranks, profile: Profile) -> str | None:
+    """The reason why a run of nccl-tests does not fit a hardware profile's law. None if it does."""
     groups, hosts, buses, cards = zip(*ranks.values(), strict=True) if ranks else ((), (), (), ())
-    other = next((card for card in cards if not profile.is_of(path_name_of(card))), None)
+    other = next((card for card in cards if not profile.covers_hardware(to_path_name(card))), None)
     reasons = {
         f"{tool} is no collective of the law, or does not say which": not _COLLECTIVE.search(tool.lower()),
         "its run lists fewer than two ranks": len(ranks) < 2,

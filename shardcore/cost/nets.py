@@ -37,16 +37,16 @@ LOAD_FLOOR = 0.01
 """Added to relative loads, so that their logarithm stays finite."""
 
 
-def encode(w: Mapping[str, Any], drivers: Any, conditions: Any, xp: ModuleType = np) -> Any:
-    """[N, K + 2] encodings of shards: drivers (the first counts shards), forward ms, backward ms.
+def encode_shards(w: Mapping[str, Any], drivers: Any, conditions: Any, xp: ModuleType = np) -> Any:
+    """[N, K + 2] encodings of shards: drivers (the first is 1), forward ms, backward ms.
 
     All are 0 or more.
     """
-    return xp.concatenate([drivers, drivers @ w["rates"] * correction(w, conditions, xp)], 1)
+    return xp.concatenate([drivers, drivers @ w["rates"] * correction_factors(w, conditions, xp)], 1)
 
 
-def correction(w: Mapping[str, Any], conditions: Any, xp: ModuleType = np) -> Any:
-    """[N, 2] learned factors on the baseline, forward and backward."""
+def correction_factors(w: Mapping[str, Any], conditions: Any, xp: ModuleType = np) -> Any:
+    """[N, 2] learned factors on a shard's baseline ms, forward and backward."""
     # Clip to the measured range: a network must not extrapolate.
     x = (xp.clip(conditions, w["condition_low"], w["condition_high"]) - w["condition_mean"]) / w[
         "condition_sd"
@@ -60,16 +60,18 @@ def correction(w: Mapping[str, Any], conditions: Any, xp: ModuleType = np) -> An
     return xp.exp(CORRECTION * xp.tanh(x))
 
 
-def parts(w: Mapping[str, Any], sums: Any, xp: ModuleType = np) -> Any:
-    """[..., 2] forward and backward ms of ops, from summed encodings [..., K + 2]. 0 where the count is 0."""
+def op_ms(w: Mapping[str, Any], sums: Any, xp: ModuleType = np) -> Any:
+    """[..., 2] ms of fused ops, forward and backward, from summed encodings [..., K + 2]. 0 for an empty op."""
     # The first driver counts shards, so it is 0 for an empty op only.
     drivers, ms = sums[..., :-2], sums[..., -2:]
     # min(count, 1): one launch, however many shards.
-    return w["launch"] * xp.clip(drivers[..., :1], 0.0, 1.0) + ms * contention(w, drivers, xp)
+    return w["launch"] * xp.clip(drivers[..., :1], 0.0, 1.0) + ms * contention_factors(w, drivers, xp)
 
 
-def contention(w: Mapping[str, Any], drivers: Any, xp: ModuleType = np) -> Any:
-    """[..., 2] factors on the sum of an op's shards, from its summed drivers [..., K]."""
+def contention_factors(w: Mapping[str, Any], drivers: Any, xp: ModuleType = np) -> Any:
+    """[..., 2] factors by which the shards of an op slow each other, forward and backward, from summed drivers [...,
+    K].
+    """
     # Relative to the median op, loads are near 1 and their logarithm near 0.
     # The tanh below bounds the factor, however large the load.
     load = xp.log(drivers / w["load_typical"] + LOAD_FLOOR)

@@ -19,9 +19,9 @@ from shardcore.core.errors import SettingMismatch, ShardCoreError
 from shardcore.core.links import LEVELS
 from shardcore.core.topology import Topology
 from shardcore.core.types import Problem, Setting, Shard
-from shardcore.core.validation import require, require_type, shown
+from shardcore.core.validation import require, require_type, short_repr
 from shardcore.cost import collective_model, features, nets, ranges, weight_checks
-from shardcore.cost.composite import Composite, composed
+from shardcore.cost.composite import Composite, compose_models
 from shardcore.cost.heads import ContendedHead, Head
 from shardcore.cost.model import CostModel, round_encodings
 from shardcore.io import model_files, schema
@@ -37,7 +37,7 @@ _AT_ONCE = 1 << 16
 
 @dataclass(frozen=True, eq=False)
 class NeuralModel(CostModel):
-    """A CostModel with the formulas of nets.py.
+    """A trained CostModel: networks for ops, and fitted linear laws for exchanges (formulas in nets.py).
 
     weights: arrays by name.
     meta: JSON, with these entries:
@@ -56,11 +56,11 @@ class NeuralModel(CostModel):
     confidence: float | None = None
 
     def for_problem(self, problem: Problem) -> NeuralModel | Composite:
-        """See model.CostModel."""
-        return composed((self.in_device_memory(problem),), problem)
+        """The model at a problem's batch and payloads; with links if some rows are in host memory."""
+        return compose_models((self.in_device_memory(problem),), problem)
 
     def in_device_memory(self, problem: Problem) -> NeuralModel:
-        """The model at the batch of a problem, and with its job's payloads, as if no rows were elsewhere.
+        """The model at a problem's batch and payloads, as if all rows were in device memory.
 
         Raises SettingMismatch for a batch beyond those that it was measured at.
         """
@@ -86,41 +86,41 @@ class NeuralModel(CostModel):
         """
         batch = batch or self.setting.batch
 
-        def encoded(some: Sequence[Shard]) -> np.ndarray:
-            return round_encodings(nets.encode(self.weights, *features.features(some, batch)))
+        def encode_chunk(some: Sequence[Shard]) -> np.ndarray:
+            return round_encodings(nets.encode_shards(self.weights, *features.shard_features(some, batch)))
 
         # In chunks, which bound the memory (see _AT_ONCE).
         # At least one chunk, so that no shards give an array of the right width.
-        chunks = [encoded(shards[i : i + _AT_ONCE]) for i in range(0, max(1, len(shards)), _AT_ONCE)]
+        chunks = [encode_chunk(shards[i : i + _AT_ONCE]) for i in range(0, max(1, len(shards)), _AT_ONCE)]
         codes = chunks[0] if len(chunks) == 1 else np.concatenate(chunks)
         if idle := [i for i, shard in enumerate(shards) if not shard.table.pooling]:
             # No op without lookups was measured. It runs, and takes no longer than one with some.
             for pooling in _SOME_LOOKUPS:
-                busy = encoded([_with_lookups(shards[i], pooling) for i in idle])
+                busy = encode_chunk([_with_lookups(shards[i], pooling) for i in idle])
                 codes[idle, -2:] = np.minimum(codes[idle, -2:], busy[:, -2:])
         return codes
 
     @property
     def heads(self) -> Sequence[Head]:
-        """See model.CostModel."""
+        """One head: a fused op whose shards slow each other."""
         return (ContendedHead(self.weights, self.confidence),)
 
     def at_confidence(self, confidence: float | None) -> Self:
-        """See model.CostModel. Known are levels from 0.005 to 0.995."""
+        """The model that prices an op by a quantile, at a level from 0.005 to 0.995. None: by the mean."""
         return self if confidence == self.confidence else dataclasses.replace(self, confidence=confidence)
 
     def interval(self, sums: np.ndarray, confidence: float) -> tuple[np.ndarray, np.ndarray]:
-        """[...] ms, low and high. A measurement of the op lies between them with probability `confidence`."""
+        """[...] lower and upper ms of an op. A measurement lies between them with probability `confidence`."""
         # A two-sided interval leaves half of the rest on each side.
         low, high = ((1 - confidence) / 2, (1 + confidence) / 2)
         return self.at_confidence(low).head(sums), self.at_confidence(high).head(sums)
 
     def out_of_range(self, workload: Workload) -> list[str]:
-        """See model.CostModel."""
-        return ranges.out_of_range(self, workload)
+        """Sentences on the parts of a step beyond the measured range. Empty if there are none."""
+        return ranges.describe_out_of_range(self, workload)
 
     def exchange(self, channel: Channel, topology: Topology) -> ChannelTerms:
-        """See model.CostModel. A collective that was not measured has the all-to-all's rates.
+        """Terms of a channel's collective, from measured rates. An unmeasured collective has the all-to-all's rates.
 
         Raises ShardCoreError if all-to-alls were not measured and the topology states no links.
         """
@@ -138,7 +138,7 @@ class NeuralModel(CostModel):
 
 
 def _with_lookups(shard: Shard, pooling: float) -> Shard:
-    """The shard of a table with so many lookups a sample."""
+    """A shard whose table has another mean number of lookups per sample."""
     # A table without lookups may lack a distribution. Zipf(1) stands in.
     access = shard.table.access if isinstance(shard.table.access, Zipf) else Zipf(1.0)
     return dataclasses.replace(shard, table=dataclasses.replace(shard.table, pooling=pooling, access=access))
@@ -161,7 +161,7 @@ class _Meta:
 
     def __post_init__(self) -> None:
         for name, (low, high) in self.ranges.items():
-            require(low <= high, f"range of {shown(name)} is {low:g} to {high:g}; it needs to rise")
+            require(low <= high, f"range of {short_repr(name)} is {low:g} to {high:g}; it needs to rise")
 
 
 # Weights are matrices by position, so names have to agree in order too.
@@ -177,16 +177,16 @@ _FORMAT = model_files.TrainedFormat(
 
 
 def save(model: NeuralModel, folder: str | Path) -> None:
-    """Write model.json and weights.safetensors. Raises ShardCoreError for weights that `load` would refuse."""
+    """Write a model to model.json and weights.safetensors. Raises ShardCoreError for invalid weights."""
     # What load would refuse is refused here, while the training's results still exist.
     weight_checks.require_weights(model.weights)
     _FORMAT.write_trained(folder, model.setting, model.meta, model.weights)
 
 
 def load(folder: str | Path) -> NeuralModel:
-    """Read a model that `save` wrote, bit for bit. Raises ShardCoreError as read_trained, and for its weights."""
+    """Read a model that `save` wrote, bit for bit. Raises ShardCoreError for invalid weights or metadata."""
     require_type(folder, (str, os.PathLike), "folder of a model", "a path")
     setting, meta, weights = _FORMAT.read_trained(folder)
-    with schema.errors_named(f"model in {folder}"):
+    with schema.prefix_errors(f"model in {folder}"):
         weight_checks.require_weights(weights)
     return NeuralModel(setting, weights, {"provenance": {}, **meta})

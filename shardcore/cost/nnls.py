@@ -10,8 +10,10 @@ import numpy as np
 _RIDGE, _ROUNDS = 1e-9, 15
 
 
-def fit_law(terms: np.ndarray, measured: np.ndarray, known: np.ndarray | float = 0.0) -> np.ndarray:
-    """[K] rates, none negative, that minimise the mean absolute relative error of terms [S, K] @ rates.
+def fit_nonnegative_rates(
+    terms: np.ndarray, measured: np.ndarray, known: np.ndarray | float = 0.0
+) -> np.ndarray:
+    """[K] rates, 0 or more, that minimise the mean absolute relative error of terms [S, K] @ rates.
 
     Iteratively reweighted least squares.
     measured: [S].

@@ -21,11 +21,11 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Setting
 from shardcore.core.validation import (
     MOST_BYTES,
-    path_name_of,
     require,
     require_name,
     require_path_name,
     require_types,
+    to_path_name,
     within,
 )
 from shardcore.io import envelope, schema, writing
@@ -48,7 +48,7 @@ SPEC: Mapping[str, tuple[str, str]] = {
     "pcie_gbps": ("GB/s", "link of a device to host memory, each way"),
     "switch_generation": ("1", "generation of the switches within a host: from the third on they sum"),
 }
-"""Rates of a data sheet: unit and words. Others scale with them (profile_fit.scaled)."""
+"""Rates of a data sheet: unit and words. Others scale with them (profile_fit.scale_profile)."""
 RATES: Mapping[str, tuple[str, str]] = {
     **SPEC,
     "compute_factor": ("1", "ops over the law: its uncertainty is what the law leaves unexplained"),
@@ -151,40 +151,42 @@ class Profile:
 
     @cached_property
     def digest(self) -> str:
-        """16 hex digits that change whenever the profile does."""
+        """16 hex digits that identify the content of a hardware profile."""
         return envelope.digest(dataclasses.asdict(self))
 
-    def is_of(self, hardware: str) -> bool:
-        """True for hardware of its name, and of a measured device that it is for.
+    def covers_hardware(self, hardware: str) -> bool:
+        """True if the profile is for a hardware, by its own name or a name of a measured device.
 
         "cpu" is of all names that begin with "cpu-".
         """
-        parts = map(path_name_of, self.device_names)
+        parts = map(to_path_name, self.device_names)
         return f"{hardware}-".startswith(f"{self.name}-") or any(part in hardware for part in parts)
 
     def model(self) -> ProfileModel:
-        """Its cost model, for any problem."""
+        """A cost model with the profile's rates, for any problem."""
         from shardcore.cost.profile_model import ProfileModel
 
         return ProfileModel(self, Setting(self.name, _DEFAULT_BATCH))
 
-    def valued(self, values: Mapping[str, float]) -> Profile:
+    def with_values(self, values: Mapping[str, float]) -> Profile:
         """The profile with other values of its rates."""
         rates = {name: dataclasses.replace(rate, value=values[name]) for name, rate in self.rates.items()}
         return dataclasses.replace(self, rates=rates)
 
-    def drawn(self, rng: np.random.Generator) -> Profile:
+    def sample(self, rng: np.random.Generator) -> Profile:
         """The profile with rates drawn log-normally within their uncertainty."""
         factors = np.exp(rng.standard_normal(len(RATES)) * [rate.uncertainty for rate in self.rates.values()])
-        return self.valued({n: v * float(f) for (n, v), f in zip(self.values.items(), factors, strict=True)})
+        return self.with_values(
+            {n: v * float(f) for (n, v), f in zip(self.values.items(), factors, strict=True)}
+        )
 
     @property
     def values(self) -> dict[str, float]:
-        """Values of the rates, by name."""
+        """Values of the profile's rates, by name."""
         return {name: rate.value for name, rate in self.rates.items()}
 
-    def band(self, prices: Callable[[Sequence[Mapping[str, float]]], np.ndarray]) -> np.ndarray:
-        """Relative standard error of prices that rates give, if their errors are independent.
+    def error_band(self, prices: Callable[[Sequence[Mapping[str, float]]], np.ndarray]) -> np.ndarray:
+        """Relative standard error of prices computed from the profile's rates, whose errors count as independent.
 
         prices: (K sets of values of rates) -> prices [K, ...].
         """
@@ -200,7 +202,7 @@ class Profile:
     def topology(
         self, hosts: int, devices_per_host: int, host_memory_bytes: int = 0, pods: int = 1
     ) -> Topology:
-        """A topology of such cards. Its links are as the profile has them.
+        """A topology of devices of this profile, with its memory and links.
 
         host_memory_bytes: memory of each host for tables. 0: none may have rows there.
         pods: number of pods that hosts are divided into evenly. 1: none.
@@ -226,14 +228,14 @@ def profile_names() -> list[str]:
 
 
 def load_profile(name_or_path: str | Path) -> Profile:
-    """A profile by its name, or from a file. Its `model()` prices plans.
+    """Load a hardware profile by its name, or from a file.
 
     name_or_path: such as "nvidia-h100-sxm" (`shardcore profile list` has all), or a path.
 
     Raises ShardCoreError for an unknown name, with the known ones, and for a file that is no profile.
     """
     if (known := str(name_or_path)) in profile_names():
-        return _shipped(known)
+        return _load_shipped_profile(known)
     require(
         known.endswith(".json") or Path(known).is_file(),
         f"profile {known!r} is not known; known are {', '.join(profile_names())}, or a path of a file; a trained "
@@ -243,32 +245,34 @@ def load_profile(name_or_path: str | Path) -> Profile:
 
 
 def read_profile(path: str | Path) -> Profile:
-    """Read a profile's file. Raises ShardCoreError as the reading of all files does."""
-    return schema.build(Profile, envelope.open_document(path, SCHEMA), str(path))
+    """Read a hardware profile from a file. Raises ShardCoreError for an invalid file."""
+    return schema.build_record(Profile, envelope.open_document(path, SCHEMA), str(path))
 
 
 def write_profile(path: str | Path, profile: Profile) -> None:
-    """Write a profile's file, whole or not at all."""
+    """Write a hardware profile to a file, whole or not at all."""
     body = dataclasses.asdict(profile)
     body["rates"] = {name: body["rates"][name] for name in RATES}  # in one order
-    writing.write_json(path, envelope.document(SCHEMA, body))
+    writing.write_json(path, envelope.with_schema(SCHEMA, body))
 
 
 @lru_cache
-def _shipped(name: str) -> Profile:
+def _load_shipped_profile(name: str) -> Profile:
     return read_profile(_FOLDER / f"{name}.json")
 
 
 def profile_of_device(device_name: str) -> Profile:
-    """The profile of a card by torch.cuda.get_device_name(). The longest match counts.
+    """The hardware profile of a card by torch.cuda.get_device_name(). The longest match counts.
 
     Raises ShardCoreError for a card without a profile, with the known ones.
     """
-    names = [(part.lower(), name) for name in profile_names() for part in _shipped(name).device_names]
+    names = [
+        (part.lower(), name) for name in profile_names() for part in _load_shipped_profile(name).device_names
+    ]
     matches = [(len(part), name) for part, name in names if part in device_name.lower()]
     require(
         bool(matches),
         f"device {device_name!r} has no profile; known are {', '.join(profile_names())} (or make one from its data "
         "sheet: shardcore profile new)",
     )
-    return _shipped(max(matches)[1])
+    return _load_shipped_profile(max(matches)[1])

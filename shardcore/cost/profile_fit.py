@@ -23,8 +23,8 @@ import numpy as np
 
 from shardcore.core.access_statistics import Zipf
 from shardcore.core.catalog import OPTIMIZERS
-from shardcore.core.errors import ShardCoreError, shortened
-from shardcore.core.links import units_of
+from shardcore.core.errors import ShardCoreError, shorten
+from shardcore.core.links import unit_numbers
 from shardcore.core.types import Shard, Table
 from shardcore.core.validation import (
     MOST_BATCH,
@@ -33,7 +33,7 @@ from shardcore.core.validation import (
     MOST_MS,
     MOST_ROWS,
     require,
-    shown,
+    short_repr,
 )
 from shardcore.cost import profile_law
 from shardcore.cost.profile import HOST_GBPS, RATES, SPEC, Profile, Rate
@@ -117,8 +117,8 @@ class Timing:
     sent: tuple[float, ...] = ()
 
     @property
-    def group(self) -> tuple[object, ...]:
-        """Timings of one group repeat each other: they count as one."""
+    def repetition_key(self) -> tuple[object, ...]:
+        """A key that repeated timings of the same op or collective share. Together they weigh as much as one."""
         return tuple(value for name, value in vars(self).items() if name != "time_us")
 
 
@@ -129,7 +129,7 @@ class Predictor:
         self._n = len(timings)
         self._ops: list[tuple[str, Work, np.ndarray, np.ndarray]] = []
         self._exchanges: list[tuple[str, np.ndarray, np.ndarray, list[int]]] = []
-        works = {i: _work(t) for i, t in enumerate(timings) if t.op in OPS}
+        works = {i: _work_of_timing(t) for i, t in enumerate(timings) if t.op in OPS}
         for part in profile_law.FLOORS:
             used = [i for i in works if part in OPS[timings[i].op]]
             if used:
@@ -142,12 +142,12 @@ class Predictor:
             if t.op in EXCHANGES:
                 runs.setdefault((EXCHANGES[t.op], t.hosts, t.ranks), []).append(i)
         for (collective, hosts, ranks), used in runs.items():
-            units = units_of([str(h) for h in range(hosts) for _ in range(ranks // hosts)])
+            units = unit_numbers([str(h) for h in range(hosts) for _ in range(ranks // hosts)])
             sent = np.array([timings[i].sent or (timings[i].bytes,) * ranks for i in used])
             self._exchanges.append((collective, units, sent, used))
 
     def times_us(self, rates: Rates) -> np.ndarray:
-        """[R] us."""
+        """[R] predicted time of each timing in us, under the given rates."""
         ms = np.zeros(self._n)
         for part, work, starts, used in self._ops:
             if part == "forward":
@@ -160,8 +160,8 @@ class Predictor:
         return ms / MS_PER_US
 
 
-def _tables(timing: Timing) -> list[Table]:
-    """Tables of an op's timing. Raises ShardCoreError where they have a size that no table has."""
+def _tables_of_timing(timing: Timing) -> list[Table]:
+    """Tables of a timed op. Raises ShardCoreError for an invalid size."""
     n = timing.tables
     rows, width = (x * n if len(x) == 1 else x for x in (timing.rows, timing.width))
     pooling = timing.pooling * n if len(timing.pooling) == 1 else timing.pooling
@@ -182,9 +182,10 @@ def _tables(timing: Timing) -> list[Table]:
     ]
 
 
-def _work(timing: Timing) -> Work:
-    shards = timing.shards or [Shard.whole(t) for t in _tables(timing)]
-    work = profile_law.work_of(shards, timing.batch, timing.optimizer)
+def _work_of_timing(timing: Timing) -> Work:
+    """Work of the shards of a timed op, as its timing states or implies."""
+    shards = timing.shards or [Shard.whole(t) for t in _tables_of_timing(timing)]
+    work = profile_law.shard_work(shards, timing.batch, timing.optimizer)
     changed: dict[str, np.ndarray] = {}
     if timing.unique:
         changed["unique"] = work.unique * timing.unique / work.unique.sum()
@@ -192,7 +193,7 @@ def _work(timing: Timing) -> Work:
     changed["op_row_bytes"] = np.full(len(shards), distinct.sum())
     if timing.mode == "uvm_caching":
         # Batches since the cache was empty bring rows that no batch had before. A warm cache misses fewer.
-        seen = profile_law.work_of(shards, _BATCHES_SINCE_EMPTY * timing.batch, timing.optimizer).unique
+        seen = profile_law.shard_work(shards, _BATCHES_SINCE_EMPTY * timing.batch, timing.optimizer).unique
         fetched = seen / _BATCHES_SINCE_EMPTY * 2 * work.width * work.element_bytes
         changed["cache_bytes"] = np.maximum(work.cache_bytes, fetched)
     return replace(work, **changed)
@@ -204,7 +205,7 @@ _OP_COLUMNS, _EXCHANGE_COLUMNS = ("B", "E", "D", "L"), ("ranks", "hosts", "msg_b
 
 
 def read_timings(path: str | Path) -> tuple[list[Timing], Counter[str]]:
-    """Timings of a CSV file, and the reasons for which others of its rows cannot be used, with their numbers.
+    """Read timings of ops and collectives from a CSV file, and count the rows left out by reason.
 
     Columns: op, time_us; of ops B, T, E, D, L, and optionally unique, index_distribution, weights_precision,
     optimizer, weighted, mode, cached; of collectives ranks, hosts, msg_bytes_per_rank; optionally source,
@@ -227,26 +228,26 @@ def read_timings(path: str | Path) -> tuple[list[Timing], Counter[str]]:
     timings, reasons = [], Counter[str]()
     for i, row in enumerate(rows):
         what = f"{path}, line {i + 2}"
-        made = _timing({k: (v or "").strip() for k, v in row.items() if k}, what)
+        made = _parse_timing({k: (v or "").strip() for k, v in row.items() if k}, what)
         if isinstance(made, Timing):
             if made.op in OPS:
-                with schema.errors_named(what):
-                    _tables(made)
+                with schema.prefix_errors(what):
+                    _tables_of_timing(made)
             timings.append(made)
         else:
             reasons[made] += 1
     return timings, reasons
 
 
-def _timing(row: Mapping[str, str], what: str) -> Timing | str:
-    """A row as a timing, or why it is none."""
+def _parse_timing(row: Mapping[str, str], what: str) -> Timing | str:
+    """Parse a row of a CSV file into a timing, or give the reason why it is left out."""
     op = row["op"]
     if op not in OPS and op not in EXCHANGES:
-        return f"op {shown(op)} is not one of the law's"
+        return f"op {short_repr(op)} is not one of the law's"
     needed = ("time_us", *(_EXCHANGE_COLUMNS if op in EXCHANGES else _OP_COLUMNS))
     if empty := [column for column in needed if not row.get(column)]:
         return f"{empty[0]} is not stated"
-    time_us = _number(row, "time_us", what, MOST_MS / MS_PER_US)
+    time_us = _parse_number(row, "time_us", what, MOST_MS / MS_PER_US)
     require(time_us > 0, f"{what} has time_us {row['time_us']}; it needs to be above 0")
     common = {
         "source": row.get("source", ""),
@@ -256,7 +257,9 @@ def _timing(row: Mapping[str, str], what: str) -> Timing | str:
         "quality": row.get("quality") or "A",
     }
     if op in EXCHANGES:
-        ranks, hosts = (int(_number(row, column, what, MOST_DEVICES, 1)) for column in ("ranks", "hosts"))
+        ranks, hosts = (
+            int(_parse_number(row, column, what, MOST_DEVICES, 1)) for column in ("ranks", "hosts")
+        )
         require(
             ranks % hosts == 0,
             f"{what} has {ranks} ranks on {hosts} hosts; it needs equally many on each",
@@ -267,36 +270,36 @@ def _timing(row: Mapping[str, str], what: str) -> Timing | str:
             **common,
             ranks=ranks,
             hosts=hosts,
-            bytes=_number(row, "msg_bytes_per_rank", what, MOST_BYTES),
+            bytes=_parse_number(row, "msg_bytes_per_rank", what, MOST_BYTES),
             network=row.get("interconnect", ""),
         )
     precision = row.get("weights_precision") or "fp32"
     optimizer = _OPTIMIZERS.get(row.get("optimizer", ""), row.get("optimizer") or "exact_sgd")
     mode, tables = (
         row.get("mode") or "device",
-        int(_number(row, "T", what, _MOST_TABLES, 1)) if row.get("T") else 1,
+        int(_parse_number(row, "T", what, _MOST_TABLES, 1)) if row.get("T") else 1,
     )
     if precision not in ("fp32", "fp16", "bf16"):
-        return f"weights are {shown(precision)}"
+        return f"weights are {short_repr(precision)}"
     if optimizer not in OPTIMIZERS or mode not in MODES:
-        return f"optimizer {shown(optimizer)} or mode {shown(mode)} is not known"
-    rows, width, pooling = _numbers(row["E"]), _numbers(row["D"]), _numbers(row["L"])
-    if any(len(x) not in (1, tables) for x in (rows, width, pooling)) or len(_numbers(row["B"])) != 1:
+        return f"optimizer {short_repr(optimizer)} or mode {short_repr(mode)} is not known"
+    rows, width, pooling = _parse_numbers(row["E"]), _parse_numbers(row["D"]), _parse_numbers(row["L"])
+    if any(len(x) not in (1, tables) for x in (rows, width, pooling)) or len(_parse_numbers(row["B"])) != 1:
         return "shapes of its tables are not stated one by one"
     if any(w % 4 for w in width):
         return "a width is no multiple of 4"
-    cached = _number(row, "cached", what, 1) if row.get("cached") else 0.0
+    cached = _parse_number(row, "cached", what, 1) if row.get("cached") else 0.0
     if mode == "uvm_caching" and not 0 < cached < 1:
         return "the share of rows that its cache holds is not stated"
     alpha = re.search(r"alpha (\d+(?:\.\d+)?)", row.get("index_distribution", ""))
     return Timing(
         **common,
-        batch=int(_number(row, "B", what, MOST_BATCH, 1)),
+        batch=int(_parse_number(row, "B", what, MOST_BATCH, 1)),
         tables=tables,
         rows=tuple(map(int, rows)),
         width=tuple(map(int, width)),
         pooling=pooling,
-        unique=_number(row, "unique", what, MOST_ROWS) if row.get("unique") else 0.0,
+        unique=_parse_number(row, "unique", what, MOST_ROWS) if row.get("unique") else 0.0,
         alpha=0.0 if "uniform" in row.get("index_distribution", "") or not alpha else float(alpha[1]),
         precision=precision,
         optimizer=optimizer,
@@ -306,20 +309,20 @@ def _timing(row: Mapping[str, str], what: str) -> Timing | str:
     )
 
 
-def _number(row: Mapping[str, str], column: str, what: str, most: float, least: float = 0) -> float:
+def _parse_number(row: Mapping[str, str], column: str, what: str, most: float, least: float = 0) -> float:
     try:
         value = float(row[column])
     except ValueError:
         value = math.nan
     require(
         least <= value <= most,
-        f"{what} has {column} {shown(row[column])}; it needs a number from {least:,} to {most:,.16g}",
+        f"{what} has {column} {short_repr(row[column])}; it needs a number from {least:,} to {most:,.16g}",
     )
     return value
 
 
-def _numbers(text: str) -> tuple[float, ...]:
-    """Numbers of tables: "128", "2,633" or "9x128,3x24". () where a text is none of these.
+def _parse_numbers(text: str) -> tuple[float, ...]:
+    """Parse one number for each table, such as "128", "2,633" or "9x128,3x24". () for any other text.
 
     At most one number more than an op may have tables: a short text may stand for millions.
     """
@@ -331,8 +334,8 @@ def _numbers(text: str) -> tuple[float, ...]:
     )
 
 
-def of_card(timings: Iterable[Timing], profile: Profile) -> list[Timing]:
-    """Timings of a profile's card, of the qualities that are fitted."""
+def timings_of_card(timings: Iterable[Timing], profile: Profile) -> list[Timing]:
+    """Timings of a profile's card whose quality suffices for a fit."""
     return [
         t
         for t in timings
@@ -344,8 +347,8 @@ def of_card(timings: Iterable[Timing], profile: Profile) -> list[Timing]:
 # --- fit ----------------------------------------------------------------------------------------------------
 
 
-def fit(timings: Sequence[Timing], start: Profile, error: float = 0.1) -> Profile:
-    """The profile with rates fitted to timings (see above).
+def fit_profile(timings: Sequence[Timing], start: Profile, error: float = 0.1) -> Profile:
+    """Fit a hardware profile's rates to timings, as a maximum of the posterior around the starting profile.
 
     error: relative error that the law is expected to have.
 
@@ -361,32 +364,32 @@ def fit(timings: Sequence[Timing], start: Profile, error: float = 0.1) -> Profil
     names = [name for name in RATES if name not in fixed and start.rates[name].uncertainty > 0]
     values = start.values
     measured = np.log([t.time_us for t in timings])
-    groups = Counter(t.group for t in timings)
-    weight = np.array([groups[t.group] ** -0.5 for t in timings])
+    groups = Counter(t.repetition_key for t in timings)
+    weight = np.array([groups[t.repetition_key] ** -0.5 for t in timings])
     predictor = Predictor(timings)
     depends = _sensitivities(predictor, values, names)
     moves = np.any(depends > _LEAST_SENSITIVITY, axis=1).tolist()
     names, depends = [name for name, of in zip(names, moves, strict=True) if of], depends[moves]
     prior = np.array([start.rates[name].uncertainty for name in names])
 
-    def errors(steps: np.ndarray) -> np.ndarray:
-        """[R] logarithms of predicted over measured."""
+    def log_errors(steps: np.ndarray) -> np.ndarray:
+        """[R] logarithms of predicted over measured times."""
         moved = values | {n: values[n] * math.exp(s) for n, s in zip(names, steps, strict=True)}
         return np.log(predictor.times_us(moved)) - measured
 
     def residuals(steps: np.ndarray) -> np.ndarray:
         # Large errors count by their size, not by its square.
-        scaled = weight * errors(steps) / error
+        scaled = weight * log_errors(steps) / error
         robust = np.sign(scaled) * np.sqrt(2 * (np.sqrt(1 + scaled**2) - 1))
         return np.concatenate([robust, steps / prior])
 
-    most = [_most_step(name, values) for name in names]
+    most = [_max_log_step(name, values) for name in names]
     result = least_squares(residuals, np.zeros(len(names)), bounds=(-np.inf, most))
-    left = errors(result.x)
+    left = log_errors(result.x)
     # Residuals beyond the expected error widen all.
     scale = max(1.0, float(np.sqrt(np.mean((weight * left / error) ** 2))))
     spread = scale * np.sqrt(np.diag(np.linalg.inv(result.jac.T @ result.jac)))
-    sources = _sources(timings, names, depends)
+    sources = _rate_sources(timings, names, depends)
     rates = dict(start.rates)
     for name, step, width, most in zip(names, result.x, spread, prior, strict=True):
         rates[name] = Rate(
@@ -406,21 +409,21 @@ def fit(timings: Sequence[Timing], start: Profile, error: float = 0.1) -> Profil
     return replace(start, rates=rates)
 
 
-def _most_step(name: str, values: Rates) -> float:
-    """The logarithm by which a rate may grow: no gather beats the memory of its card."""
+def _max_log_step(name: str, values: Rates) -> float:
+    """The largest increase of a rate's logarithm in a fit: no gather is faster than its card's memory."""
     in_memory = name in ("read_gbps", "stream_gbps", "update_gbps", "dense_gbps")
     return max(0.01, math.log(_OF_PEAK * values["hbm_gbps"] / values[name])) if in_memory else math.inf
 
 
 def _sensitivities(predictor: Predictor, values: Rates, names: Sequence[str]) -> np.ndarray:
-    """[P, R] |change of the logarithm of a timing| / that of a rate."""
+    """[P, R] elasticity of each timing to each rate: |change of its logarithm| / that of the rate's."""
     base = np.log(predictor.times_us(values))
     moved = ({**values, name: values[name] * 1.1} for name in names)
     return np.array([np.abs(np.log(predictor.times_us(m)) - base) for m in moved]) / math.log(1.1)
 
 
-def _sources(timings: Sequence[Timing], names: Sequence[str], depends: np.ndarray) -> dict[str, str]:
-    """Words for the sources of the timings that depend most on each rate. depends: [P, R]."""
+def _rate_sources(timings: Sequence[Timing], names: Sequence[str], depends: np.ndarray) -> dict[str, str]:
+    """Text for the sources of the timings that depend most on each rate. depends: [P, R]."""
     words = {}
     for name, shares in zip(names, depends, strict=True):
         by_source: Counter[str] = Counter()
@@ -428,7 +431,7 @@ def _sources(timings: Sequence[Timing], names: Sequence[str], depends: np.ndarra
             by_source[timing.source or "timings"] += share * (share > _LEAST_SENSITIVITY)
         (first, _), *others = [(source, share) for source, share in by_source.most_common() if share]
         more = f" and {len(others)} more" if others else ""
-        words[name] = f"fitted to {shortened(first, 120)}{more}"
+        words[name] = f"fitted to {shorten(first, 120)}{more}"
     return words
 
 
@@ -454,8 +457,8 @@ _SCALED_UNCERTAINTY = 0.12, 0.25
 """Added to a rate that was scaled: always, and for each factor of e."""
 
 
-def scaled(profile: Profile, name: str, **spec: float) -> Profile:
-    """A profile of another card, from its data sheet.
+def scale_profile(profile: Profile, name: str, **spec: float) -> Profile:
+    """Scale a hardware profile to another card by its data sheet.
 
     profile: profile of the card that it is most like.
     name: name of the new profile.

@@ -30,12 +30,12 @@ from typing import Any
 import numpy as np
 
 from shardcore.core.catalog import OPTIMIZERS
-from shardcore.core.links import LEVELS, Link, joins
+from shardcore.core.links import LEVELS, Link, joining_levels
 from shardcore.core.topology import BYTES_PER_MS_PER_GBPS, Topology
 from shardcore.core.types import OUTPUT_BYTES, PRECISION_BYTES, Shard, Table
-from shardcore.step.access import access_share, concentration_of, output_rows, unique_rows_of
-from shardcore.step.exchanges import Terms, law_ms, merged_units
-from shardcore.step.link_counts import link_counts
+from shardcore.step.access import access_concentration, access_share, output_rows, unique_rows_of_shards
+from shardcore.step.exchanges import Terms, merge_unknown_levels, transfer_ms
+from shardcore.step.link_counts import link_byte_counts
 from shardcore.tables.host_rows import link_bytes_of_shard
 
 MS_PER_US, MS_PER_NS = 1e-3, 1e-6
@@ -83,14 +83,14 @@ class Work:
     cache_bytes: np.ndarray
 
 
-def work_of(
+def shard_work(
     shards: Sequence[Shard],
     batch: int,
     optimizer: str,
     op_row_bytes: float = 0.0,
     slower: Mapping[str, float] | None = None,
 ) -> Work:
-    """Work of shards in an op over a batch.
+    """Work of each shard of an op over a batch: lookups, distinct rows, bytes.
 
     op_row_bytes: bytes of the distinct rows of the op, as far as they are known. Each shard has its own at
       least.
@@ -98,18 +98,20 @@ def work_of(
         more.
     """
     tables = [s.table for s in shards]
-    lookups = batch * np.array([t.looked_up * access_share(s) for t, s in zip(tables, shards, strict=True)])
+    lookups = batch * np.array(
+        [t.lookups_per_sample * access_share(s) for t, s in zip(tables, shards, strict=True)]
+    )
     width = np.array([s.width for s in shards], dtype=float)
     state = OPTIMIZERS[optimizer]
     link = [link_bytes_of_shard(s, batch, optimizer) * (slower or {}).get(s.table.tier, 1.0) for s in shards]
     link = np.array(link).reshape(-1, 2)
     below = np.array([t.in_host_memory for t in tables], dtype=bool)
     has_cache = np.array([t.load_factor > 0 for t in tables], dtype=bool)
-    unique = np.minimum(unique_rows_of(shards, batch), lookups)
+    unique = np.minimum(unique_rows_of_shards(shards, batch), lookups)
     return Work(
         lookups=lookups,
         unique=unique,
-        evenness=np.log(concentration_of(tables, unique)) / np.log(0.25),
+        evenness=np.log(access_concentration(tables, unique)) / np.log(0.25),
         op_row_bytes=np.full(len(shards), op_row_bytes),
         width=width,
         element_bytes=np.array([PRECISION_BYTES[t.precision] for t in tables], dtype=float),
@@ -136,99 +138,99 @@ FLOORS: Mapping[str, tuple[str, ...]] = {
 
 
 def floor_ms(rates: Rates, part: str) -> Any:
-    """ms of an op's floor in a pass, however little it does."""
+    """Least ms of an op in one pass, however little work it has."""
     return rates["compute_factor"] * sum(rates[name] for name in FLOORS[part]) * MS_PER_US
 
 
 def forward_ms(rates: Rates, work: Work) -> np.ndarray:
-    """[N] ms of lookups, without the op's floor."""
-    row_bytes = _granules(rates, work.width * work.element_bytes)
+    """[N] forward ms of shards: their lookups, without the op's floor."""
+    row_bytes = _round_up_to_granules(rates, work.width * work.element_bytes)
     again = np.maximum(work.lookups - work.unique, 0) * row_bytes * work.resident
     # L2 keeps the rows that are hit most, of all shards of the op.
     held = rates["l2_bytes"] / np.maximum(np.maximum(work.unique * row_bytes, work.op_row_bytes), 1.0)
     in_l2 = np.minimum(1.0, held) ** work.evenness
     once = work.unique * row_bytes * work.resident + again * (1 - in_l2)
     moved = (
-        _ms_of(rates, "read_gbps", once)
-        + _ms_of(rates, "repeat_gbps", again * in_l2)
-        + _ms_of(rates, "stream_gbps", work.outputs * work.width * OUTPUT_BYTES)
+        _ms_at_rate(rates, "read_gbps", once)
+        + _ms_at_rate(rates, "repeat_gbps", again * in_l2)
+        + _ms_at_rate(rates, "stream_gbps", work.outputs * work.width * OUTPUT_BYTES)
     )
-    own = _ms_of(rates, "forward_lookup_ns", work.lookups) + _ms_of(
+    own = _ms_at_rate(rates, "forward_lookup_ns", work.lookups) + _ms_at_rate(
         rates, "weighted_lookup_ns", work.lookups * work.weighted
     )
     return rates["compute_factor"] * (
-        _ms_of(rates, "forward_table_us", 1.0)
+        _ms_at_rate(rates, "forward_table_us", 1.0)
         + _smooth_max(own, moved)
         + _host_tables_ms(rates, work)
-        + _ms_of(rates, "cache_lookup_ns", work.lookups * (work.cache_bytes > 0))
-        + _ms_of(rates, "host_read_gbps", work.host_read_bytes)
-        + _ms_of(rates, "host_cache_gbps", work.cache_bytes)
+        + _ms_at_rate(rates, "cache_lookup_ns", work.lookups * (work.cache_bytes > 0))
+        + _ms_at_rate(rates, "host_read_gbps", work.host_read_bytes)
+        + _ms_at_rate(rates, "host_cache_gbps", work.cache_bytes)
     )
 
 
 def link_ms(rates: Rates, work: Work) -> tuple[np.ndarray, np.ndarray]:
-    """[N] ms of `forward_ms` on the link to host memory: lookups without a cache, and fetches of caches."""
+    """[N] forward ms of shards on the link to host memory: lookups without a cache, and fetches of caches."""
     return (
-        rates["compute_factor"] * _ms_of(rates, "host_read_gbps", work.host_read_bytes),
-        rates["compute_factor"] * _ms_of(rates, "host_cache_gbps", work.cache_bytes),
+        rates["compute_factor"] * _ms_at_rate(rates, "host_read_gbps", work.host_read_bytes),
+        rates["compute_factor"] * _ms_at_rate(rates, "host_cache_gbps", work.cache_bytes),
     )
 
 
 def backward_ms(rates: Rates, work: Work, sorts: bool = True) -> np.ndarray:
-    """[N] ms of gradients and update, without the op's floor.
+    """[N] backward ms of shards: gradients and update, without the op's floor.
 
     sorts: False for kernels timed without their sort.
     """
-    row_bytes = _granules(rates, work.width * work.element_bytes)
-    state_bytes = work.cell_state_bytes + _granules(rates, work.row_state_bytes)
+    row_bytes = _round_up_to_granules(rates, work.width * work.element_bytes)
+    state_bytes = work.cell_state_bytes + _round_up_to_granules(rates, work.row_state_bytes)
     # A lookup reads the gradient of its sample, the first one from memory.
     gradient_bytes = work.width * OUTPUT_BYTES
     first = np.minimum(work.outputs, work.lookups)
     again = (work.lookups - first) * gradient_bytes
     updated = work.unique * (2 * row_bytes * work.resident + 2 * state_bytes * (work.host_update_bytes == 0))
     moved = (
-        _ms_of(rates, "stream_gbps", first * gradient_bytes)
-        + _ms_of(rates, "repeat_gbps", again)
-        + _ms_of(rates, "update_gbps", updated)
+        _ms_at_rate(rates, "stream_gbps", first * gradient_bytes)
+        + _ms_at_rate(rates, "repeat_gbps", again)
+        + _ms_at_rate(rates, "update_gbps", updated)
     )
-    own = _ms_of(rates, "backward_lookup_ns", work.lookups) + _ms_of(
+    own = _ms_at_rate(rates, "backward_lookup_ns", work.lookups) + _ms_at_rate(
         rates, "weighted_lookup_ns", work.lookups * work.weighted
     )
     return rates["compute_factor"] * (
-        _ms_of(rates, "backward_table_us", 1.0)
-        + _ms_of(rates, "sort_lookup_ns", work.lookups * sorts)
+        _ms_at_rate(rates, "backward_table_us", 1.0)
+        + _ms_at_rate(rates, "sort_lookup_ns", work.lookups * sorts)
         + _smooth_max(own, moved)
         + _host_tables_ms(rates, work)
-        + _ms_of(rates, "cache_lookup_ns", work.lookups * (work.cache_bytes > 0))
-        + _ms_of(rates, "host_update_gbps", work.host_update_bytes)
+        + _ms_at_rate(rates, "cache_lookup_ns", work.lookups * (work.cache_bytes > 0))
+        + _ms_at_rate(rates, "host_update_gbps", work.host_update_bytes)
     )
 
 
 def _host_tables_ms(rates: Rates, work: Work) -> np.ndarray:
-    """[N] ms that a shard with rows in host memory takes, whatever its size."""
-    return _ms_of(rates, "host_table_us", (work.cache_bytes + work.host_read_bytes > 0).astype(float))
+    """[N] constant ms of shards with rows in host memory; 0 for other shards."""
+    return _ms_at_rate(rates, "host_table_us", (work.cache_bytes + work.host_read_bytes > 0).astype(float))
 
 
-def distinct_bytes(tables: Sequence[Table], batch: int) -> float:
+def distinct_row_bytes(tables: Sequence[Table], batch: int) -> float:
     """Bytes of the distinct rows of tables that a batch touches."""
-    unique = unique_rows_of([Shard.whole(t) for t in tables], batch)
+    unique = unique_rows_of_shards([Shard.whole(t) for t in tables], batch)
     return float(
         sum(n * t.dim * PRECISION_BYTES[t.precision] for n, t in zip(unique.tolist(), tables, strict=True))
     )
 
 
-def _granules(rates: Rates, n_bytes: np.ndarray) -> np.ndarray:
-    """Bytes in whole granules of memory."""
+def _round_up_to_granules(rates: Rates, n_bytes: np.ndarray) -> np.ndarray:
+    """Bytes rounded up to whole granules, the unit in which memory is read."""
     return np.ceil(n_bytes / rates["granule_bytes"]) * rates["granule_bytes"]
 
 
 def _smooth_max(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """The larger of two ms, a smooth maximum."""
+    """Smooth maximum of two times in ms."""
     return (one**_SHARPNESS + other**_SHARPNESS) ** (1 / _SHARPNESS)
 
 
-def _ms_of(rates: Rates, name: str, count: np.ndarray | float) -> np.ndarray:
-    """ms of a count of bytes, lookups or ops at a rate."""
+def _ms_at_rate(rates: Rates, name: str, count: np.ndarray | float) -> np.ndarray:
+    """ms that a number of bytes, lookups or ops takes at a named rate of a profile."""
     if name.endswith("_gbps"):
         return np.asarray(count / (rates[name] * BYTES_PER_MS_PER_GBPS))
     return np.asarray(count * rates[name] * (MS_PER_US if name.endswith("_us") else MS_PER_NS))
@@ -240,7 +242,7 @@ def _ms_of(rates: Rates, name: str, count: np.ndarray | float) -> np.ndarray:
 def collective_terms(
     rates: Rates, collective: str, units: np.ndarray, exchanges: int = 1, topology: Topology | None = None
 ) -> tuple[np.ndarray, Terms]:
-    """[K, n] units of n devices as its terms count bytes, and terms of a collective among them.
+    """[K, n] numbers of the units (hosts, pods) of n devices, and terms of a collective among these devices.
 
     collective: a name of profile.PROFILED_COLLECTIVES.
     units: [K, n] of each device, by level of links.
@@ -249,13 +251,13 @@ def collective_terms(
     """
     n, ring = units.shape[1], collective != "all_to_all"
     links = [topology.link(name) if topology else Link(name) for name in LEVELS]
-    latency_ms = topology.outermost(units).latency_ms if topology else None
+    latency_ms = topology.outermost_link(units).latency_ms if topology else None
     known = [bool(link.gbps) or link.level in (NEAR, FAR) for link in links]
-    hosts, units = len(np.unique(units[0])), merged_units(units, known)
-    used = joins(units)
+    hosts, units = len(np.unique(units[0])), merge_unknown_levels(units, known)
+    used = joining_levels(units)
     level = FAR if any(used[1:]) else NEAR
     if latency_ms is None:
-        rounds = _rounds(collective, n, hosts)
+        rounds = _rounds_between_hosts(collective, n, hosts)
         once_us = rates[f"{collective}_{level}_latency_us"] + rounds * rates[f"{collective}_round_us"]
     else:
         once_us = latency_ms / MS_PER_US
@@ -279,7 +281,7 @@ def collective_terms(
 
 
 def _ring_shares(rates: Rates, collective: str, units: np.ndarray, links: Sequence[Link]) -> list[Any]:
-    """[K] what links of each level carry, over what a ring of all devices moves (link_counts)."""
+    """[K] bytes on links of each level, over the bytes that a ring of all devices moves."""
     n, passes = units.shape[1], 2 if collective == "all_reduce" else 1
     each = n / len(np.unique(units[0]))
     moved = passes * (1 - 1 / n)
@@ -297,18 +299,18 @@ def _ring_shares(rates: Rates, collective: str, units: np.ndarray, links: Sequen
 
 
 def collective_ms(rates: Rates, collective: str, sent_bytes: np.ndarray, units: np.ndarray) -> np.ndarray:
-    """[..., 1] ms of a collective among n devices; the same for all, as none is done before the last sender.
+    """[..., 1] ms of a collective among n devices, the same for all, as none ends before the last sender.
 
     sent_bytes: [..., n] as in lower.Workload.traffic. units: [K, n]. collective: as in `collective_terms`.
     """
     units, terms = collective_terms(rates, collective, units)
     ring, busiest = collective != "all_to_all", sent_bytes.max(-1, keepdims=True)
     owned = busiest * (2 if collective == "all_reduce" else 1) if ring else sent_bytes
-    return law_ms(terms, link_counts(ring, owned, units, False), busiest)
+    return transfer_ms(terms, link_byte_counts(ring, owned, units, False), busiest)
 
 
-def _rounds(collective: str, n: int, hosts: int) -> float:
-    """Rounds over links between hosts, beyond those of two devices.
+def _rounds_between_hosts(collective: str, n: int, hosts: int) -> float:
+    """Rounds of a collective over links between hosts, beyond the rounds of two devices.
 
     An all-to-all sends to each device of other hosts. A ring passes all devices. All-reduces of small
     messages go up and down a tree of hosts.

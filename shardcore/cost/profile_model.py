@@ -24,14 +24,14 @@ from shardcore.core.types import Problem, Setting, Shard
 from shardcore.cost import profile_law
 from shardcore.cost.heads import Head, LinearHead
 from shardcore.cost.known_errors import NOT_MEASURED
-from shardcore.cost.model import CostModel, device_parts_ms, round_encodings, step_ms
+from shardcore.cost.model import CostModel, device_phase_ms, round_encodings, step_ms
 from shardcore.cost.profile import HOST_GBPS, RATES, Profile
 from shardcore.cost.profile_law import Rates
-from shardcore.step.collectives import carried_as
+from shardcore.step.collectives import carried_payload
 from shardcore.step.exchanges import ChannelTerms, OwnWork, Terms, with_payload_share
 from shardcore.step.kinds import Channel
 from shardcore.step.lower import Workload
-from shardcore.step.scopes import groups_of
+from shardcore.step.scopes import group_members
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,12 +58,12 @@ class ProfileModel(CostModel):
     at: Rates | None = None
 
     def for_problem(self, problem: Problem) -> ProfileModel:
-        """The model of a problem: any batch, optimizer, precision and payload. See model.CostModel.
+        """The model at a problem's batch, optimizer, precision and payloads.
 
         Raises SettingMismatch for a problem of other hardware.
         """
         hardware = problem.topology.hardware or self.profile.name
-        if not self.profile.is_of(hardware):
+        if not self.profile.covers_hardware(hardware):
             raise SettingMismatch(
                 f"problem {problem.name!r} is for hardware {hardware!r}, the profile for {self.profile.name!r}; give "
                 "a profile of that hardware, or a model trained on it by --model, or change the problem's topology"
@@ -77,7 +77,7 @@ class ProfileModel(CostModel):
             replica_optimizer=problem.replica_optimizer,
             host_gbps=host_gbps,
             slower={tier: of_host / x for tier, x in gbps.items()},
-            device_bytes=profile_law.distinct_bytes(problem.tables, problem.global_batch)
+            device_bytes=profile_law.distinct_row_bytes(problem.tables, problem.global_batch)
             / len(problem.topology),
             fetches_ahead=problem.job.fetches_ahead,
         )
@@ -85,24 +85,24 @@ class ProfileModel(CostModel):
     # --- ops ------------------------------------------------------------------------------------------------
 
     def encode(self, shards: Sequence[Shard], batch: int | None = None) -> np.ndarray:
-        """[..., N, 4] 1 for a shard, and its ms as of CostModel.parts, without the op's floor."""
+        """[..., N, 4] encodings of shards: 1, then ms forward, backward and on the link, without the op's floor."""
         if not len(shards):
             return np.zeros((0, 4))
-        work = profile_law.work_of(
+        work = profile_law.shard_work(
             shards, batch or self.setting.batch, self.setting.optimizer, self.device_bytes, self.slower
         )
         forward, backward = (
-            law(self._values, work) for law in (profile_law.forward_ms, profile_law.backward_ms)
+            law(self._rate_values, work) for law in (profile_law.forward_ms, profile_law.backward_ms)
         )
         looked_up = fetched = np.zeros(len(shards))
         if self.fetches_ahead:
-            looked_up, fetched = profile_law.link_ms(self._values, work)
+            looked_up, fetched = profile_law.link_ms(self._rate_values, work)
         parts = (np.ones(len(shards)), forward - fetched, backward, looked_up + fetched)
         return round_encodings(np.stack(np.broadcast_arrays(*parts), -1))
 
     @cached_property
-    def _values(self) -> Rates:
-        """Values of the rates by name; those of host memory as the topology gives its link."""
+    def _rate_values(self) -> Rates:
+        """Values of the profile's rates by name. Those of host memory follow the topology's link."""
         values = dict(self.at or self.profile.values)
         if self.host_gbps is not None:
             faster = self.host_gbps / values["host_read_gbps"]
@@ -110,14 +110,14 @@ class ProfileModel(CostModel):
         return values
 
     @cached_property
-    def _values_of_groups(self) -> Rates:
-        """Values that broadcast against [..., groups, members]."""
-        return {name: np.asarray(value)[..., None] for name, value in self._values.items()}
+    def _grouped_rate_values(self) -> Rates:
+        """Values of the profile's rates that broadcast against [..., groups, members]."""
+        return {name: np.asarray(value)[..., None] for name, value in self._rate_values.items()}
 
     @cached_property
     def heads(self) -> Sequence[Head]:
-        """See model.CostModel. Encodings are ms already, so their rates are 1."""
-        floors = [profile_law.floor_ms(self._values, part) for part in ("forward", "backward")]
+        """One linear head with rates of 1, as encodings are ms already, and the op's floor as its launch."""
+        floors = [profile_law.floor_ms(self._rate_values, part) for part in ("forward", "backward")]
         # Rates of many models are [K, 1].
         terms = np.zeros((*np.shape(floors[0])[:-1], 3, 5))
         terms[..., 1:] = np.column_stack([np.zeros(3), np.eye(3)])
@@ -128,33 +128,37 @@ class ProfileModel(CostModel):
     # --- collectives ----------------------------------------------------------------------------------------
 
     def exchange(self, channel: Channel, topology: Topology) -> ChannelTerms:
-        """See model.CostModel. A skew costs no more than the waiting."""
-        row, members = channel.row, groups_of(channel.group, topology)
-        work, units, ways = self._own_work(channel, topology), topology.units[:, :0], dict[str, Terms]()
+        """Terms of a channel's collective, from the profile's rates. A skew costs no more than the waiting."""
+        row, members = channel.definition, group_members(channel.group, topology)
+        work, units, ways = (
+            self._device_work(channel, topology),
+            topology.unit_numbers[:, :0],
+            dict[str, Terms](),
+        )
         for way in row.ways if members.shape[1] > 1 else ():
             # The profile names what a channel runs: ids travel in all-to-alls, reduce-scatters go back as all-gathers.
             collective = "all_to_all" if row.ids else channel.collective
             if (collective, way) == ("reduce_scatter", "backward"):
                 collective = "all_gather"
-            own = topology.units[:, members[0]]
+            own = topology.unit_numbers[:, members[0]]
             units, terms = profile_law.collective_terms(
-                self._values_of_groups, collective, own, row.exchanges, topology
+                self._grouped_rate_values, collective, own, row.exchanges, topology
             )
             # Only outputs and their gradients are cast. Ids travel as they are.
             ways[way] = with_payload_share(
-                terms, payload_of(carried_as(row, way, self.setting.payloads[way])).share
+                terms, payload_of(carried_payload(row, way, self.setting.payloads[way])).size_ratio
             )
         return ChannelTerms(channel, members, units, ways, work, work)
 
-    def _own_work(self, channel: Channel, topology: Topology) -> OwnWork:
-        """A device's own work: on ids, in buckets before they travel, and in order afterwards.
+    def _device_work(self, channel: Channel, topology: Topology) -> OwnWork:
+        """A device's time around a collective: to bucketize and order ids, or to update replicas.
 
         Of replicas, their gradients are made dense, and their optimizer steps over all weights.
         """
         row, byte_ms = (
-            channel.row,
+            channel.definition,
             {
-                name: 1 / (self._values[name] * BYTES_PER_MS_PER_GBPS)
+                name: 1 / (self._rate_values[name] * BYTES_PER_MS_PER_GBPS)
                 for name in ("dense_gbps", "order_gbps", "bucketize_gbps")
             },
         )
@@ -173,11 +177,11 @@ class ProfileModel(CostModel):
         )
 
     def out_of_range(self, workload: Workload) -> list[str]:
-        """See model.CostModel. The first sentence says that nothing was measured here, and the band."""
-        return [f"{NOT_MEASURED} (band ±{self.band(workload):.0%})"]
+        """One sentence: prices are of a profile, not measured here, with their relative error."""
+        return [f"{NOT_MEASURED} (band ±{self.step_error_band(workload):.0%})"]
 
-    def band(self, workload: Workload) -> float:
-        """Relative standard error of a step that the profile itself expects, as its rates are uncertain.
+    def step_error_band(self, workload: Workload) -> float:
+        """Relative standard error of a step's predicted ms, from the uncertainties of the profile's rates.
 
         Without the dense part, whose ms are given.
         """
@@ -186,22 +190,22 @@ class ProfileModel(CostModel):
         if not any(step.ops):
             return 0.0
 
-        def prices(many: Sequence[Rates]) -> np.ndarray:
+        def price_rates(many: Sequence[Rates]) -> np.ndarray:
             return self.steps_ms(step, [dataclasses.replace(self, at=values) for values in many])
 
-        return float(self.profile.band(prices))
+        return float(self.profile.error_band(price_rates))
 
     def steps_ms(self, workload: Workload, models: Sequence[ProfileModel]) -> np.ndarray:
-        """[K] ms of a step under models that differ in their rates only. Equal to their total_ms.
+        """[K] ms of a step under K models that differ in their rates only.
 
         Work is counted once, and the law runs once over arrays: much faster than a model after another.
         """
         many = dataclasses.replace(
             self,
-            at={name: np.array([[model._values[name]] for model in models]) for name in RATES},
+            at={name: np.array([[model._rate_values[name]] for model in models]) for name in RATES},
             host_gbps=None,  # already in these values
         )
-        forward_ms, backward_ms, link_ms = device_parts_ms(workload, many)  # [K, D]
+        forward_ms, backward_ms, link_ms = device_phase_ms(workload, many)  # [K, D]
         # Bytes are the same under all models, and broadcast.
         compute_ms = forward_ms + backward_ms
         comm = many.comm(workload.traffic[:, None], compute_ms, workload.topology)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardcore.cost.collective_fit import owned_bytes
+from shardcore.cost.collective_fit import rank_bytes
 from shardcore.cost.features import WIDTH_CLASSES
-from shardcore.cost.known_errors import uncertainties
+from shardcore.cost.known_errors import law_uncertainties
 from shardcore.cost.profile import Profile
 from shardcore.cost.profile_fit import EXCHANGES, OPS, Predictor, Timing
 from shardcore.cost.profile_law import MS_PER_US
@@ -23,8 +23,8 @@ _BACK = {"reduce_scatter": "all_gather"}
 """Collectives that run backward by another."""
 
 
-def timings_of(compute: Iterable[ComputeSample], comm: Iterable[CollectiveSample]) -> list[Timing]:
-    """Timings of samples: ops forward and backward, and collectives until their last rank is done.
+def sample_timings(compute: Iterable[ComputeSample], comm: Iterable[CollectiveSample]) -> list[Timing]:
+    """Measured samples as timings: ops forward and backward, and collectives until their last rank is done.
 
     Failed samples are left out, and exchanges that a profile's law has no rates for: of ids, of other
     payloads than FP32, within groups of ranks, and of emulated links.
@@ -48,7 +48,7 @@ def timings_of(compute: Iterable[ComputeSample], comm: Iterable[CollectiveSample
     for sample in comm:
         r = sample.request
         plain = r.collective in _SHORT and r.payload == "fp32" and r.group == WORLD and not r.emulated
-        for way in r.row.ways if plain and sample.error is None else ():
+        for way in r.definition.ways if plain and sample.error is None else ():
             collective = _BACK.get(r.collective, r.collective) if way == "backward" else r.collective
             ms = max(spread.median_ms for spread in getattr(sample, way))
             if ms > 0:  # else it ended before its last rank started
@@ -60,7 +60,7 @@ def timings_of(compute: Iterable[ComputeSample], comm: Iterable[CollectiveSample
                         ms / MS_PER_US,
                         ranks=len(r.widths),
                         hosts=r.hosts,
-                        sent=tuple(owned_bytes(sample).tolist()),
+                        sent=tuple(rank_bytes(sample).tolist()),
                     )
                 )
     return timings
@@ -92,16 +92,16 @@ class Check:
         )
 
 
-def checks(profile: Profile, timings: Sequence[Timing]) -> list[Check]:
-    """A profile against timings, by kind. [] without any."""
+def check_profile(profile: Profile, timings: Sequence[Timing]) -> list[Check]:
+    """Compare a hardware profile's predictions with timings, by kind of op or collective. [] without timings."""
     if not timings:
         return []
     predicted_us = Predictor(timings).times_us(profile.values)
     measured_us = np.array([t.time_us for t in timings])
-    of_ops, of_exchanges = uncertainties(profile)
+    of_ops, of_exchanges = law_uncertainties(profile)
     kinds: dict[str, list[int]] = {}
     for i, timing in enumerate(timings):
-        kinds.setdefault(_kind(timing), []).append(i)
+        kinds.setdefault(_timing_kind(timing), []).append(i)
     of_kinds = []
     for kind, of in sorted(kinds.items()):
         low, ratio, high = np.quantile(measured_us[of] / predicted_us[of], (0.25, 0.5, 0.75)).tolist()
@@ -111,7 +111,7 @@ def checks(profile: Profile, timings: Sequence[Timing]) -> list[Check]:
     return of_kinds
 
 
-def _kind(timing: Timing) -> str:
+def _timing_kind(timing: Timing) -> str:
     if timing.op in EXCHANGES:
         return f"{EXCHANGES[timing.op].replace('_', '-')} of {timing.ranks} on {timing.hosts} hosts"
     widths = [s.width for s in timing.shards] or list(timing.width)

@@ -25,8 +25,10 @@ _PER_KNOT = 50
 """Samples that each knot of the width needs. With fewer in total, one width serves every cost."""
 
 
-def fit(predicted_ms: np.ndarray, measured_ms: np.ndarray) -> dict[str, np.ndarray]:
-    """The weights band.* from predictions [S] of held-out samples and their measurements [S]."""
+def fit_error_quantiles(predicted_ms: np.ndarray, measured_ms: np.ndarray) -> dict[str, np.ndarray]:
+    """Fit the weights band.*, quantiles of measured / predicted, to predicted and measured ms [S] of held-out
+    samples.
+    """
     # A ratio in logarithms: too fast and too slow count equally.
     log_ms, error = np.log(predicted_ms), np.log(measured_ms / predicted_ms)
     # As many knots as samples support, four at most.
@@ -40,7 +42,7 @@ def fit(predicted_ms: np.ndarray, measured_ms: np.ndarray) -> dict[str, np.ndarr
         # Errors in units of the width are comparable over all costs.
         # [S] sorted, so that quantiles are positions.
         scores = np.sort(error / np.interp(log_ms, at, widths))
-        if knots == 1 or rises(at, widths, scores):
+        if knots == 1 or quantiles_rise(at, widths, scores):
             break
         # Use fewer knots until no quantile falls as the cost grows.
         knots -= 1
@@ -54,26 +56,26 @@ def fit(predicted_ms: np.ndarray, measured_ms: np.ndarray) -> dict[str, np.ndarr
     }
 
 
-def rises(log_ms: np.ndarray, width: np.ndarray, error: np.ndarray) -> bool:
-    """True if every quantile grows with the cost. error: sorted, any number."""
+def quantiles_rise(log_ms: np.ndarray, width: np.ndarray, error: np.ndarray) -> bool:
+    """True if every quantile of a cost grows with the predicted cost. error: normalised errors, sorted."""
     # Between knots the width is linear in log ms, so the slope is constant.
     # d(log quantile) / d(log ms) = 1 + slope of width × error. The extreme errors decide.
     return bool((1 + np.outer(np.diff(width) / np.diff(log_ms), error[[0, -1]]) > 0).all())
 
 
-def factor(w: Mapping[str, np.ndarray], predicted_ms: np.ndarray, level: float) -> np.ndarray:
-    """[...] factors on predictions [...], below whose products a measurement lies with probability `level`.
+def quantile_factors(w: Mapping[str, np.ndarray], predicted_ms: np.ndarray, level: float) -> np.ndarray:
+    """[...] factors on predicted ms: a measurement lies below the product with probability `level`.
 
     The product grows with the prediction. Raises ShardCoreError for a level outside 0.005 to 0.995, where no quantile
     is known.
     """
     # The floor keeps the logarithm finite. An op of 0 ms stays 0 by the product.
     log_ms = np.log(np.maximum(predicted_ms, 1e-12))
-    return np.exp(np.interp(log_ms, w["band.log_ms"], w["band.width"]) * error(w, level))
+    return np.exp(np.interp(log_ms, w["band.log_ms"], w["band.width"]) * error_quantile(w, level))
 
 
-def error(w: Mapping[str, np.ndarray], level: float) -> float:
-    """The quantile of the errors at a level. Raises as `factor` does."""
+def error_quantile(w: Mapping[str, np.ndarray], level: float) -> float:
+    """The quantile of normalised errors at a level. Raises ShardCoreError for a level outside 0.005 to 0.995."""
     require(
         LEVELS[0] <= level <= LEVELS[-1],
         f"confidence leads to level {level:g} of the costs' distribution; known are those within {LEVELS[0]} and "

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardcore.core.links import LEVELS, joins
+from shardcore.core.links import LEVELS, joining_levels
 from shardcore.core.types import Shard
 from shardcore.cost import collective_model
 from shardcore.step import access
-from shardcore.step.kinds import ID_CHANNELS, kinds_of
+from shardcore.step.kinds import ID_CHANNELS, kinds_of_channel
 from shardcore.step.lower import Workload
-from shardcore.step.memory import gib
-from shardcore.step.scopes import groups_of
+from shardcore.step.memory import size_text
+from shardcore.step.scopes import group_members
 
 if TYPE_CHECKING:
     from shardcore.cost.neural import NeuralModel
@@ -22,7 +22,7 @@ SLACK = 1.1
 """A size counts as measured up to a tenth beyond the range."""
 
 
-def _number(value: float) -> str:
+def _format_number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
@@ -36,29 +36,31 @@ class Range:
     phrase: str
     upper: str = "largest"
     lower: str = ""
-    show: Callable[[float], str] = _number
+    show: Callable[[float], str] = _format_number
     slack: float = SLACK
 
 
 RANGES = {
-    "shard_bytes": Range("is {}", show=gib),
+    "shard_bytes": Range("is {}", show=size_text),
     "shard_rows": Range("has {} rows", "most"),
     "shard_width": Range("is {} columns wide", "widest", "narrowest"),
     "shard_pooling": Range("has {} lookups a sample", "most"),
     "shard_features": Range("has {} features", "most", slack=1.0),
     "op_shards": Range("runs {} shards in one op", "most"),
-    "op_bytes": Range("holds {} in one op", show=gib),
+    "op_bytes": Range("holds {} in one op", show=size_text),
     "op_sequences": Range("runs {} sequences in one op", "most"),
     "op_batch": Range("runs an op over {} samples", "largest", "smallest", slack=1.0),
     "batch": Range("has a global batch of {}", "largest", "smallest", slack=1.0),
     "devices": Range("has {} devices", "most", "fewest", slack=1.0),
-    "exchange_bytes": Range("exchanges {}", show=gib),
-    "exchange_id_bytes": Range("receives {} of ids", show=gib),
+    "exchange_bytes": Range("exchanges {}", show=size_text),
+    "exchange_id_bytes": Range("receives {} of ids", show=size_text),
 }
 
 
 def op_quantities(shards: Sequence[Shard], batch: int) -> dict[str, list[float]]:
-    """The values of RANGES for one op. Those of shard_* have one entry a shard."""
+    """Values of an op's quantities that have a measured range (RANGES). Those of shard_* have one entry for each
+    shard.
+    """
     return {
         "shard_bytes": [s.bytes for s in shards],
         "shard_rows": [s.rows for s in shards],
@@ -73,8 +75,8 @@ def op_quantities(shards: Sequence[Shard], batch: int) -> dict[str, list[float]]
     }
 
 
-def out_of_range(model: NeuralModel, workload: Workload) -> list[str]:
-    """Sentences on values beyond the measured range. Empty where there are none.
+def describe_out_of_range(model: NeuralModel, workload: Workload) -> list[str]:
+    """Sentences on quantities of a step beyond a model's measured range. Empty if there are none.
 
     Each names the worst case of a kind, and the number of others.
     """
@@ -87,7 +89,7 @@ def out_of_range(model: NeuralModel, workload: Workload) -> list[str]:
                 known[id(op)] = op_quantities(op.shards, op.batch)
             for name, values in known[id(op)].items():
                 if name.startswith("shard_"):
-                    values_of[name] += zip(map(_name, op.shards), values, strict=True) if first else ()
+                    values_of[name] += zip(map(_shard_name, op.shards), values, strict=True) if first else ()
                 else:
                     values_of[name].append((f"device {device}", values[0]))
     if len(workload.topology) > 1:
@@ -99,18 +101,18 @@ def out_of_range(model: NeuralModel, workload: Workload) -> list[str]:
     sentences: list[str] = []
     for name, values in values_of.items():
         # Models without a range for a quantity say nothing about it.
-        sentences += _beyond(name, values, model.meta["ranges"].get(name))
-    return [*sentences, *_unmeasured(model, workload)]
+        sentences += _range_violations(name, values, model.meta["ranges"].get(name))
+    return [*sentences, *_unmeasured_parts(model, workload)]
 
 
-def _name(shard: Shard) -> str:
+def _shard_name(shard: Shard) -> str:
     return f"table {shard.table.name!r}" if shard == Shard.whole(shard.table) else f"shard {shard.label}"
 
 
-def _beyond(
+def _range_violations(
     name: str, values: Sequence[tuple[str, float]], measured: Sequence[float] | None
 ) -> Iterable[str]:
-    """At most two sentences on one quantity: above its range, and below it."""
+    """At most two sentences on one quantity: above its measured range, and below."""
     quantity = RANGES[name]
     if measured is None:
         return
@@ -124,11 +126,11 @@ def _beyond(
         if side:
             value, owner = side[0]
             phrase = quantity.phrase.format(quantity.show(value))
-            yield f"{owner} {phrase}{and_more(side)}; {end} measured {quantity.show(limit)}"
+            yield f"{owner} {phrase}{and_more_suffix(side)}; {end} measured {quantity.show(limit)}"
 
 
-def _unmeasured(model: NeuralModel, workload: Workload) -> Iterable[str]:
-    """Sentences on parts of a step that were not measured."""
+def _unmeasured_parts(model: NeuralModel, workload: Workload) -> Iterable[str]:
+    """Sentences on parts of a step that the model was not measured for."""
     topology = workload.topology
     if topology.hardware is None:
         yield f"the topology names no hardware: prices are those of {model.setting.hardware}"
@@ -146,21 +148,21 @@ def _unmeasured(model: NeuralModel, workload: Workload) -> Iterable[str]:
 
 
 def _unmeasured_exchanges(model: NeuralModel, workload: Workload) -> Iterable[str]:
-    """Sentences on links, collectives and payloads."""
+    """Sentences on links, collectives and payloads of a step that the model was not measured for."""
     topology = workload.topology
     # Channels without bytes, or with groups of one device, never run.
     carrying = [c for c, sent in zip(workload.channels, workload.traffic, strict=True) if sent.any()]
-    used = [c for c in dict.fromkeys(carrying) if groups_of(c.group, topology).shape[1] > 1]
+    used = [c for c in dict.fromkeys(carrying) if group_members(c.group, topology).shape[1] > 1]
     if topology.links and len(topology) > 1:
         yield (
-            f"the topology gives {'; '.join(link.words for link in topology.links)}: the explicit link "
+            f"the topology gives {'; '.join(link.description for link in topology.links)}: the explicit link "
             "model prices its exchanges from there, not measured"
         )
     # Given bandwidths need no measurement.
     given = {link.level for link in topology.links if link.gbps}
-    known = [given | collective_model.measured_links(model.weights, c) for c in used]
+    known = [given | collective_model.measured_link_levels(model.weights, c) for c in used]
     order = list(LEVELS)
-    for k, (name, is_used) in enumerate(zip(LEVELS, joins(topology.units), strict=True)):
+    for k, (name, is_used) in enumerate(zip(LEVELS, joining_levels(topology.unit_numbers), strict=True)):
         if others := next((of for of in known if of and name not in of), None) if is_used else None:
             # As collective_model counts them: the next level out that is known, or else in.
             stand_in = LEVELS[next(x for x in (*order[k:], *order[:k][::-1]) if x in others)].words
@@ -169,23 +171,23 @@ def _unmeasured_exchanges(model: NeuralModel, workload: Workload) -> Iterable[st
         # The all-to-all itself is the stand-in, so there is nothing better to name.
         if channel == collective_model.ALL_TO_ALL or collective_model.is_measured(model.weights, channel):
             continue
-        kinds = kinds_of(channel, workload.job.tower_ratio is not None)
+        kinds = kinds_of_channel(channel, workload.job.tower_ratio is not None)
         yield (
-            f"{kinds} shards: their {channel.words} is priced with the rates of "
-            f"{collective_model.stands_for(model.weights, channel)}, not measured"
+            f"{kinds} shards: their {channel.description} is priced with the rates of "
+            f"{collective_model.substitute_words(model.weights, channel)}, not measured"
         )
     payloads = model.setting.payloads
-    for channel, way in ((c, way) for c in used for way in c.row.ways):
-        if not collective_model.knows_payload(model.weights, channel, way, payloads[way]):
+    for channel, way in ((c, way) for c in used for way in c.definition.ways):
+        if not collective_model.has_payload_rates(model.weights, channel, way, payloads[way]):
             yield (
-                f"{payloads[way]} {way} in the {channel.words} is priced with FP32's rates and fewer "
+                f"{payloads[way]} {way} in the {channel.description} is priced with FP32's rates and fewer "
                 "bytes, not measured"
             )
 
 
 def _unmeasured_tables(model: NeuralModel, workload: Workload) -> Iterable[str]:
-    """Sentences on tables that are priced as if they were others."""
-    shards = [(s, op.run) for ops in workload.ops for op in ops for s in op.shards]
+    """Sentences on tables of kinds that the model was not measured for."""
+    shards = [(s, op.layout) for ops in workload.ops for op in ops for s in op.shards]
     tables = {s.table.name: s.table for s, _ in shards}
     # Models that never saw a sequence have no range for them.
     unseen = "op_sequences" not in model.meta["ranges"]
@@ -203,14 +205,14 @@ def _unmeasured_tables(model: NeuralModel, workload: Workload) -> Iterable[str]:
             "has weights of lookups, which are priced to travel only",
         ),
         (
-            [name for name, table in tables.items() if table.is_variable],
+            [name for name, table in tables.items() if table.has_variable_batch],
             "is deduplicated, or has batches of its own: it is priced as looked up by fewer samples",
         ),
     ):
         if names:
-            yield f"table {names[0]!r}{and_more(names)} {words}, not measured"
+            yield f"table {names[0]!r}{and_more_suffix(names)} {words}, not measured"
 
 
-def and_more(of: Sized) -> str:
-    """The number of others than the named one, in words."""
+def and_more_suffix(of: Sized) -> str:
+    """Text for the number of further items after the first: " (and 2 more)". "" for one item."""
     return f" (and {len(of) - 1} more)" if len(of) > 1 else ""

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from shardcore.core.step_cost import StepCost
-from shardcore.cost.known_errors import USUAL_ERRORS, errors_of
+from shardcore.cost.known_errors import USUAL_ERRORS, known_model_errors
 from shardcore.cost.metrics import MeanInterval, kendall_tau, mape, mean_interval
 from shardcore.cost.model import CostModel, price
 from shardcore.io.measurements import Spread
@@ -67,8 +67,8 @@ class SharderComparison:
     losses: Mapping[str, float]
 
 
-def noise_ms(step: Spread) -> float:
-    """Half the 95% interval of a median, from the quartiles of its repeats.
+def median_noise_ms(step: Spread) -> float:
+    """Half the 95% interval of a median step time, from the quartiles of its repeats.
 
     As for the notches of box plots, errors are taken as normal (McGill, Tukey, Larsen 1978).
     """
@@ -76,13 +76,13 @@ def noise_ms(step: Spread) -> float:
     return 1.96 * 1.2533 / 1.349 * (step.q3_ms - step.q1_ms) / step.repeats**0.5
 
 
-def judge(replayed: Sequence[ReplaySet], model: CostModel, ids: bool = True) -> list[ReplayRecord]:
-    """One record for every replay. Times are scaled to a slowdown of 1.
+def judge_replays(replayed: Sequence[ReplaySet], model: CostModel, ids: bool = True) -> list[ReplayRecord]:
+    """One record of predicted and replayed ms for every replayed plan. Times are scaled to a slowdown of 1.
 
     ids: True if both times include the ms that ids add to a step.
     """
     # A model whose few held-out samples err by less than usual is not known to be better.
-    usual, rows = np.maximum(errors_of(model), USUAL_ERRORS), []
+    usual, rows = np.maximum(known_model_errors(model), USUAL_ERRORS), []
     for one in replayed:
         own = model.for_problem(one.problem)
         # fits=False: a replay ran, whatever today's count of memory says.
@@ -96,9 +96,9 @@ def judge(replayed: Sequence[ReplaySet], model: CostModel, ids: bool = True) -> 
                 problem=one.problem.name,
                 algorithm=algorithm,
                 plan=name,
-                predicted_ms=_total_ms(predicted[name], ids),
-                replayed_ms=_total_ms(costs[name], ids),
-                noise_ms=noise_ms(costs[name].step),
+                predicted_ms=_step_ms(predicted[name], ids),
+                replayed_ms=_step_ms(costs[name], ids),
+                noise_ms=median_noise_ms(costs[name].step),
                 explained_ms=float(
                     usual @ (ops_ms[name], predicted[name].total_ms - predicted[name].dense_ms - ops_ms[name])
                 ),
@@ -108,7 +108,7 @@ def judge(replayed: Sequence[ReplaySet], model: CostModel, ids: bool = True) -> 
     return rows
 
 
-def _total_ms(cost: StepCost, ids: bool) -> float:
+def _step_ms(cost: StepCost, ids: bool) -> float:
     # Ids add equally much on every device.
     return cost.total_ms - (0.0 if ids else max(cost.input_ms))
 
@@ -117,20 +117,20 @@ def csv_rows(rows: Sequence[ReplayRecord]) -> list[dict[str, Any]]:
     return [{k: round(v, 5) if isinstance(v, float) else v for k, v in asdict(r).items()} for r in rows]
 
 
-def distinct(rows: Sequence[ReplayRecord]) -> list[ReplayRecord]:
-    """Each plan of each problem once."""
+def distinct_plans(rows: Sequence[ReplayRecord]) -> list[ReplayRecord]:
+    """The records with each plan of each problem once."""
     # A later record of a plan replaces an earlier one: they are the same replay.
     return list({(r.problem, r.plan): r for r in rows}.values())
 
 
-def errors(rows: Sequence[ReplayRecord]) -> tuple[float, float]:
-    """Mean absolute error and bias of the predictions, in percent of the replay."""
-    predicted, replayed = _arrays(rows)
+def mean_error_and_bias(rows: Sequence[ReplayRecord]) -> tuple[float, float]:
+    """Mean absolute error and bias of predicted step times, in percent of the replayed ones."""
+    predicted, replayed = _predicted_and_replayed_ms(rows)
     return mape(predicted, replayed), float(100 * np.mean(predicted / replayed - 1))
 
 
-def by_problem(rows: Sequence[ReplayRecord], ours: str = OURS) -> dict[str, np.ndarray]:
-    """Quality of a model's choice among the plans of each problem. Figures are [N].
+def quality_by_problem(rows: Sequence[ReplayRecord], ours: str = OURS) -> dict[str, np.ndarray]:
+    """Quality of a model's ranking of the replayed plans of each problem, as arrays [N] by name.
 
     error: mean absolute error in percent.
     kendall_tau: rank correlation of predicted and replayed.
@@ -141,10 +141,10 @@ def by_problem(rows: Sequence[ReplayRecord], ours: str = OURS) -> dict[str, np.n
     nan where a problem has too few plans.
     """
     figures = []
-    for rows_of_problem in _grouped(rows).values():
+    for rows_of_problem in _group_by_problem(rows).values():
         # Algorithms may find equal plans, which must not count twice in a rank correlation.
-        plans = distinct(rows_of_problem)
-        predicted, replayed = _arrays(plans)
+        plans = distinct_plans(rows_of_problem)
+        predicted, replayed = _predicted_and_replayed_ms(plans)
         best_ms = replayed.min()
         # From all records, not distinct plans: an equal plan may be listed under another algorithm.
         our_ms = [r.replayed_ms for r in rows_of_problem if r.algorithm == ours]
@@ -162,14 +162,14 @@ def by_problem(rows: Sequence[ReplayRecord], ours: str = OURS) -> dict[str, np.n
     return dict(zip(names, np.reshape(figures, (-1, len(names))).T, strict=True))
 
 
-def rivals(rows: Sequence[ReplayRecord]) -> dict[str, SharderComparison]:
-    """Every algorithm against ours, by name. Those without a common problem are left out."""
-    problems = _grouped(rows)
+def compare_sharders(rows: Sequence[ReplayRecord]) -> dict[str, SharderComparison]:
+    """Each algorithm against ours on the problems that both solved, by name."""
+    problems = _group_by_problem(rows)
     comparisons = {}
     for name in dict.fromkeys(r.algorithm for r in rows):
         # Only problems that both solved can be compared.
         both = {
-            problem: [_means(own, algorithm) for algorithm in (name, OURS)]
+            problem: [_mean_ms(own, algorithm) for algorithm in (name, OURS)]
             for problem, own in problems.items()
             if {name, OURS} <= {r.algorithm for r in own}
         }
@@ -189,22 +189,22 @@ def rivals(rows: Sequence[ReplayRecord]) -> dict[str, SharderComparison]:
     return comparisons
 
 
-def _means(rows: Sequence[ReplayRecord], algorithm: str) -> np.ndarray:
-    """[3] mean predicted, replayed and noise ms of an algorithm."""
+def _mean_ms(rows: Sequence[ReplayRecord], algorithm: str) -> np.ndarray:
+    """[3] mean predicted, replayed and noise ms of an algorithm's plans."""
     own = [(r.predicted_ms, r.replayed_ms, r.noise_ms) for r in rows if r.algorithm == algorithm]
     return np.mean(own, axis=0)
 
 
-def figures(rows: Sequence[ReplayRecord]) -> dict[str, float]:
-    """Flat metrics. Unknown ones are left out.
+def flat_metrics(rows: Sequence[ReplayRecord]) -> dict[str, float]:
+    """Metrics of replayed plans, by name. Unknown values are left out.
 
     Errors, bias, regrets and noise are in percent. Costs are relative to ours.
 
     explained_mape, explained_bias: the largest error and bias that the model's errors of ops and exchanges, the noise
       of the replays and chance explain.
     """
-    plans, problems = distinct(rows), len(_grouped(rows))
-    _, replayed = _arrays(plans)
+    plans, problems = distinct_plans(rows), len(_group_by_problem(rows))
+    _, replayed = _predicted_and_replayed_ms(plans)
     noise, explained = np.mean([(r.noise_ms, r.explained_ms) for r in plans] / replayed[:, None], axis=0)
     # Mean absolute errors of a normal distribution: 0.8 of its deviation, of which the noise is 1.96.
     usual = math.hypot(100 * explained, 100 * noise * 0.8 / 1.96)
@@ -218,9 +218,11 @@ def figures(rows: Sequence[ReplayRecord]) -> dict[str, float]:
         # All steps may be off to one side by as much as the mean error. A mean of n draws adds chance.
         "explained_bias": usual * math.hypot(1, 1.96 * 1.25 / problems**0.5),
     }
-    metrics["mape"], metrics["bias"] = errors(plans)
-    metrics |= {name: float(np.nanmean(v)) for name, v in by_problem(rows).items() if np.isfinite(v).any()}
-    for name, rival in rivals(rows).items():
+    metrics["mape"], metrics["bias"] = mean_error_and_bias(plans)
+    metrics |= {
+        name: float(np.nanmean(v)) for name, v in quality_by_problem(rows).items() if np.isfinite(v).any()
+    }
+    for name, rival in compare_sharders(rows).items():
         if name != OURS:
             metrics |= {
                 f"{name}_relative_cost": rival.cost.mean,
@@ -232,13 +234,15 @@ def figures(rows: Sequence[ReplayRecord]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if np.isfinite(value)}
 
 
-def excess(found: Mapping[str, float]) -> float:
-    """Points by which the error or the bias in `figures` is beyond the explained one. 0: neither is."""
+def unexplained_error(found: Mapping[str, float]) -> float:
+    """Percentage points by which the error or the bias of replayed plans exceeds the explained one. 0 if neither
+    does.
+    """
     return max(0.0, found["mape"] - found["explained_mape"], abs(found["bias"]) - found["explained_bias"])
 
 
-def verdict(found: Mapping[str, float]) -> str:
-    """The error of replayed plans in `figures` in words, what explains how much of it, and if more, what to do."""
+def describe_accuracy(found: Mapping[str, float]) -> str:
+    """Text on the error of replayed plans, how much of it is explained, and what to do about an excess."""
     all_alike = (
         f"ops ran {'slower' if found['bias'] > 0 else 'faster'} when they were measured than they do in steps: move "
         "data/measurements away, and `make run` on a quiet machine"
@@ -249,19 +253,21 @@ def verdict(found: Mapping[str, float]) -> str:
     )
     return (
         f"error {found['mape']:.1f}% (bias {found['bias']:+.1f}%, noise {found['noise']:.1f}%) on {found['plans']:.0f} "
-        f"plans of {found['problems']:.0f} problems, {'beyond' if excess(found) else 'within'} what is expected: the "
-        "model's errors on single ops and exchanges, noise and chance explain an error of up to "
+        f"plans of {found['problems']:.0f} problems, {'beyond' if unexplained_error(found) else 'within'} what is "
+        "expected: the model's errors on single ops and exchanges, noise and chance explain an error of up to "
         f"{found['explained_mape']:.1f}% and a bias of up to ±{found['explained_bias']:.1f}%"
-    ) + f"; {all_alike if abs(found['bias']) > found['mape'] / 2 else each_otherwise}" * bool(excess(found))
+    ) + f"; {all_alike if abs(found['bias']) > found['mape'] / 2 else each_otherwise}" * bool(
+        unexplained_error(found)
+    )
 
 
-def lost(challenger: Sequence[ReplayRecord], champion: Sequence[ReplayRecord]) -> str | None:
-    """The reason why a challenger may not replace a champion. None: it may.
+def challenger_rejection(challenger: Sequence[ReplayRecord], champion: Sequence[ReplayRecord]) -> str | None:
+    """The reason why a challenger model may not replace the champion. None if it may.
 
     It loses if its regret or its error is larger, or its tau_beyond_noise smaller, on the same replays. The 95%
     interval of the difference has to exclude 0. FEWEST problems are needed.
     """
-    new, old = by_problem(challenger), by_problem(champion)
+    new, old = quality_by_problem(challenger), quality_by_problem(champion)
     # Sign: a larger regret is worse, a larger tau is better.
     for name, words, sign, form in (
         ("regret", "regret", 1, "{:.1f}%"),
@@ -282,7 +288,9 @@ def lost(challenger: Sequence[ReplayRecord], champion: Sequence[ReplayRecord]) -
 
 
 def _tau_beyond_noise(plans: Sequence[ReplayRecord]) -> float:
-    """Pairs ranked right minus pairs ranked wrong, as a share of the pairs that differ beyond noise."""
+    """Kendall's tau over pairs of plans that differ beyond noise: the share ranked right minus the share ranked
+    wrong.
+    """
     # Pairs within noise tell nothing: either order would be right.
     agree = [
         np.sign(a.predicted_ms - b.predicted_ms) * np.sign(a.replayed_ms - b.replayed_ms)
@@ -293,13 +301,13 @@ def _tau_beyond_noise(plans: Sequence[ReplayRecord]) -> float:
     return float(np.mean(agree)) if agree else np.nan
 
 
-def _arrays(rows: Sequence[ReplayRecord]) -> tuple[np.ndarray, np.ndarray]:
-    """Predicted and replayed ms, [P]."""
+def _predicted_and_replayed_ms(rows: Sequence[ReplayRecord]) -> tuple[np.ndarray, np.ndarray]:
+    """Predicted and replayed step ms of plans, [P] each."""
     return np.array([r.predicted_ms for r in rows]), np.array([r.replayed_ms for r in rows])
 
 
-def _grouped(rows: Sequence[ReplayRecord]) -> dict[str, list[ReplayRecord]]:
-    """The records of each problem."""
+def _group_by_problem(rows: Sequence[ReplayRecord]) -> dict[str, list[ReplayRecord]]:
+    """Records of replayed plans, by problem."""
     by_problem = defaultdict(list)
     for row in rows:
         by_problem[row.problem].append(row)

@@ -31,8 +31,8 @@ from shardcore.core.validation import require
 from shardcore.cost import collective_model
 from shardcore.cost.model import price
 from shardcore.cost.neural import NeuralModel
-from shardcore.cost.nnls import fit_law
-from shardcore.step.exchanges import channels_ms
+from shardcore.cost.nnls import fit_nonnegative_rates
+from shardcore.step.exchanges import channel_transfer_ms
 from shardcore.step.kinds import CHANNELS, ID_CHANNELS, Channel
 from shardcore.step.lower import Workload
 
@@ -43,8 +43,8 @@ Step = tuple[Workload, StepCost]
 """A replayed step, and its measured cost."""
 
 
-def fit(model: NeuralModel, steps: Sequence[Step]) -> NeuralModel:
-    """The model with factors fitted to these steps, on links that were measured.
+def fit_step_factors(model: NeuralModel, steps: Sequence[Step]) -> NeuralModel:
+    """The model with a factor for each collective in a training step, fitted to replayed steps over measured links.
 
     meta["steps"]: the number of steps used. The model itself is returned where none is usable. Steps on one
     host tell nothing of collectives measured between hosts only.
@@ -56,7 +56,7 @@ def fit(model: NeuralModel, steps: Sequence[Step]) -> NeuralModel:
         for w, took in steps
         if len(w.topology) > 1
         # Given links are not measured ones, so replays over them tell nothing of the measured.
-        and w.topology.slowest == Link(w.topology.slowest.level)
+        and w.topology.slowest_link == Link(w.topology.slowest_link.level)
         # Factors are for FP32. Casts of other payloads would count as part of them.
         and w.job.forward_payload == w.job.backward_payload == "fp32"
     ]
@@ -73,7 +73,10 @@ def fit(model: NeuralModel, steps: Sequence[Step]) -> NeuralModel:
         "collective in both: give steps of one kind",
     )
     # On one host each part of a step is measured apart. Over several hosts only their sum is.
-    fits = [*(_factors(isolated, on_one, part) for part in _PARTS), _factors(isolated, over_several, _SUM)]
+    fits = [
+        *(_fit_part_factors(isolated, on_one, part) for part in _PARTS),
+        _fit_part_factors(isolated, over_several, _SUM),
+    ]
     factors = {
         name: np.array([factor])
         for fitted, _ in fits
@@ -89,8 +92,10 @@ def fit(model: NeuralModel, steps: Sequence[Step]) -> NeuralModel:
     )
 
 
-def _factors(isolated: NeuralModel, steps: Sequence[Step], part: str) -> tuple[dict[str, float], int]:
-    """Factors by the names of their weights, and the number of steps used.
+def _fit_part_factors(
+    isolated: NeuralModel, steps: Sequence[Step], part: str
+) -> tuple[dict[str, float], int]:
+    """Fit the collectives' factors from one measured part of steps. Returns them by weight name, and the steps used.
 
     part: what of the steps is measured: one of _PARTS on one host, _SUM over several.
     """
@@ -98,31 +103,31 @@ def _factors(isolated: NeuralModel, steps: Sequence[Step], part: str) -> tuple[d
     timed = [
         (w, took)
         for w, took in steps
-        if any(getattr(took, part or "input_ms")) and not (part in (_SUM, "input_ms") and w.job.hides_ids_ms)
+        if any(getattr(took, part or "input_ms")) and not (part in (_SUM, "input_ms") and w.job.id_overlap_ms)
     ]
-    innermost, measured = next(iter(LEVELS)), partial(collective_model.measured_links, isolated.weights)
+    innermost, measured = next(iter(LEVELS)), partial(collective_model.measured_link_levels, isolated.weights)
     # On one host the innermost links price a channel, over several hosts the outermost of its scope.
     known = [
         shared
         for shared in _SHARED[part]
-        if all((innermost if part else c.scope.link) in measured(c) for c, _ in shared)
+        if all((innermost if part else c.scope.outermost_level) in measured(c) for c, _ in shared)
     ]
     # A factor from few steps would be mostly their noise.
-    often = [shared for shared in known if sum(_runs(w, shared) for w, _ in timed) >= FEWEST_STEPS]
+    often = [shared for shared in known if sum(_has_traffic(w, shared) for w, _ in timed) >= FEWEST_STEPS]
     # Keep steps whose collectives all run often enough, or another's time would distort the fit.
-    ran = [{shared for shared in _SHARED[part] if _runs(w, shared)} for w, _ in timed]
+    ran = [{shared for shared in _SHARED[part] if _has_traffic(w, shared)} for w, _ in timed]
     usable = [step for step, of_step in zip(timed, ran, strict=True) if of_step and of_step <= set(often)]
     if not usable:
         return {}, 0
-    observed = [_predicted_and_measured(isolated, step, part, often) for step in usable]
+    observed = [_predicted_and_measured_ms(isolated, step, part, often) for step in usable]
     terms, took_ms = (np.concatenate(values) for values in zip(*observed, strict=True))
-    fitted = zip(often, fit_law(terms, took_ms).tolist(), strict=True)
+    fitted = zip(often, fit_nonnegative_rates(terms, took_ms).tolist(), strict=True)
     factors = {collective_model.step_factor_name(*one): factor for shared, factor in fitted for one in shared}
     return factors, len(usable)
 
 
-def summary(before: NeuralModel, fitted: NeuralModel, n: int) -> str:
-    """A sentence on the result of `fit` for n steps."""
+def fit_summary(before: NeuralModel, fitted: NeuralModel, n: int) -> str:
+    """One sentence on how many of n replayed steps told the factors of collectives."""
     if fitted is before:
         return (
             f"{n} replayed steps tell nothing of what exchanges take in them: needed are {FEWEST_STEPS} on links that "
@@ -136,14 +141,14 @@ Shared = tuple[tuple[Channel, str], ...]
 _WAYS = ("forward", "backward")
 _OUTPUTS = [c for c in CHANNELS if c not in ID_CHANNELS]
 _PARTS: dict[str, list[Shared]] = {
-    **{f"{way}_comm_ms": [((c, way),) for c in _OUTPUTS if way in c.row.ways] for way in _WAYS},
+    **{f"{way}_comm_ms": [((c, way),) for c in _OUTPUTS if way in c.definition.ways] for way in _WAYS},
     "input_ms": [((c, "forward"),) for c in ID_CHANNELS],
 }
 """Parts of a StepCost, with what they time on one host."""
 _SUM = ""
 _SHARED = _PARTS | {
     _SUM: [
-        tuple((c, way) for c in some for way in c.row.ways)
+        tuple((c, way) for c in some for way in c.definition.ways)
         for some in (ID_CHANNELS, *((c,) for c in _OUTPUTS))
     ]
 }
@@ -151,16 +156,16 @@ _SHARED = _PARTS | {
 _NAMES = {collective_model.step_factor_name(*one) for one in itertools.chain(*_SHARED[_SUM])}
 
 
-def _runs(workload: Workload, shared: Shared) -> bool:
-    """True if any device enters bytes into one of the channels."""
+def _has_traffic(workload: Workload, shared: Shared) -> bool:
+    """True if a step sends any bytes over one of the channels."""
     channels = {c for c, _ in shared}
     return bool(workload.traffic[[c in channels for c in workload.channels]].any())
 
 
-def _predicted_and_measured(
+def _predicted_and_measured_ms(
     model: NeuralModel, step: Step, part: str, often: Sequence[Shared]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """[R, C] predicted ms of channels in isolation, and [R] ms that all of them took.
+    """[R, C] predicted ms of collectives in isolation, and [R] measured ms of all of them in a step.
 
     R: devices whose transfers have measured times; of the sum, the last device. Measured parts are scaled to the
     slowdown of the measurements.
@@ -168,7 +173,7 @@ def _predicted_and_measured(
     workload, measured = step
     # Predicted compute stands for the usual speed: measured over predicted is the replay's slowdown.
     compute_ms = price(workload, model).compute_ms
-    ms = channels_ms(model, workload.traffic, np.array(compute_ms), workload.topology)
+    ms = channel_transfer_ms(model, workload.traffic, np.array(compute_ms), workload.topology)
     predicted = np.stack([sum(ms[c][way] for c, way in shared) for shared in often], axis=-1)
     if part == _SUM:
         # Its own phases add up to the step, without any waiting.

@@ -15,7 +15,7 @@ from shardcore.core.types import Setting
 from shardcore.cost import accuracy, drift_correction, fit
 from shardcore.cost.metrics import mape
 from shardcore.cost.neural import NeuralModel
-from shardcore.cost.nnls import fit_law
+from shardcore.cost.nnls import fit_nonnegative_rates
 from shardcore.io import dataset
 from shardcore.io.measurements import ComputeSample
 from shardcore.tables.held_out import is_held_out
@@ -28,9 +28,9 @@ _POWERS = np.linspace(0.1, 2, 39)
 
 
 def repeatability(repeats: Sequence[Sequence[ComputeSample]]) -> float | None:
-    """Mean absolute error of one timing, in percent. No model can be shown to be better than this.
+    """Mean absolute error of a single timing, in percent: a lower bound for the error of any model.
 
-    It uses ops timed at least three times, or twice where there are none (dataset.repeated). Each contributes
+    It uses ops timed at least three times, or twice where there are none (dataset.repeated_samples). Each contributes
     the difference of its two most precise timings, over √2. None without any such op.
     """
     # Ops timed three times give two precise timings to choose from.
@@ -45,7 +45,7 @@ def repeatability(repeats: Sequence[Sequence[ComputeSample]]) -> float | None:
 
 
 def judge_test_split(model: NeuralModel, known: drift_correction.Measurements) -> dict[str, float]:
-    """Accuracy on the test split (accuracy.evaluate), and the repeatability of the timings if it is known."""
+    """Accuracy of a model on the test split, and the repeatability of the timings if it is known."""
     timing = repeatability(known.repeats)
     return accuracy.evaluate(model, *known.split("test")) | (
         {} if timing is None else {"repeatability": timing}
@@ -53,7 +53,7 @@ def judge_test_split(model: NeuralModel, known: drift_correction.Measurements) -
 
 
 def split_by_table(compute: Sequence[ComputeSample]) -> tuple[list[ComputeSample], list[ComputeSample]]:
-    """The ops without any table kept for testing (is_held_out), and the ops of such tables only."""
+    """Ops without any table that is held out for testing, and ops of such tables only."""
     kept = [[is_held_out(x.table) for x in s.request.shards] for s in compute]
     return (
         [s for s, k in zip(compute, kept, strict=True) if not any(k)],
@@ -61,7 +61,7 @@ def split_by_table(compute: Sequence[ComputeSample]) -> tuple[list[ComputeSample
     )
 
 
-def unseen_tables(
+def unseen_table_error(
     compute: Sequence[ComputeSample], setting: Setting, config: fit.FitConfig | None = None
 ) -> float | None:
     """Error in percent on ops of unseen tables, of a model trained without these tables.
@@ -72,7 +72,7 @@ def unseen_tables(
     seen, unseen = split_by_table([s for s in compute if s.error is None])
     if not unseen or len(seen) < fit.MIN_COMPUTE:
         return None
-    model = fit.fit_ops(seen, setting, config or fit.FitConfig())
+    model = fit.train_op_model(seen, setting, config or fit.FitConfig())
     return mape(accuracy.predict(model, unseen), np.array([s.total_ms for s in unseen]))
 
 
@@ -91,15 +91,15 @@ class LearningCurve:
     scale: float
     power: float
 
-    def at(self, samples: float) -> float:
-        """Error in percent that the law predicts."""
+    def error_at(self, samples: float) -> float:
+        """Test error in percent at a number of training samples, by the fitted power law."""
         return self.constant + self.scale * samples**-self.power
 
     @property
     def gain(self) -> float:
-        """Percentage points that twice the samples would save."""
+        """Percentage points of test error that doubling the training samples would save."""
         most = max(n for n, _ in self.rows)
-        return self.at(most) - self.at(2 * most)
+        return self.error_at(most) - self.error_at(2 * most)
 
 
 def learning_curve(
@@ -108,33 +108,36 @@ def learning_curve(
     config: fit.FitConfig | None = None,
     progress: fit.Progress | None = None,
 ) -> LearningCurve | None:
-    """Train on a sixteenth of the samples, and so on up to all. It takes as long as two trainings of ops.
+    """Test errors of models trained on a sixteenth, an eighth and so on up to all of the samples, with a power law.
 
     Each subset contains the smaller ones. None with too few samples for three points.
     """
     timed = sorted((s for s in compute if s.error is None), key=lambda s: s.id)
     # Sorted by id, which is random: each prefix is a random sample.
-    rest, test = [s for s in timed if dataset.split_of(s.id) != "test"], accuracy.held_out(timed)
+    rest, test = (
+        [s for s in timed if dataset.split_of_sample(s.id) != "test"],
+        accuracy.held_out_samples(timed),
+    )
     sizes = [n for part in _PARTS if (n := len(rest) // part) >= fit.MIN_COMPUTE]
     if len(sizes) < 3 or not test:
         return None
     rows, measured = [], np.array([s.total_ms for s in test])
     for n in sizes:
-        model = fit.fit_ops(rest[:n], setting, config or fit.FitConfig())
+        model = fit.train_op_model(rest[:n], setting, config or fit.FitConfig())
         rows.append((n, mape(accuracy.predict(model, test), measured)))
         if progress:
             progress("learning_curve", n, {"test_mape": rows[-1][1]})
-    return _law(rows)
+    return _fit_power_law(rows)
 
 
-def _law(rows: Sequence[tuple[int, float]]) -> LearningCurve:
-    """The best law over a grid of powers."""
+def _fit_power_law(rows: Sequence[tuple[int, float]]) -> LearningCurve:
+    """Fit a power law to test errors by number of training samples."""
     samples, error = (np.array(x, dtype=float) for x in zip(*rows, strict=True))
     laws = []
     # For a fixed power the law is linear in its other two numbers: fit them, and keep the best power.
     for power in _POWERS:
         terms = np.stack([np.ones_like(samples), samples**-power], 1)
-        constant, scale = fit_law(terms, error)
+        constant, scale = fit_nonnegative_rates(terms, error)
         # Relative error, as for the fit itself.
         missed = float(np.abs(terms @ [constant, scale] / error - 1).mean())
         laws.append((missed, LearningCurve(tuple(rows), float(constant), float(scale), float(power))))

@@ -51,10 +51,10 @@ from shardcore.cost.traced_observations import (
     RUN_AS,
     Observations,
     Quantity,
-    observations,
+    observe_steps,
 )
 from shardcore.io.traced_steps import TracedStep
-from shardcore.step.collectives import COLLECTIVES, carried_as
+from shardcore.step.collectives import COLLECTIVES, carried_payload
 from shardcore.step.kinds import ID_CHANNELS, Channel
 from shardcore.step.lower import Workload
 
@@ -124,8 +124,8 @@ class Correction:
     around_ms: float
     refused: tuple[str, ...]
 
-    def drawn(self, rng: np.random.Generator) -> dict[Quantity, Factor]:
-        """Factors drawn from their posterior."""
+    def sample_factors(self, rng: np.random.Generator) -> dict[Quantity, Factor]:
+        """Draw the factors of a correction from their posterior."""
         means = np.log([self.factors[q].value for q in QUANTITIES])
         logs = rng.multivariate_normal(means, self.covariance, method="eigh")
         return {
@@ -133,42 +133,42 @@ class Correction:
             for q, log in zip(QUANTITIES, logs, strict=True)
         }
 
-    def document(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """The correction as JSON, for a model's provenance."""
-        return {"around_ms": self.around_ms, **document(self.factors, self.refused)}
+        return {"around_ms": self.around_ms, **factors_to_json(self.factors, self.refused)}
 
 
-def document(factors: Mapping[Quantity, Factor], refused: Sequence[str]) -> dict[str, Any]:
-    """Factors that were measured, as JSON."""
+def factors_to_json(factors: Mapping[Quantity, Factor], refused: Sequence[str]) -> dict[str, Any]:
+    """The measured factors of a correction, and what the traces do not tell, as JSON."""
     return {
-        "factors": {q.words: asdict(f) for q, f in factors.items() if f.units},
+        "factors": {q.label: asdict(f) for q, f in factors.items() if f.units},
         "refused": list(refused),
     }
 
 
-def with_around(problem: Problem, around_ms: float) -> Problem:
-    """The problem with a dense part that takes so long, all that a job does around its embeddings."""
+def with_dense_ms(problem: Problem, around_ms: float) -> Problem:
+    """The problem with a dense part of `around_ms`: all that a job does around its embeddings."""
     job = replace(problem.job, dense_forward_ms=around_ms / 3, dense_backward_ms=around_ms * 2 / 3)
     return replace(problem, job=job)
 
 
 def with_traced_dense(problem: Problem, steps: Sequence[TracedStep]) -> Problem:
-    """The problem with the dense part that traced steps show."""
-    return with_around(
+    """The problem with the median ms of the dense part in traced steps."""
+    return with_dense_ms(
         problem, float(np.median([rank.cost_ms("dense_ms") for step in steps for rank in step.ranks]))
     )
 
 
-def with_speeds(
+def with_traced_speeds(
     problem: Problem, model: CostModel, steps: Sequence[tuple[Workload, TracedStep]]
 ) -> tuple[Problem, list[str]]:
-    """The problem with slow ranks' devices as slow as the traces show, and a line on each.
+    """The problem with the speeds of slow devices as traced steps show them, and a line of text on each.
 
     A rank is slow if its lookups take SLOW times longer, for what the model predicts, than those of the
     fastest rank, in each of two steps or more: in a single one it may have been interrupted. Others keep
     their speed.
     """
-    seen = observations(model, steps)
+    seen = observe_steps(model, steps)
     measured, predicted = (iter(ms[:, : len(LOOKUPS)].sum(1)) for ms in (seen.measured, seen.predicted))
     speeds: dict[int, list[float]] = {}
     for workload, step in steps:
@@ -194,10 +194,10 @@ def with_speeds(
 # --- fit ------------------------------------------------------------------------------------------------------
 
 
-def correction(
+def fit_correction(
     model: CostModel, steps: Sequence[tuple[Workload, TracedStep]], step_ms: float | None = None
 ) -> Correction:
-    """The correction of a model by traced steps.
+    """Fit the correction of a cost model to traced steps of a job.
 
     steps: workloads of the plans that ran, whose jobs have the dense part that the trace shows
       (`with_traced_dense`), and the steps, as without tracing.
@@ -206,8 +206,8 @@ def correction(
 
     Raises TracesTellNothing where they tell nothing of lookups.
     """
-    factors, covariance, refused = factors_of(observations(model, steps))
-    refused = (*missing_ranks(step for _, step in steps), *refused)
+    factors, covariance, refused = fit_factors(observe_steps(model, steps))
+    refused = (*describe_missing_ranks(step for _, step in steps), *refused)
     fitted = corrected_model(model, factors)
     total_ms = step_ms or float(np.median([step.total_ms for _, step in steps]))
     inner_ms = float(
@@ -216,41 +216,43 @@ def correction(
     return Correction(factors, covariance, max(0.0, total_ms - inner_ms), refused)
 
 
-def missing_ranks(steps: Iterable[TracedStep]) -> list[str]:
-    """A line on each set of ranks without a trace: of exchanges such steps tell nothing."""
-    missing = dict.fromkeys(step.missing_ranks for step in steps if step.missing_ranks)
+def describe_missing_ranks(steps: Iterable[TracedStep]) -> list[str]:
+    """A line of text on each set of ranks without a trace. Such steps correct no collective."""
+    missing = dict.fromkeys(step.missing_ranks_text for step in steps if step.missing_ranks_text)
     return [f"exchanges: traces of {words} missing; such steps correct no exchange" for words in missing]
 
 
-def factors_of(
+def fit_factors(
     seen: Observations,
 ) -> tuple[dict[Quantity, Factor], np.ndarray, tuple[str, ...]]:
-    """Factors of each of QUANTITIES, their covariance, and what the traces do not tell.
+    """Fit a factor for lookups and each collective to traced steps, with covariance, and text on what is unknown.
 
     Raises TracesTellNothing where they tell nothing of lookups.
     """
-    known = seen.known
+    known = seen.is_measured
     if not known[:, ~_EXCHANGES].any():
         raise TracesTellNothing(
             "the traces tell nothing of lookups; trace a step of the job with its embeddings, and with ids"
         )
     silent = [
-        q.words for i, q in enumerate(QUANTITIES) if seen.predicted[:, i].any() and not known[:, i].any()
+        q.label for i, q in enumerate(QUANTITIES) if seen.predicted[:, i].any() and not known[:, i].any()
     ]
     left = "corrected as their family is" if known[:, _EXCHANGES].any() else "not corrected"
     refused = [f"the traces do not tell {', '.join(silent)}: {left}"] if silent else []
-    evidence = _parts(seen)[0].and_(_sum_of(seen, np.zeros(len(QUANTITIES))))
+    evidence = _quantity_observations(seen)[0].joined_with(
+        _overlap_observation(seen, np.zeros(len(QUANTITIES)))
+    )
     why_not = {}
     for name in FAMILIES:
-        own = evidence.of(name)
+        own = evidence.select_family(name)
         if not len(own.values):
             continue
         if not _generalises(seen, name):
             why_not[name] = "a correction by some ranks and steps fits others no better than the model does"
-        elif not own.favour_correction():
+        elif not own.favours_correction():
             why_not[name] = "the traces are as likely without a correction"
     refused += [f"{name}: {reason}; left as they are" for name, reason in why_not.items()]
-    fit = _fitted(seen)
+    fit = _fit_posterior(seen)
     kept = np.array([q.family not in why_not for q in QUANTITIES])
     log, latency_ms = np.where(kept, fit.log, 0.0), np.where(kept, fit.latency_ms, 0.0)
     units = np.where(kept, known.sum(0), 0)
@@ -271,8 +273,8 @@ class _Fit(NamedTuple):
     covariance: np.ndarray
     latency_ms: np.ndarray
 
-    def of(self, seen: Observations) -> Observations:
-        """The observations as the corrected model predicts them."""
+    def correct_observations(self, seen: Observations) -> Observations:
+        """The observations with the corrected model's predictions."""
         factors = np.exp(self.log)
         runs = seen.predicted > 0
         return seen._replace(
@@ -303,21 +305,22 @@ class _Linear(NamedTuple):
     values: np.ndarray
     noise: np.ndarray
 
-    def and_(self, other: _Linear | None) -> _Linear:
+    def joined_with(self, other: _Linear | None) -> _Linear:
+        """The observations of two linear systems as one."""
         return self if other is None else _Linear(*map(np.concatenate, zip(self, other, strict=True)))
 
-    def of(self, family: str) -> _Linear:
-        """Those of the quantities of a family."""
+    def select_family(self, family: str) -> _Linear:
+        """The observations of one family of quantities: lookups or collectives."""
         own = self.terms @ np.array([q.family == family for q in QUANTITIES]) > 0
         return _Linear(self.terms[own], self.values[own], self.noise[own])
 
     def posterior(self) -> tuple[np.ndarray, np.ndarray]:
-        """Mean and covariance of x."""
+        """Posterior mean and covariance of the factors' logarithms."""
         gain = np.linalg.solve(self._covariance(), self.terms @ _PRIOR).T
         return gain @ self.values, _PRIOR - gain @ self.terms @ _PRIOR
 
-    def favour_correction(self) -> bool:
-        """True if they are likelier under the prior of factors than with all factors 1.
+    def favours_correction(self) -> bool:
+        """True if the observations are likelier under the prior of factors than with all factors 1.
 
         A correction costs: a wide prior makes any value unlikely. So what noise explains corrects nothing.
         """
@@ -327,20 +330,20 @@ class _Linear(NamedTuple):
         return self.terms @ _PRIOR @ self.terms.T + np.diag(self.noise)
 
     def _log_density(self, covariance: np.ndarray) -> float:
-        """Logarithm of the normal density of the values, up to a constant."""
+        """Logarithm of the normal density of the observed values, up to a constant."""
         squares = self.values @ np.linalg.solve(covariance, self.values)
         return -0.5 * float(squares + np.linalg.slogdet(covariance)[1])
 
 
-def _fitted(seen: Observations) -> _Fit:
-    """The posterior."""
-    parts, latency_ms = _parts(seen)
+def _fit_posterior(seen: Observations) -> _Fit:
+    """Fit the posterior of all factors' logarithms, and latencies, to observed steps."""
+    parts, latency_ms = _quantity_observations(seen)
     log, covariance = parts.posterior() if len(parts.values) else (np.zeros(len(QUANTITIES)), _PRIOR)
-    if _sum_of(seen, log) is None:
+    if _overlap_observation(seen, log) is None:
         return _Fit(log, covariance, latency_ms)
     at = log
     for _ in range(_ROUNDS):
-        log, covariance = parts.and_(_sum_of(seen, at)).posterior()
+        log, covariance = parts.joined_with(_overlap_observation(seen, at)).posterior()
         # Half steps: a whole one can overshoot where one term is most of the sum.
         at, before = (at + log) / 2, at
         if np.abs(at - before).max() < _PRECISION:
@@ -348,15 +351,17 @@ def _fitted(seen: Observations) -> _Fit:
     return _Fit(log, covariance, latency_ms)
 
 
-def _parts(seen: Observations) -> tuple[_Linear, np.ndarray]:
-    """Observations of each quantity over units, and latencies [Q]."""
-    known = seen.known
+def _quantity_observations(seen: Observations) -> tuple[_Linear, np.ndarray]:
+    """One linear observation for each measured quantity (lookups, collectives), and latencies [Q]."""
+    known = seen.is_measured
     some = np.flatnonzero(known.any(0))
     measured, predicted = np.where(known, seen.measured, 1.0), np.where(known, seen.predicted, 1.0)
-    most_ms = _most_ms(measured, predicted)
+    most_ms = _max_factor_ms(measured, predicted)
     bounded = np.clip(measured, predicted / MOST_FACTOR, most_ms)
-    mean, variance = _mean(np.log(np.where(_EXCHANGES, bounded, measured) / predicted), seen.predicted, known)
-    unclear, _ = _mean(seen.shared / measured, seen.predicted, known)
+    mean, variance = _weighted_mean(
+        np.log(np.where(_EXCHANGES, bounded, measured) / predicted), seen.predicted, known
+    )
+    unclear, _ = _weighted_mean(seen.shared / measured, seen.predicted, known)
     # Units share the disturbances of their step, so their number reduces no floor.
     noise = _NOISE**2 + (UNCLEAR * unclear) ** 2 + variance
     latency_ms = np.zeros(len(QUANTITIES))
@@ -372,17 +377,19 @@ def _parts(seen: Observations) -> tuple[_Linear, np.ndarray]:
     return _Linear(np.eye(len(QUANTITIES))[some], mean[some], noise[some]), latency_ms
 
 
-def _sum_of(seen: Observations, at: np.ndarray) -> _Linear | None:
-    """Observation of exchanges that overlap, linear around logarithms `at` [Q]. None: units do not tell it."""
-    exchanged = seen.predicted_together
+def _overlap_observation(seen: Observations, at: np.ndarray) -> _Linear | None:
+    """The summed ms of overlapping collectives as an observation, linear around logarithms `at` [Q]. None: not
+    observed.
+    """
+    exchanged = seen.predicted_overlap_ms
     units = exchanged.sum(1) > 0
     if not units.any():
         return None
     total = np.where(units, exchanged.sum(1), 1.0)
     measured = np.where(units, seen.together.sum(1), 1.0)
     runs = (exchanged > 0).sum(1)
-    bounded = np.clip(measured, total / MOST_FACTOR, _most_ms(measured, total, runs))
-    mean, variance = _mean(np.log(bounded / total), total, units)
+    bounded = np.clip(measured, total / MOST_FACTOR, _max_factor_ms(measured, total, runs))
+    mean, variance = _weighted_mean(np.log(bounded / total), total, units)
     # The factor of all-reduces is that of the dense gradients, too.
     by_factor = np.exp(at) * exchanged[units].mean(0)
     sum_ms = by_factor.sum()
@@ -391,13 +398,15 @@ def _sum_of(seen: Observations, at: np.ndarray) -> _Linear | None:
     return _Linear(slopes[None], np.array([value]), np.array([TOGETHER**2 + variance]))
 
 
-def _most_ms(measured: np.ndarray, predicted: np.ndarray, runs: float | np.ndarray = 1.0) -> np.ndarray:
-    """Most ms that a factor explains. What is measured beyond is the latency of so many runs."""
+def _max_factor_ms(measured: np.ndarray, predicted: np.ndarray, runs: float | np.ndarray = 1.0) -> np.ndarray:
+    """Largest ms that a factor on the prediction explains. The rest is the latency of `runs` collectives."""
     return np.maximum(MOST_FACTOR * predicted, measured - MOST_LATENCY_MS * runs)
 
 
-def _mean(values: np.ndarray, weights: np.ndarray, known: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean over units, and its variance. A unit counts by its predicted ms: short ops are mostly noise."""
+def _weighted_mean(
+    values: np.ndarray, weights: np.ndarray, known: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Mean over observed units weighted by predicted ms, and its variance."""
     share = np.where(known, weights, 0.0)
     share = share / np.maximum(share.sum(0), 1e-30)
     mean = (share * values).sum(0)
@@ -405,22 +414,22 @@ def _mean(values: np.ndarray, weights: np.ndarray, known: np.ndarray) -> tuple[n
 
 
 def _generalises(seen: Observations, family: str) -> bool:
-    """True if a correction by other units predicts a unit that was left out no worse than the model itself."""
+    """True if a correction fitted to other steps predicts a left-out step no worse than the uncorrected model."""
     before = after = 0.0
     for unit in range(len(seen.measured)):
         others = np.arange(len(seen.measured)) != unit
         learned, left_out = (Observations(*(values[rows] for values in seen)) for rows in (others, ~others))
-        if not (learned.comparable(family)[0] > 0).any():
+        if not (learned.comparable_ms(family)[0] > 0).any():
             return True  # there is nothing else to judge by
-        measured, as_it_is = left_out.comparable(family)
-        corrected_ms = _fitted(learned).of(left_out).comparable(family)[1]
+        measured, as_it_is = left_out.comparable_ms(family)
+        corrected_ms = _fit_posterior(learned).correct_observations(left_out).comparable_ms(family)[1]
         before += np.abs(measured - as_it_is)[measured > 0].sum()
         after += np.abs(measured - corrected_ms)[measured > 0].sum()
     return after <= before
 
 
-def mismatches(workload: Workload, step: TracedStep) -> list[str]:
-    """Lines on bytes of a traced step that the plan does not send: the trace is of another plan, or job."""
+def describe_mismatches(workload: Workload, step: TracedStep) -> list[str]:
+    """Lines of text on bytes in a traced step that differ from the plan's: the trace is of another plan or job."""
     lines: list[str] = []
     if any(shard.table.sequence for ops in workload.ops for op in ops for shard in op.shards):
         return lines  # outputs of sequences are as long as a batch's ids
@@ -429,7 +438,7 @@ def mismatches(workload: Workload, step: TracedStep) -> list[str]:
             continue
         rows = [c.collective == name for c in workload.channels]
         # Traffic counts as FP32, and a trace has the bytes that travel.
-        share = payload_of(carried_as(COLLECTIVES[name], way, workload.job.forward_payload)).share
+        share = payload_of(carried_payload(COLLECTIVES[name], way, workload.job.forward_payload)).size_ratio
         for rank in step.ranks:
             traced = sum(x.n_bytes for x in rank.exchanges if (x.collective, x.role) == (collective, role))
             ours = share * float(workload.traffic[rows, workload.topology.ranks[rank.rank]].sum())
@@ -448,7 +457,7 @@ def mismatches(workload: Workload, step: TracedStep) -> list[str]:
 def corrected_model(
     model: Any, factors: Mapping[Quantity, Factor], lineage: Mapping[str, Any] | None = None
 ) -> Any:
-    """The model with its ms multiplied, and latencies added.
+    """The cost model with its ms multiplied by traced factors, and latencies added.
 
     lineage: added to its provenance, as "job". Of it, the sources of a profile's rates name the job.
 
@@ -466,15 +475,15 @@ def corrected_model(
     for q in QUANTITIES:
         if q.channel is None:
             continue
-        in_step = collective_model.in_step(model.weights, q.channel, q.way) * factors[q].value
+        in_step = collective_model.step_factor(model.weights, q.channel, q.way) * factors[q].value
         factor = float(np.clip(in_step, collective_model.LEAST_IN_STEP, collective_model.MOST_IN_STEP))
         scaled[collective_model.step_factor_name(q.channel, q.way)] = np.array([factor])
-        for payload in q.channel.row.payloads:
-            name = collective_model.rates_name(q.channel, q.way, payload)
+        for payload in q.channel.definition.payloads:
+            name = collective_model.rates_weight_name(q.channel, q.way, payload)
             if name in model.weights and factors[q].latency_ms:
                 rates = model.weights[name].copy()
                 # The factor multiplies it again. Exchanges run as often as the row has it.
-                rates[once] += factors[q].latency_ms / (factor * q.channel.row.exchanges)
+                rates[once] += factors[q].latency_ms / (factor * q.channel.definition.exchanges)
                 scaled[name] = rates
     meta = model.meta
     if lineage is not None:
@@ -485,7 +494,7 @@ def corrected_model(
 def _corrected_profile(
     profile: Profile, factors: Mapping[Quantity, Factor], lineage: Mapping[str, Any] | None
 ) -> Profile:
-    """The profile with other rates. Those of lookups share a factor, as most serve both directions."""
+    """The hardware profile with rates corrected by traced factors. Lookups share one factor in both directions."""
     both = [factors[Quantity(None, way)] for way in ("forward", "backward")]
     of_lookups = Factor(float(np.sqrt(np.prod([f.value for f in both]))), max(f.sd for f in both), 0)
     words = f"traces of {lineage['job']}" if lineage else "traces"

@@ -21,7 +21,7 @@ import numpy as np
 
 from shardcore.cost.model import CostModel, price
 from shardcore.io.traced_steps import RankStep, TracedStep
-from shardcore.step.exchanges import channels_ms
+from shardcore.step.exchanges import channel_transfer_ms
 from shardcore.step.kinds import CHANNELS, ID_CHANNELS, Channel
 from shardcore.step.lower import Workload
 
@@ -45,14 +45,14 @@ class Quantity:
         return COMPUTE if self.channel is None else EXCHANGE
 
     @property
-    def words(self) -> str:
-        return f"{self.channel.words if self.channel else 'lookups'} {self.way}"
+    def label(self) -> str:
+        return f"{self.channel.description if self.channel else 'lookups'} {self.way}"
 
 
 LOOKUPS = tuple(Quantity(None, way) for way in ("forward", "backward"))
 QUANTITIES = (
     *LOOKUPS,
-    *(Quantity(channel, way) for channel in CHANNELS for way in channel.row.ways),
+    *(Quantity(channel, way) for channel in CHANNELS for way in channel.definition.ways),
 )
 ALL_REDUCE = Channel("all_reduce")
 """The collective that dense gradients travel in, with those of replicas."""
@@ -76,54 +76,54 @@ class Observations(NamedTuple):
     dense: np.ndarray
 
     @property
-    def known(self) -> np.ndarray:
-        """[U, Q] True where a trace tells a quantity, and the plan has it."""
+    def is_measured(self) -> np.ndarray:
+        """[U, Q] True where a trace measured a quantity that the plan has."""
         return (self.measured > 0) & (self.predicted > 0)
 
     @property
-    def predicted_together(self) -> np.ndarray:
-        """[U, Q] predicted ms of `together`."""
+    def predicted_overlap_ms(self) -> np.ndarray:
+        """[U, Q] predicted ms of the collectives that overlapped in a trace."""
         predicted = self.predicted.copy()
         predicted[:, REDUCED] += self.dense
         return np.where(self.together > 0, predicted, 0.0)
 
-    def comparable(self, family: str | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Measured and predicted ms [U, Q + 1] of what units tell (of a family).
+    def comparable_ms(self, family: str | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Measured and predicted ms [U, Q + 1] of the quantities that traces tell, of one family or all.
 
         Exchanges that overlap count together, as the last one.
         """
         of_family = [family in (None, q.family) for q in QUANTITIES]
         alone = np.where(self.shared > 0, 0.0, self.measured * of_family)
         measured = np.column_stack((alone, self.together.sum(1) * (family != COMPUTE)))
-        predicted = np.column_stack((self.predicted, self.predicted_together.sum(1)))
+        predicted = np.column_stack((self.predicted, self.predicted_overlap_ms.sum(1)))
         return measured, np.where(measured > 0, predicted, 0.0)
 
 
-def observations(model: CostModel, steps: Sequence[tuple[Workload, TracedStep]]) -> Observations:
-    """ms of the ranks of steps, under the plans that ran."""
+def observe_steps(model: CostModel, steps: Sequence[tuple[Workload, TracedStep]]) -> Observations:
+    """Measured and predicted ms of each rank in traced steps, under the plans that ran."""
     units = []
     for workload, step in steps:
-        of_devices = _predicted(model, workload, price(workload, model))
-        dense = _dense_ms(model, workload, step) - np.array(of_devices[QUANTITIES[REDUCED]])
+        of_devices = _predicted_device_ms(model, workload, price(workload, model))
+        dense = _all_reduce_ms(model, workload, step) - np.array(of_devices[QUANTITIES[REDUCED]])
         for rank in step.ranks:
             device = workload.topology.ranks[rank.rank]
             predicted = [of_devices[q][device] for q in QUANTITIES]
-            measured, shared, together = _measured(rank, workload, device, predicted)
+            measured, shared, together = _measured_rank_ms(rank, workload, device, predicted)
             units.append((measured, predicted, shared, together, max(0.0, dense[device])))
     return Observations(*(np.array(values) for values in zip(*units, strict=True)))
 
 
-def joined(observed: Sequence[Observations]) -> Observations:
-    """The units of several observations."""
+def joined_observations(observed: Sequence[Observations]) -> Observations:
+    """Several observations of traced steps as one."""
     return Observations(*(np.concatenate(each) for each in zip(*observed, strict=True)))
 
 
 # --- predicted ----------------------------------------------------------------------------------------------
 
 
-def _predicted(model: CostModel, workload: Workload, cost: Any) -> dict[Quantity, Sequence[float]]:
-    """ms of each device by quantity. cost: of the workload, as `price` gives it."""
-    exchanged = channels_ms(model, workload.traffic, np.array(cost.compute_ms), workload.topology)
+def _predicted_device_ms(model: CostModel, workload: Workload, cost: Any) -> dict[Quantity, Sequence[float]]:
+    """Predicted ms of lookups and each collective, by device."""
+    exchanged = channel_transfer_ms(model, workload.traffic, np.array(cost.compute_ms), workload.topology)
     idle = np.zeros(len(workload.ops))
     of_devices: dict[Quantity, Sequence[float]] = {
         Quantity(None, "forward"): cost.forward_compute_ms,
@@ -135,18 +135,18 @@ def _predicted(model: CostModel, workload: Workload, cost: Any) -> dict[Quantity
     # Ids that the dense part hides are no part of what a step takes.
     ids = [q for q in QUANTITIES if q.channel in ID_CHANNELS]
     total_ms = np.sum([of_devices[q] for q in ids], axis=0)
-    exposed = cost.input_ms if not workload.job.hides_ids_ms else np.zeros_like(total_ms)
+    exposed = cost.input_ms if not workload.job.id_overlap_ms else np.zeros_like(total_ms)
     for q in ids:
         share = np.divide(of_devices[q], total_ms, out=np.zeros_like(total_ms), where=total_ms > 0)
         of_devices[q] = (share * exposed).tolist()
     return of_devices
 
 
-def _dense_ms(model: CostModel, workload: Workload, step: TracedStep) -> np.ndarray:
-    """[D] predicted ms of the all-reduces of a step: dense gradients, and those of replicas."""
+def _all_reduce_ms(model: CostModel, workload: Workload, step: TracedStep) -> np.ndarray:
+    """[D] predicted ms of a traced step's all-reduces: gradients of the dense part and of replicas."""
     traffic = np.zeros((len(CHANNELS), len(workload.ops)))
-    traffic[CHANNELS.index(ALL_REDUCE)] = max(_reduced_bytes(rank) for rank in step.ranks)
-    exchanged = channels_ms(model, traffic, np.zeros(len(workload.ops)), workload.topology)
+    traffic[CHANNELS.index(ALL_REDUCE)] = max(_all_reduced_bytes(rank) for rank in step.ranks)
+    exchanged = channel_transfer_ms(model, traffic, np.zeros(len(workload.ops)), workload.topology)
     return exchanged[ALL_REDUCE]["backward"]
 
 
@@ -173,14 +173,14 @@ _KEYS = tuple(
 """For each of QUANTITIES, the collective and direction that a trace has. Those of one key share its ms as predicted."""
 
 
-def _reduced_bytes(rank: RankStep) -> int:
+def _all_reduced_bytes(rank: RankStep) -> int:
     return sum(x.n_bytes for x in rank.exchanges if x.role == "reduce")
 
 
-def _measured(
+def _measured_rank_ms(
     rank: RankStep, workload: Workload, device: int, predicted: Sequence[float]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """[Q] measured, shared and together of a rank, as Observations has them.
+    """[Q] a rank's measured ms, those that overlap, and those known only as a sum (see Observations).
 
     Work that splits and joins what travels counts in the exchange, in proportion to the ms.
     """
@@ -199,7 +199,7 @@ def _measured(
     replicas = float(
         workload.traffic[[c.collective == "all_reduce" for c in workload.channels], device].sum()
     )
-    reduced = _reduced_bytes(rank)
+    reduced = _all_reduced_bytes(rank)
     # The gradients of the dense part travel in the same all-reduces.
     of_replicas = min(1.0, replicas / reduced) if reduced else 0.0
     exposed[_IDS] = (rank.ms.get("ids", 0.0) + rank.ms.get("ids_transfer", 0.0)) * all(

@@ -19,10 +19,10 @@ import numpy as np
 from shardcore.core.errors import SettingMismatch
 from shardcore.core.types import Problem
 from shardcore.cost import traced_factors
-from shardcore.cost.known_errors import trained
+from shardcore.cost.known_errors import trained_models
 from shardcore.cost.model import price
 from shardcore.cost.traced_factors import TracesTellNothing
-from shardcore.cost.traced_observations import Observations, joined
+from shardcore.cost.traced_observations import Observations, joined_observations
 from shardcore.io.traced_samples import TracedSample
 from shardcore.io.traced_steps import TracedStep
 from shardcore.step.lower import Workload, lower
@@ -36,8 +36,8 @@ class Split:
     held_out: tuple[TracedSample, ...]
 
 
-def split(samples: Sequence[TracedSample]) -> Split:
-    """The split of samples, by job. One rank in one step is learned from: nothing is held out then."""
+def split_samples(samples: Sequence[TracedSample]) -> Split:
+    """Split traced steps into those to learn from and those held out, job by job."""
     learned: list[TracedSample] = []
     held_out: list[TracedSample] = []
     for job in dict.fromkeys(sample.job for sample in samples):
@@ -46,39 +46,39 @@ def split(samples: Sequence[TracedSample]) -> Split:
         if earlier:
             held_out.append(newest)
         else:
-            learned += _of_ranks(newest, 0)
-            held_out += _of_ranks(newest, 1)
+            learned += _with_alternate_ranks(newest, 0)
+            held_out += _with_alternate_ranks(newest, 1)
     return Split(tuple(learned), tuple(held_out))
 
 
-def _of_ranks(sample: TracedSample, first: int) -> list[TracedSample]:
-    """The sample with every second of its ranks. []: it has none of them."""
+def _with_alternate_ranks(sample: TracedSample, first: int) -> list[TracedSample]:
+    """A traced sample with every second of its ranks. [] if there are none of them."""
     steps = [replace(step, ranks=step.ranks[first::2]) for step in sample.steps if step.ranks[first::2]]
     return [replace(sample, steps=tuple(steps))] if steps else []
 
 
-def workloads(sample: TracedSample) -> tuple[Problem, list[tuple[Workload, TracedStep]]]:
-    """The sample's problem, with the dense part as traced, and its steps as without tracing."""
+def lower_sample(sample: TracedSample) -> tuple[Problem, list[tuple[Workload, TracedStep]]]:
+    """A traced sample's problem with its dense part, and its steps with the workload of the plan that ran."""
     steps = [step.without_tracing(sample.step_ms) for step in sample.steps]
     problem = traced_factors.with_traced_dense(sample.problem, steps)
     workload = lower(sample.plan, problem, fits=False)
     return problem, [(workload, step) for step in steps]
 
 
-def observations(model: Any, samples: Sequence[TracedSample]) -> Observations:
-    """Measured and predicted ms of all samples.
+def observe_samples(model: Any, samples: Sequence[TracedSample]) -> Observations:
+    """Measured and predicted ms of each rank in traced samples.
 
     Raises SettingMismatch for a model that is not for a sample's problem.
     """
     observed = []
     for sample in samples:
-        problem, steps = workloads(sample)
-        observed.append(traced_factors.observations(model.for_problem(problem), steps))
-    return joined(observed)
+        problem, steps = lower_sample(sample)
+        observed.append(traced_factors.observe_steps(model.for_problem(problem), steps))
+    return joined_observations(observed)
 
 
-def is_for(model: Any, sample: TracedSample) -> bool:
-    """True if a model is of the sample's hardware, and of the setting of its problem."""
+def is_model_for(model: Any, sample: TracedSample) -> bool:
+    """True if a model is of a traced sample's hardware, and of the setting of its problem."""
     try:
         sample.problem.require_setting(model.for_problem(sample.problem).setting)
     except SettingMismatch:
@@ -87,19 +87,19 @@ def is_for(model: Any, sample: TracedSample) -> bool:
 
 
 def job_problem(model: Any, sample: TracedSample) -> Problem:
-    """The sample's problem, with what its step takes beyond the model's embeddings as the dense part."""
-    problem, steps = workloads(sample)
+    """A traced sample's problem, whose dense part is all of the step that the model does not price."""
+    problem, steps = lower_sample(sample)
     cost = price(steps[0][0], model.for_problem(problem))
     around_ms = max(0.0, sample.step_ms - (cost.total_ms - cost.dense_ms))
-    return traced_factors.with_around(problem, around_ms)
+    return traced_factors.with_dense_ms(problem, around_ms)
 
 
-def error(model: Any, samples: Sequence[TracedSample]) -> float:
-    """Mean absolute error of lookups, and of exchanges together, in percent of what was measured.
+def mean_percent_error(model: Any, samples: Sequence[TracedSample]) -> float:
+    """Mean absolute error on traced lookups and collectives, in percent of the measurement.
 
     Raises TracesTellNothing for samples that tell of neither.
     """
-    measured, predicted = observations(model, samples).comparable()
+    measured, predicted = observe_samples(model, samples).comparable_ms()
     known = measured > 0
     if not known.any():
         names = ", ".join(dict.fromkeys(sample.job for sample in samples))
@@ -121,56 +121,59 @@ class Corrected:
     words: str
 
     @property
-    def gain(self) -> float:
-        """Points of error that the correction saves on what is held out. 0 where nothing is."""
+    def error_reduction(self) -> float:
+        """Percentage points of held-out error that the correction saves. 0 if nothing is held out."""
         return self.errors[0] - self.errors[1] if self.errors else 0.0
 
 
-def correct(model: Any, samples: Sequence[TracedSample]) -> Corrected:
-    """Correct a model by all samples but those held out, unless it errs more on these then.
+def correct_model(model: Any, samples: Sequence[TracedSample]) -> Corrected:
+    """Correct a cost model by traced samples, unless its error on held-out samples grows.
 
     Samples that it was corrected by before do not count again, or each correction would repeat the last.
 
     Raises SettingMismatch for samples of other settings.
     """
-    parts, earlier = split(samples), _lineage(model)
-    before = error(model, parts.held_out) if parts.held_out else None
+    parts, earlier = split_samples(samples), _correction_history(model)
+    before = mean_percent_error(model, parts.held_out) if parts.held_out else None
     learned = [sample for sample in parts.learned if sample.name not in earlier["steps"]]
     if not learned:
         of = "" if before is None else f"; error on held-out traces {before:.1f}%"
-        return _uncorrected(model, before, f"no traced step that the model has not learned from{of}")
+        return _keep_model(model, before, f"no traced step that the model has not learned from{of}")
     try:
-        factors, _, refused = traced_factors.factors_of(observations(model, learned))
+        factors, _, refused = traced_factors.fit_factors(observe_samples(model, learned))
     except TracesTellNothing as nothing:
-        return _uncorrected(model, before, f"{nothing}; the model is left as it is")
+        return _keep_model(model, before, f"{nothing}; the model is left as it is")
     names = {sample.name for sample in learned}
     # Of the steps as traced: each of `learned` may have every second rank.
-    missing = traced_factors.missing_ranks(s for one in samples if one.name in names for s in one.steps)
+    missing = traced_factors.describe_missing_ranks(
+        s for one in samples if one.name in names for s in one.steps
+    )
     jobs = " and ".join(dict.fromkeys(sample.job for sample in learned))
     lineage: dict[str, Any] = {
         "job": jobs,
         "steps": [*earlier["steps"], *(sample.name for sample in learned)],
         "traces": earlier["traces"] | {sample.name: dict(sample.traces) for sample in learned},
-        **traced_factors.document(factors, (*missing, *refused)),
+        **traced_factors.factors_to_json(factors, (*missing, *refused)),
     }
     words = f"the correction by {len(learned)} traced steps of {jobs}"
     if before is None:
         after_it = traced_factors.corrected_model(model, factors, lineage)
         return Corrected(after_it, None, f"{words} is judged by nothing: no step is held out")
-    after = error(traced_factors.corrected_model(model, factors), parts.held_out)
+    after = mean_percent_error(traced_factors.corrected_model(model, factors), parts.held_out)
     words = f"error on held-out traces {before:.1f}% before and {after:.1f}% after {words}"
     if after > before:
-        return _uncorrected(model, before, f"{words}: the model is left as it is")
+        return _keep_model(model, before, f"{words}: the model is left as it is")
     lineage |= {"held_out": [sample.name for sample in parts.held_out], "held_out_errors": [before, after]}
     return Corrected(traced_factors.corrected_model(model, factors, lineage), (before, after), words)
 
 
-def _uncorrected(model: Any, error: float | None, words: str) -> Corrected:
+def _keep_model(model: Any, error: float | None, words: str) -> Corrected:
+    """The result of a correction that leaves the model unchanged."""
     return Corrected(model, None if error is None else (error, error), words)
 
 
-def _lineage(model: Any) -> dict[str, Any]:
-    """Names of the steps that a model was corrected by, and digests of their traces."""
-    meta = getattr(trained(model)[0], "meta", {})
+def _correction_history(model: Any) -> dict[str, Any]:
+    """Names of the traced steps that a model was corrected by before, and digests of their traces."""
+    meta = getattr(trained_models(model)[0], "meta", {})
     known = meta.get("provenance", {}).get("job", {})
     return {"steps": list(map(str, known.get("steps", []))), "traces": dict(known.get("traces", {}))}

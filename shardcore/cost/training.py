@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shardcore.core.types import Setting
-from shardcore.core.validation import differences, require
+from shardcore.core.validation import describe_differences, require
 from shardcore.cost import accuracy, drift_correction, step_factors, traced_training
 from shardcore.cost.drift_correction import Lent
 from shardcore.cost.fit_config import FitConfig, Progress, Shape, TrainedModel
@@ -56,32 +56,41 @@ class TrainingData:
         return [words] if len(software) > 1 else []
 
 
-def read(folder: str | Path, setting: Setting, lenders: Sequence[str | Path] = ()) -> TrainingData:
-    """Read this machine's samples of a setting, and samples of other folders that differ in hardware only.
+def read_training_data(
+    folder: str | Path, setting: Setting, lenders: Sequence[str | Path] = ()
+) -> TrainingData:
+    """Read the samples of a setting from a dataset folder, and from folders of other machines that may lend theirs.
 
-    Raises as drift_correction.read, replays.steps and traced_samples.read_all, and ShardCoreError for a lender
-    without samples.
+    Raises as drift_correction.read_measurements, replays.read_step_samples and traced_samples.read_traced_samples,
+    and ShardCoreError for a lender without samples.
     """
     own, others = Path(folder), [path for path in map(Path, lenders) if path != Path(folder)]
-    known, traced = drift_correction.read(own, setting), traced_samples.read_all([own, *others], setting)
+    known, traced = (
+        drift_correction.read_measurements(own, setting),
+        traced_samples.read_traced_samples([own, *others], setting),
+    )
     lent = [
-        Lent(str(path), held.hardware, drift_correction.read(path, held, drift_correction.MOST_LENT))
+        Lent(
+            str(path),
+            held.hardware,
+            drift_correction.read_measurements(path, held, drift_correction.MOST_LENT),
+        )
         for path in others
-        for held in dataset.settings(path)
-        if is_alike(held, setting)
+        for held in dataset.dataset_settings(path)
+        if differs_in_hardware_only(held, setting)
     ]
     for path in others:
         require(
-            any(x.name == str(path) for x in lent) or bool(traced_samples.digests(path)),
+            any(x.name == str(path) for x in lent) or bool(traced_samples.traced_digests(path)),
             f"{path} holds samples of other settings than {folder}: "
-            f"{'; '.join(differences(held, setting) for held in dataset.settings(path)) or 'none'}; to lend their "
-            "shape, they may differ in hardware only, as of a CPU or of a GPU",
+            f"{'; '.join(describe_differences(held, setting) for held in dataset.dataset_settings(path)) or 'none'}; "
+            "to lend their shape, they may differ in hardware only, as of a CPU or of a GPU",
         )
-    return TrainingData(own, setting, known, replays.steps([own], setting), traced, tuple(lent))
+    return TrainingData(own, setting, known, replays.read_step_samples([own], setting), traced, tuple(lent))
 
 
-def is_alike(other: Setting, setting: Setting) -> bool:
-    """True for settings that differ in hardware only, both of a CPU or both of a GPU."""
+def differs_in_hardware_only(other: Setting, setting: Setting) -> bool:
+    """True for two settings that differ in hardware only, both of a CPU or both of a GPU."""
     return (
         other.hardware.startswith("cpu-") == setting.hardware.startswith("cpu-")
         and replace(other, hardware=setting.hardware) == setting
@@ -113,7 +122,7 @@ def train(
     start: NeuralModel | Profile | None = None,
     provenance: Mapping[str, Any] | None = None,
 ) -> Trained:
-    """Train on the train and validation splits, then fit factors of exchanges in steps.
+    """Train a cost model on the train and validation splits, then fit collectives' factors in steps.
 
     Traced steps correct the result (cost/traced_training.py), unless it errs more on held-out ones then.
 
@@ -125,12 +134,12 @@ def train(
 
     shape, lent = None, {}
     if data.lent and start is None:
-        fitted, shape, words = lending.train(
+        fitted, shape, words = lending.train_with_lenders(
             data.known, data.setting, data.lent, config or FitConfig(), progress
         )
         lent = {
             x.name: {
-                "digest": replays.parts_digest(Path(x.name)),
+                "digest": replays.dataset_digest(Path(x.name)),
                 "hardware": x.hardware,
                 "groups": len(x.known.compute),
                 "exchanges": len(x.known.comm),
@@ -141,21 +150,21 @@ def train(
     else:
         fitted = fit.train(data.known.compute, data.known.comm, data.setting, config, progress, start)
     # Factors need the trained model's prices of exchanges, so they come after it.
-    model = step_factors.fit(fitted.model, data.steps)
+    model = step_factors.fit_step_factors(fitted.model, data.steps)
     # Traces tell what a step takes, factors included, so they come last.
-    corrected = traced_training.correct(model, data.traced) if data.traced else None
+    corrected = traced_training.correct_model(model, data.traced) if data.traced else None
     model = corrected.model if corrected else model
     # The digest ties a model to the data that it was trained on.
     about = {
         **model.meta["provenance"],
-        "data": replays.data_digest([data.folder, *(Path(x.name) for x in data.lent)]),
+        "data": replays.datasets_digest([data.folder, *(Path(x.name) for x in data.lent)]),
         **({"lent": lent} if lent else {}),
         **(provenance or {}),
     }
     return Trained(
         replace(model, meta={**model.meta, "provenance": about}),
         fitted.curves,
-        step_factors.summary(fitted.model, model, len(data.steps)) if data.steps else "",
+        step_factors.fit_summary(fitted.model, model, len(data.steps)) if data.steps else "",
         corrected.words if corrected else "",
         corrected.errors if corrected else None,
         tuple(f"{name} {one['words']}" for name, one in lent.items()),
@@ -163,19 +172,21 @@ def train(
     )
 
 
-def judge(model: NeuralModel, known: drift_correction.Measurements, split: str = "test") -> dict[str, float]:
-    """Accuracy on a split of measurements, see accuracy.evaluate."""
+def judge_model(
+    model: NeuralModel, known: drift_correction.Measurements, split: str = "test"
+) -> dict[str, float]:
+    """Accuracy of a cost model on a split of measurements, as flat metrics."""
     return accuracy.evaluate(model, *known.split(split))
 
 
-def read_held_out(model: NeuralModel, folder: Path) -> drift_correction.Measurements:
-    """Measurements of this machine's folder to judge a model by.
+def read_held_out_samples(model: NeuralModel, folder: Path) -> drift_correction.Measurements:
+    """Read this machine's measurements to judge a model by. Raises ShardCoreError if none is held out.
 
     Raises ShardCoreError where none of the groups is held out.
     """
-    known = drift_correction.read(folder, model.setting)
+    known = drift_correction.read_measurements(folder, model.setting)
     require(
-        any(s.error is None for s in accuracy.held_out(known.compute)),
+        any(s.error is None for s in accuracy.held_out_samples(known.compute)),
         f"{folder} holds no held-out samples for ({model.setting}) to judge a model by; measure more",
     )
     return known

@@ -31,11 +31,13 @@ _MOST_LAYERS = 8
 
 
 def require_weights(w: Mapping[str, np.ndarray]) -> None:
-    """Raise ShardCoreError as require_tensors does, and for weights that do not fit together."""
+    """Raise ShardCoreError for a model's weights that are missing, out of range, or do not fit together."""
     k, c, e = len(features.DRIVERS), len(features.CONDITIONS), len(collective_model.EXCHANGE_TERMS)
-    hidden, knots, levels = (_length(w, name) for name in ("contention.0.bias", "band.log_ms", "band.level"))
+    hidden, knots, levels = (
+        _entry_count(w, name) for name in ("contention.0.bias", "band.log_ms", "band.level")
+    )
     in_step = (collective_model.LEAST_IN_STEP, collective_model.MOST_IN_STEP)
-    ran = [(channel, way) for channel in CHANNELS for way in channel.row.ways]
+    ran = [(channel, way) for channel in CHANNELS for way in channel.definition.ways]
     # Signs in these ranges make costs grow with the work.
     declared = {
         "rates": Tensor((k, 2), _RATE),
@@ -52,13 +54,13 @@ def require_weights(w: Mapping[str, np.ndarray]) -> None:
         "band.width": Tensor((knots,), (1e-9, 1e6)),
         "band.level": Tensor((levels,), (0.0, 1.0)),
         "band.error": Tensor((levels,), _ANY),
-        **_network(w, c),
+        **_network_tensors(w, c),
         # Collectives may be unmeasured, and factors exist only with replays.
         **{
-            collective_model.rates_name(*x, payload): Tensor((e,), _RATE, is_optional=True)
+            collective_model.rates_weight_name(*x, payload): Tensor((e,), _RATE, is_optional=True)
             for x in ran
-            if not x[0].row.work
-            for payload in x[0].row.payloads
+            if not x[0].definition.work
+            for payload in x[0].definition.payloads
         },
         **{collective_model.step_factor_name(*x): Tensor((1,), in_step, is_optional=True) for x in ran},
         **{name: Tensor((2,), _RATE, is_optional=True) for name in collective_model.OWN_WORK},
@@ -70,7 +72,7 @@ def require_weights(w: Mapping[str, np.ndarray]) -> None:
 
 
 def _require_band(log_ms: np.ndarray, width: np.ndarray, level: np.ndarray, error: np.ndarray) -> None:
-    """Quantiles have to rise with the level and with the cost, and stay finite."""
+    """Raise ShardCoreError unless error quantiles rise with the level and the cost, and stay finite."""
     lowest, highest = quantiles.LEVELS[0], quantiles.LEVELS[-1]
     require(
         level[0] <= lowest and level[-1] >= highest,
@@ -80,7 +82,7 @@ def _require_band(log_ms: np.ndarray, width: np.ndarray, level: np.ndarray, erro
     for name, values, least in rising:
         require(not (np.diff(values) < least).any(), f"weight {name!r} falls; it needs to rise")
     require(
-        quantiles.rises(log_ms, width, error),
+        quantiles.quantiles_rise(log_ms, width, error),
         "weights 'band.width' and 'band.error' mean quantiles that fall as costs grow",
     )
     require(
@@ -89,8 +91,8 @@ def _require_band(log_ms: np.ndarray, width: np.ndarray, level: np.ndarray, erro
     )
 
 
-def _network(w: Mapping[str, np.ndarray], inputs: int) -> dict[str, Tensor]:
-    """Layers of the correction network. Each takes what the one before gives; the last gives 2."""
+def _network_tensors(w: Mapping[str, np.ndarray], inputs: int) -> dict[str, Tensor]:
+    """Declared shapes of the correction network's layers. The last layer has 2 outputs."""
     layers = (re.fullmatch(r"network\.(\d{1,3})\..*", name) for name in w)
     declared, last = dict[str, Tensor](), max((int(layer[1]) for layer in layers if layer), default=0)
     require(
@@ -98,7 +100,7 @@ def _network(w: Mapping[str, np.ndarray], inputs: int) -> dict[str, Tensor]:
     )
     # The name of a layer gives its number: network.0, network.1, ...
     for i in range(last + 1):
-        outputs = 2 if i == last else _length(w, f"network.{i}.bias")
+        outputs = 2 if i == last else _entry_count(w, f"network.{i}.bias")
         declared |= {
             f"network.{i}.weight": Tensor((inputs, outputs), _ANY),
             f"network.{i}.bias": Tensor((outputs,), _ANY),
@@ -107,6 +109,6 @@ def _network(w: Mapping[str, np.ndarray], inputs: int) -> dict[str, Tensor]:
     return declared
 
 
-def _length(w: Mapping[str, np.ndarray], name: str) -> int:
-    """Entries of a weight that others have to match: at least 1."""
+def _entry_count(w: Mapping[str, np.ndarray], name: str) -> int:
+    """Number of entries of a weight, at least 1."""
     return max(w[name].size, 1) if name in w else 1

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting, Shard, Table
-from shardcore.core.validation import require, shown
+from shardcore.core.validation import require, short_repr
 from shardcore.io import dataset_parts, files
 from shardcore.io.dataset_parts import MEASUREMENT_VERSIONS, Row
 from shardcore.io.measurements import (
@@ -51,22 +51,26 @@ Sample = TypeVar("Sample", ComputeSample, CollectiveSample)
 
 @lru_cache(maxsize=1 << 16)
 def _table_digest(table: Table) -> str:
+    """Digest of a table's JSON, kept for repeated use."""
     return files.digest(files.table_to_json(table))
 
 
 @lru_cache
 def _setting_json(setting: Setting) -> dict[str, Any]:
+    """JSON of a setting, kept for repeated use."""
     return files.setting_to_json(setting)
 
 
 def compute_id(setting: Setting, request: ComputeRequest) -> str:
+    """Id of the measurement of a fused op: digest of setting, request and measurement version."""
     shards = [[_table_digest(s.table), s.row_lo, s.row_hi, s.col_lo, s.col_hi] for s in request.shards]
     return files.digest(
         ["compute", MEASUREMENT_VERSIONS["compute"], _setting_json(setting), request.batch, shards]
     )
 
 
-def comm_id(setting: Setting, request: CollectiveRequest) -> str:
+def collective_id(setting: Setting, request: CollectiveRequest) -> str:
+    """Id of the measurement of a collective: digest of setting, request and measurement version."""
     described = {
         name: value for name, value in vars(request).items() if name not in _USUAL or value != _USUAL[name]
     }
@@ -82,8 +86,8 @@ def comm_id(setting: Setting, request: CollectiveRequest) -> str:
     return files.digest(["comm", MEASUREMENT_VERSIONS["comm"], _setting_json(setting), described])
 
 
-def split_of(sample_id: str) -> str:
-    """ "train", "validation" or "test", in the ratio 8 : 1 : 1.
+def split_of_sample(sample_id: str) -> str:
+    """Split of a sample, by a hash of its id: "train", "validation" or "test", in the ratio 8 : 1 : 1.
 
     It depends on the id only. So a sample keeps its split as the dataset grows.
     """
@@ -96,7 +100,7 @@ def split_of(sample_id: str) -> str:
 
 
 def write_pool(folder: str | Path, tables: Sequence[Table]) -> str:
-    """Write a pool to the folder of the parts whose samples have its tables. Returns its digest."""
+    """Write a pool of tables to the folder of the dataset whose samples use them. Returns the pool's digest."""
     name = files.digest([files.table_to_json(t) for t in tables])
     path = Path(folder) / f"pool-{name}.json"
     try:
@@ -109,11 +113,14 @@ def write_pool(folder: str | Path, tables: Sequence[Table]) -> str:
     return name
 
 
-def write_compute(folder: str | Path, samples: Sequence[ComputeSample], pool: str) -> Path:
-    """Write compute samples as one part. pool: digest of the pool with their tables, from write_pool."""
+def write_compute_samples(folder: str | Path, samples: Sequence[ComputeSample], pool: str) -> Path:
+    """Write compute samples to a dataset folder as one Parquet part.
+
+    pool: digest of the pool with the samples' tables, from write_pool.
+    """
     rows = [
         {
-            **_common(s, "compute"),
+            **_common_columns(s, "compute"),
             "pool": pool,
             "shards": [
                 {
@@ -139,11 +146,11 @@ def write_compute(folder: str | Path, samples: Sequence[ComputeSample], pool: st
     return dataset_parts.write_part(folder, "compute", rows)
 
 
-def write_comm(folder: str | Path, samples: Sequence[CollectiveSample]) -> Path:
-    """Write samples of collectives as one part."""
+def write_collective_samples(folder: str | Path, samples: Sequence[CollectiveSample]) -> Path:
+    """Write samples of collectives to a dataset folder as one Parquet part."""
     rows = [
         {
-            **_common(s, "comm"),
+            **_common_columns(s, "comm"),
             **{k: getattr(s.request, k) for k in ("collective", "payload", "hosts", "busy_ms", "group")},
             "emulated_between_gbit_s": s.request.emulated and s.request.emulated.between_gbit_s,
             "emulated_within_gbit_s": s.request.emulated and s.request.emulated.within_gbit_s,
@@ -163,7 +170,8 @@ def write_comm(folder: str | Path, samples: Sequence[CollectiveSample]) -> Path:
     return dataset_parts.write_part(folder, "comm", rows)
 
 
-def _common(sample: ComputeSample | CollectiveSample, kind: str) -> Row:
+def _common_columns(sample: ComputeSample | CollectiveSample, kind: str) -> Row:
+    """Columns that compute and collective samples have in common."""
     s = sample.setting
     return {
         "id": sample.id,
@@ -181,36 +189,36 @@ def _common(sample: ComputeSample | CollectiveSample, kind: str) -> Row:
 # --- reading ------------------------------------------------------------------------------------------------
 
 
-def read_compute(folder: str | Path, setting: Setting | None = None) -> list[ComputeSample]:
-    """The compute samples of a folder (of one setting), each with its best known timing."""
-    return best_known(read_timings(folder, setting))
+def read_compute_samples(folder: str | Path, setting: Setting | None = None) -> list[ComputeSample]:
+    """Compute samples of a dataset folder (of one setting), each with its best timing."""
+    return most_precise_samples(read_compute_timings(folder, setting))
 
 
-def read_comm(folder: str | Path, setting: Setting | None = None) -> list[CollectiveSample]:
-    """The samples of collectives in a folder (of one setting), as read_compute."""
-    return best_known(_comm(folder, setting))
+def read_collective_samples(folder: str | Path, setting: Setting | None = None) -> list[CollectiveSample]:
+    """Samples of collectives in a dataset folder (of one setting), each with its best timing."""
+    return most_precise_samples(_read_collective_timings(folder, setting))
 
 
-def best_known(samples: Iterable[Sample]) -> list[Sample]:
-    """Each id once, in order of ids.
+def most_precise_samples(samples: Iterable[Sample]) -> list[Sample]:
+    """One sample for each id, sorted by id: the best of repeated timings.
 
     A timing without error is preferred, then the most precise one, then the latest.
     """
 
-    def precision(sample: Sample) -> float:
+    def timing_precision(sample: Sample) -> float:
         # Collectives have no confidence interval, and some compute samples lack it.
         relative_ci = getattr(sample, "relative_ci", None)
         return -math.inf if relative_ci is None else -relative_ci
 
     best = {}
     # In rising order of preference, so that the best one of each id is written last.
-    for sample in sorted(samples, key=lambda s: (s.error is None, precision(s), s.measured_at)):
+    for sample in sorted(samples, key=lambda s: (s.error is None, timing_precision(s), s.measured_at)):
         best[sample.id] = sample
     return [best[k] for k in sorted(best)]
 
 
-def repeated(timings: Iterable[Sample]) -> list[list[Sample]]:
-    """Samples with several timings, the most often timed first. Timings are in order of time.
+def repeated_samples(timings: Iterable[Sample]) -> list[list[Sample]]:
+    """Samples that were timed several times, grouped by id, the most often timed first; each group in order of time.
 
     They are the reference op, and samples that were measured again to show how far timings agree.
     """
@@ -224,10 +232,10 @@ def repeated(timings: Iterable[Sample]) -> list[list[Sample]]:
     )
 
 
-def read_timings(
+def read_compute_timings(
     folder: str | Path, setting: Setting | None = None, most: int | None = None
 ) -> list[ComputeSample]:
-    """Timings and failures of the compute samples in a folder (of one setting).
+    """All timings and failures of the compute samples in a dataset folder (of one setting).
 
     most: number of timings and failures to read. None: all. A merged part is sorted by id, which is a digest, so its
       first rows are a random subset.
@@ -235,27 +243,27 @@ def read_timings(
     pools: dict[str, dict[str, Table]] = {}
     tables: dict[tuple[str, str, int, str, bool], Table] = {}
 
-    def table(pool: str, name: str, dim: int, precision: str, sequence: bool) -> Table:
+    def pool_table(pool: str, name: str, dim: int, precision: str, sequence: bool) -> Table:
         key = (pool, name, dim, precision, sequence)
         # Equal tables are one object, as thousands of samples share a few tables.
         if key not in tables:
             if pool not in pools:
                 if not files.DIGEST.fullmatch(pool):
                     raise ShardCoreError(
-                        f"its pool is {shown(pool)}; it needs the 16 hex digits of a pool's digest"
+                        f"its pool is {short_repr(pool)}; it needs the 16 hex digits of a pool's digest"
                     )
                 pools[pool] = {t.name: t for t in files.read_pool(Path(folder) / f"pool-{pool}.json")}
             if name not in pools[pool]:
-                raise ShardCoreError(f"its pool {pool} has no table {shown(name)}")
+                raise ShardCoreError(f"its pool {pool} has no table {short_repr(name)}")
             tables[key] = dataclasses.replace(
                 pools[pool][name], dim=dim, precision=precision, sequence=sequence
             )
         return tables[key]
 
-    def sample(row: Row) -> ComputeSample:
+    def build_sample(row: Row) -> ComputeSample:
         shards = tuple(
             Shard(
-                table(row["pool"], s["table"], s["dim"], row["precision"], row["sequence"]),
+                pool_table(row["pool"], s["table"], s["dim"], row["precision"], row["sequence"]),
                 s["row_lo"],
                 s["row_hi"],
                 s["col_lo"],
@@ -276,14 +284,16 @@ def read_timings(
             order=row["order"],
             software=row["software"],
         )
-        _require_id(read.id, compute_id(read.setting, read.request))
+        _require_matching_id(read.id, compute_id(read.setting, read.request))
         return read
 
-    return _samples(folder, "compute", setting, sample, most)
+    return _build_samples(folder, "compute", setting, build_sample, most)
 
 
-def _comm(folder: str | Path, setting: Setting | None) -> list[CollectiveSample]:
-    def sample(row: Row) -> CollectiveSample:
+def _read_collective_timings(folder: str | Path, setting: Setting | None) -> list[CollectiveSample]:
+    """All timings and failures of the samples of collectives in a dataset folder (of one setting)."""
+
+    def build_sample(row: Row) -> CollectiveSample:
         between, within = row["emulated_between_gbit_s"], row["emulated_within_gbit_s"]
         require(
             between is not None or within is None,
@@ -316,20 +326,20 @@ def _comm(folder: str | Path, setting: Setting | None) -> list[CollectiveSample]
             oversubscribed=row["oversubscribed"],
             work_ms=row["work_ms"] and tuple(row["work_ms"]),
         )
-        _require_id(read.id, comm_id(read.setting, read.request))
+        _require_matching_id(read.id, collective_id(read.setting, read.request))
         return read
 
-    return _samples(folder, "comm", setting, sample)
+    return _build_samples(folder, "comm", setting, build_sample)
 
 
-def _samples(
+def _build_samples(
     folder: str | Path,
     kind: str,
     setting: Setting | None,
     make: Callable[[Row], Sample],
     most: int | None = None,
 ) -> list[Sample]:
-    """The samples that `make` builds from rows of a kind (the first `most`), each timing once.
+    """Samples built by `make` from a dataset's rows of a kind (the first `most` rows), each timing once.
 
     Raises ShardCoreError naming an invalid sample.
     """
@@ -341,19 +351,22 @@ def _samples(
         except (TypeError, ShardCoreError) as error:
             reason = error if isinstance(error, ShardCoreError) else "it has an entry that is nothing"
             raise ShardCoreError(
-                f"{row['part']} is no part of a dataset, sample {shown(row['id'])}: {reason}; remove it"
+                f"{row['part']} is no part of a dataset, sample {short_repr(row['id'])}: {reason}; remove it"
             ) from None
     return list(samples.values())
 
 
 def merge_parts(folder: str | Path) -> None:
-    """Merge parts, see dataset_parts.merge. Raises ShardCoreError naming an invalid sample."""
-    dataset_parts.merge(
-        folder, lambda kind: read_timings(folder) if kind == "compute" else _comm(folder, None)
+    """Merge the Parquet parts of a dataset folder. Raises ShardCoreError naming an invalid sample."""
+    dataset_parts.merge_parts(
+        folder,
+        lambda kind: (
+            read_compute_timings(folder) if kind == "compute" else _read_collective_timings(folder, None)
+        ),
     )
 
 
-def _require_id(read: str, right: str) -> None:
+def _require_matching_id(read: str, right: str) -> None:
     # The request was edited: a model would learn its timing for another request.
     require(read == right, f"its request has the id {right}")
 
@@ -361,8 +374,8 @@ def _require_id(read: str, right: str) -> None:
 # --- questions ----------------------------------------------------------------------------------------------
 
 
-def settings(folder: str | Path) -> list[Setting]:
-    """Settings of the compute samples in a folder."""
+def dataset_settings(folder: str | Path) -> list[Setting]:
+    """Settings of the compute samples in a dataset folder."""
     rows = dataset_parts.read_rows(
         folder,
         "compute",
@@ -371,14 +384,14 @@ def settings(folder: str | Path) -> list[Setting]:
     return sorted({row["setting"] for row in rows}, key=str)
 
 
-def read_ids(folder: str | Path, kind: str) -> set[str]:
-    """Ids of a kind's samples with a timing. Those that failed are left out, so they are measured again."""
+def read_timed_ids(folder: str | Path, kind: str) -> set[str]:
+    """Ids of a dataset's samples of a kind that have a timing. Failed samples are left out, to be measured again."""
     rows = dataset_parts.read_rows(folder, kind, None, columns=["id", "error", "measurement_version"])
     return {row["id"] for row in rows if row["error"] is None}
 
 
-def disturbed_ids(folder: str | Path, tolerance: float) -> set[str]:
-    """Ids of disturbed compute samples, to be measured again.
+def disturbed_sample_ids(folder: str | Path, tolerance: float) -> set[str]:
+    """Ids of compute samples in a dataset with an outlying confidence interval, to be measured again.
 
     They were timed once, with a confidence interval over twice as wide as both the usual one and `tolerance`.
     Samples of fewer than six repeats have no interval, and are left alone.
@@ -395,21 +408,24 @@ def disturbed_ids(folder: str | Path, tolerance: float) -> set[str]:
     return {k for k, widths in intervals.items() if len(widths) == 1 and most < widths[0] < math.inf}
 
 
-def usual_ms(folder: str | Path, setting: Setting, request: ComputeRequest) -> float | None:
-    """Forward + backward ms of a request at a slowdown of 1. None if the folder has no timing of it."""
+def median_ms(folder: str | Path, setting: Setting, request: ComputeRequest) -> float | None:
+    """Median forward + backward ms of a fused op at the machine's usual speed; None if the dataset folder has no
+    timing."""
     key = compute_id(setting, request)
-    return next((s.total_ms for s in read_compute(folder, setting) if s.id == key and s.error is None), None)
+    return next(
+        (s.total_ms for s in read_compute_samples(folder, setting) if s.id == key and s.error is None), None
+    )
 
 
 def reference_op(folder: str | Path, setting: Setting) -> ReferenceOp | None:
-    """The reference op of a folder's compute samples. None if too few timings show which one it is."""
-    if not has_reference_op(repeats := repeated(read_timings(folder, setting))):
+    """Reference op of a dataset's compute samples and its usual ms; None if too few timings identify the op."""
+    if not has_reference_op(repeats := repeated_samples(read_compute_timings(folder, setting))):
         return None
     return repeats[0][0].request, statistics.median(s.total_ms for s in repeats[0])
 
 
 def has_reference_op(repeats: Sequence[Sequence[ComputeSample]]) -> bool:
-    """Tell if the first of `repeats` (see `repeated`) is the reference op.
+    """Tell if the most often timed sample is the reference op, which runs throughout a measurement.
 
     Samples carry no mark of their purpose, so counts decide: it was timed more than twice as often as any
     other.

@@ -24,9 +24,9 @@ import pyarrow.parquet as pq
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting
-from shardcore.core.validation import shown
+from shardcore.core.validation import short_repr
 from shardcore.io import writing
-from shardcore.io.schema import MOST_FILE_BYTES, errors_named, names_in, read_bytes
+from shardcore.io.schema import MOST_FILE_BYTES, list_names, prefix_errors, read_bytes
 
 MEASUREMENT_VERSIONS = {"compute": 2, "comm": 3}
 """Version of each kind, raised by hand when the meaning of a timing changes. Older samples then no longer count.
@@ -132,7 +132,7 @@ Row = dict[str, Any]
 
 
 def write_part(folder: str | Path, kind: str, rows: list[Row]) -> Path:
-    """Write rows of a kind ("compute" or "comm") as one part.
+    """Write a dataset's rows of a kind ("compute" or "comm") as one Parquet file.
 
     Raises ShardCoreError for rows that no reader would take, such as very many equal ones.
     """
@@ -144,7 +144,7 @@ def write_part(folder: str | Path, kind: str, rows: list[Row]) -> Path:
     # Equal content gets an equal name, so copies of a part merge into one.
     path = Path(folder) / f"{kind}-{hashlib.sha256(content).hexdigest()[:24]}.parquet"
     # A part that no reader takes would make the whole dataset unreadable.
-    _bounded(content, path)
+    _read_bounded(content, path)
     writing.write_atomic(path, content)
     return path
 
@@ -152,25 +152,26 @@ def write_part(folder: str | Path, kind: str, rows: list[Row]) -> Path:
 def read_rows(
     folder: str | Path, kind: str, setting: Setting | None = None, columns: list[str] | None = None
 ) -> Iterator[Row]:
-    """Rows (of one setting) of the current version in MEASUREMENT_VERSIONS.
+    """Iterate over a dataset's rows of a kind (of one setting) that have the current measurement version.
 
     Rows that include the setting's columns also get the keys `setting` and `part`.
     """
-    for path, rows in _read_parts(folder, kind, columns).items():
+    for path, rows in _read_all_parts(folder, kind, columns).items():
         for row in rows:
             # Old samples stay on disk, but their timings mean something else.
             if row["measurement_version"] != MEASUREMENT_VERSIONS[kind]:
                 continue
             if "hardware" in row:
                 fields = row["hardware"], row["setting_batch"], row["precision"], row["optimizer"]
-                with errors_named(path):
+                with prefix_errors(path):
                     row |= {"part": path, "setting": Setting(*fields)}
             if setting is None or row["setting"] == setting:
                 yield row
 
 
-def merge(folder: str | Path, require: Callable[[str], object]) -> None:
-    """Merge all parts of each kind into one (or a few, for very many samples), without losing samples.
+def merge_parts(folder: str | Path, require: Callable[[str], object]) -> None:
+    """Merge all Parquet parts of each kind in a dataset folder into one (or a few, for very many samples), without
+    losing samples.
 
     require: raises for a kind with an invalid sample, which would spoil the merged part.
 
@@ -182,7 +183,7 @@ def merge(folder: str | Path, require: Callable[[str], object]) -> None:
             if time.time() - unfinished.lstat().st_mtime > 3600:
                 unfinished.unlink()
     for kind in _SCHEMAS:
-        parts = {path: rows for path, rows in _read_parts(folder, kind).items() if rows}
+        parts = {path: rows for path, rows in _read_all_parts(folder, kind).items() if rows}
         if len(parts) < 2:
             continue
         require(kind)
@@ -205,21 +206,23 @@ def merge(folder: str | Path, require: Callable[[str], object]) -> None:
             path.unlink(missing_ok=True)
 
 
-def _read_parts(folder: str | Path, kind: str, columns: list[str] | None = None) -> dict[Path, list[Row]]:
-    """All parts of a kind. Retried if another process merges them meanwhile."""
+def _read_all_parts(folder: str | Path, kind: str, columns: list[str] | None = None) -> dict[Path, list[Row]]:
+    """Rows of all Parquet parts of a kind in a dataset folder, by path; retried if another process merges parts
+    meanwhile."""
     while True:
-        paths = _parts(folder, kind)
+        paths = _part_paths(folder, kind)
         try:
             return {path: _read_part(path, kind, columns) for path in paths}
         except ShardCoreError:
-            if _parts(folder, kind) == paths:
+            if _part_paths(folder, kind) == paths:
                 raise
 
 
-def _parts(folder: str | Path, kind: str) -> list[Path]:
-    """The parts of a kind, sorted by name. Raises ShardCoreError for a wrong name and for a broken link."""
+def _part_paths(folder: str | Path, kind: str) -> list[Path]:
+    """Paths of a dataset's Parquet parts of a kind, sorted. Raises ShardCoreError for a wrong name and for a broken
+    link."""
     parts = []
-    for path in (Path(folder) / name for name in names_in(folder)):
+    for path in (Path(folder) / name for name in list_names(folder)):
         if not path.name.startswith(f"{kind}-") or path.suffix != ".parquet":
             continue
         if not _PART.fullmatch(path.name):
@@ -231,7 +234,7 @@ def _parts(folder: str | Path, kind: str) -> list[Path]:
 
 
 def _read_part(path: Path, kind: str, columns: list[str] | None) -> list[Row]:
-    """Rows of a part. Empty if all are of other versions than MEASUREMENT_VERSIONS."""
+    """Rows of a Parquet part of a dataset; empty if all have outdated measurement versions."""
     content = read_bytes(path)
     if f"{hashlib.sha256(content).hexdigest()[:24]}.parquet" != path.name.split("-", 1)[1]:
         raise ShardCoreError(
@@ -239,7 +242,7 @@ def _read_part(path: Path, kind: str, columns: list[str] | None) -> list[Row]:
             "Remove it, and a rerun of `measure` measures only what it held"
         )
     try:
-        return _rows_of(content, kind, columns, path)
+        return _decode_rows(content, kind, columns, path)
     except (pa.ArrowException, OSError, ValueError, TypeError, KeyError, OverflowError, MemoryError) as error:
         if isinstance(error, ShardCoreError):
             raise
@@ -248,8 +251,8 @@ def _read_part(path: Path, kind: str, columns: list[str] | None) -> list[Row]:
         ) from None
 
 
-def _bounded(content: bytes, path: Path) -> tuple[pa.Table, pa.Schema]:
-    """The table of a part, and the schema in its file.
+def _read_bounded(content: bytes, path: Path) -> tuple[pa.Table, pa.Schema]:
+    """Arrow table and file schema of a Parquet part, read within limits of memory.
 
     Raises ShardCoreError for a part that would fill memory.
     """
@@ -257,19 +260,20 @@ def _bounded(content: bytes, path: Path) -> tuple[pa.Table, pa.Schema]:
     groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
     columns_of = [group.column(i) for group in groups for i in range(group.num_columns)]
     # Sizes are checked before unpacking, as a hostile file could fill memory.
-    _require_size(path, "values", [c.num_values for c in columns_of], len(content), _MOST_VALUES)
-    _require_size(path, "bytes", [max(g.total_byte_size, 0) for g in groups], 0, (MOST_FILE_BYTES, 0))
+    _require_bounded_size(path, "values", [c.num_values for c in columns_of], len(content), _MOST_VALUES)
+    _require_bounded_size(path, "bytes", [max(g.total_byte_size, 0) for g in groups], 0, (MOST_FILE_BYTES, 0))
     physical = map(file.schema.column, range(len(file.schema)))
     text = [column.path for column in physical if column.physical_type == "BYTE_ARRAY"]
     # As dictionaries, repeated text is in memory once. No threads, as Arrow's can abort a process that ends.
     table = pq.ParquetFile(pa.BufferReader(content), read_dictionary=text).read(use_threads=False)
-    written_out = [_characters(chunk) for column in table.columns for chunk in column.chunks]
-    _require_size(path, "characters", written_out, len(content), _MOST_TEXT)
+    written_out = [_count_characters(chunk) for column in table.columns for chunk in column.chunks]
+    _require_bounded_size(path, "characters", written_out, len(content), _MOST_TEXT)
     return table, file.schema_arrow
 
 
-def _rows_of(content: bytes, kind: str, columns: list[str] | None, path: Path) -> list[Row]:
-    schema, (table, in_file) = _SCHEMAS[kind], _bounded(content, path)
+def _decode_rows(content: bytes, kind: str, columns: list[str] | None, path: Path) -> list[Row]:
+    """Rows of a Parquet part's content, after checks of columns and version."""
+    schema, (table, in_file) = _SCHEMAS[kind], _read_bounded(content, path)
     if (
         "measurement_version" in table.schema.names
         and MEASUREMENT_VERSIONS[kind] not in table.column("measurement_version").unique().to_pylist()
@@ -287,7 +291,7 @@ def _require_columns(table: pa.Table, in_file: pa.Schema, schema: pa.Schema, pat
         raise ShardCoreError(f"{path} lacks the column {missing[0]!r} of this ShardCore's dataset format")
     if unknown := sorted(set(table.schema.names) - set(schema.names)):
         raise ShardCoreError(
-            f"{path} has an unknown column {shown(unknown[0])}; known are {', '.join(schema.names)}"
+            f"{path} has an unknown column {short_repr(unknown[0])}; known are {', '.join(schema.names)}"
         )
     for field in schema:
         if (found := in_file.field(field.name).type) != field.type:
@@ -296,17 +300,20 @@ def _require_columns(table: pa.Table, in_file: pa.Schema, schema: pa.Schema, pat
         raise ShardCoreError(f"{path} has nothing in column {nulls[0]!r} of some sample")
 
 
-def _require_size(path: Path, what: str, sizes: Sequence[int], content: int, most: tuple[int, int]) -> None:
+def _require_bounded_size(
+    path: Path, what: str, sizes: Sequence[int], content: int, most: tuple[int, int]
+) -> None:
+    """Raise ShardCoreError if the sizes sum to more than a limit that grows with the file's size."""
     limit = most[0] + most[1] * content
     if min(sizes, default=0) < 0 or sum(sizes) > limit:
         raise ShardCoreError(f"{path} has {sum(sizes):,} {what}; a part of its size has at most {limit:,}")
 
 
-def _characters(array: pa.Array) -> int:
-    """Characters of all text in an array of dictionaries, with repeated text counted each time."""
+def _count_characters(array: pa.Array) -> int:
+    """Number of characters of all text in a dictionary-encoded Arrow array, with repeated text counted each time."""
     if pa.types.is_dictionary(array.type):
         lengths = pc.call_function("binary_length", [array.dictionary])
         return pc.call_function("sum", [pc.take(lengths, array.indices).cast(pa.int64())]).as_py() or 0
     if pa.types.is_struct(array.type):
-        return sum(_characters(x) for x in array.flatten())
-    return _characters(array.flatten()) if pa.types.is_list(array.type) else 0
+        return sum(_count_characters(x) for x in array.flatten())
+    return _count_characters(array.flatten()) if pa.types.is_list(array.type) else 0

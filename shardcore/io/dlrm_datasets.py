@@ -15,11 +15,11 @@ import torch
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Table
 from shardcore.io import schema
-from shardcore.step.access import reuse_of
+from shardcore.step.access import reuse_from_ids
 
 
-def dlrm_datasets_pool(path: str | Path, dim: int = 64) -> tuple[Table, ...]:
-    """The tables of a dlrm_datasets file (`.pt.gz`, or unpacked `.pt`), named t000, t001, ...
+def read_dlrm_datasets_pool(path: str | Path, dim: int = 64) -> tuple[Table, ...]:
+    """Read the tables of a dlrm_datasets file (`.pt.gz`, or unpacked `.pt`), named t000, t001, ...
 
     dim: dim of every table. The release has none.
 
@@ -35,11 +35,12 @@ def dlrm_datasets_pool(path: str | Path, dim: int = 64) -> tuple[Table, ...]:
     for t, (lo, hi) in enumerate(itertools.pairwise(offsets[::batch].tolist())):
         ids = indices[lo:hi].numpy()
         rows = int(ids.max()) + 1 if len(ids) else 1
-        tables.append(Table(f"t{t:03d}", rows, dim, len(ids) / batch, reuse_of(ids, batch)))
+        tables.append(Table(f"t{t:03d}", rows, dim, len(ids) / batch, reuse_from_ids(ids, batch)))
     return tuple(tables)
 
 
 def _read_batch(path: Path) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Indices, offsets and lengths of the batch in a dlrm_datasets file."""
     what = f"dlrm_datasets file {str(path)!r}"
     wanted = (
         "it needs to be the torch.save of (indices, offsets [tables × batch + 1], lengths [tables, batch])"
@@ -50,8 +51,8 @@ def _read_batch(path: Path) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     schema.require_file(path)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            plain = _unpacked(path, Path(folder))
-            schema.require_stored(plain)
+            plain = _unpacked_file(path, Path(folder))
+            schema.require_uncompressed_zip(plain)
             # A downloaded pickle must not run code.
             content = torch.load(plain, weights_only=True, map_location="cpu", mmap=True)
         except ShardCoreError:
@@ -71,13 +72,14 @@ def _read_batch(path: Path) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         for x in tensors
     )
     if len(tensors) != 3 or not whole:
-        raise ShardCoreError(f"{what} holds {_kind(content)}; {wanted}, whole numbers all")
-    for problem in _batch_problems(*tensors):
+        raise ShardCoreError(f"{what} holds {_describe_content(content)}; {wanted}, whole numbers all")
+    for problem in _batch_faults(*tensors):
         raise ShardCoreError(f"{what} {problem}; {wanted}")
     return tensors
 
 
-def _batch_problems(indices: torch.Tensor, offsets: torch.Tensor, lengths: torch.Tensor) -> Iterator[str]:
+def _batch_faults(indices: torch.Tensor, offsets: torch.Tensor, lengths: torch.Tensor) -> Iterator[str]:
+    """Faults of a batch of lookups: wrong shapes, negative values, offsets that do not match lengths."""
     shapes = [list(x.shape) for x in (indices, offsets, lengths)]
     if lengths.ndim != 2 or 0 in lengths.shape or indices.ndim != 1 or shapes[1] != [lengths.numel() + 1]:
         yield f"has indices {shapes[0]}, offsets {shapes[1]}, lengths {shapes[2]}"
@@ -95,16 +97,17 @@ def _batch_problems(indices: torch.Tensor, offsets: torch.Tensor, lengths: torch
         yield f"has a negative index {int(indices.min())}"
 
 
-def _unpacked(path: Path, folder: Path) -> Path:
-    """`path`, or a file of its unpacked content if it is gzipped, as torch.load needs to seek."""
-    if not schema.gzip_parts(path):
+def _unpacked_file(path: Path, folder: Path) -> Path:
+    """Path of the unpacked content of a file: `path` itself, or a new file in `folder` if gzipped."""
+    if not schema.count_gzip_members(path):
         return path
     with (folder / "batch.pt").open("wb") as plain:
         plain.writelines(schema.unpacked_chunks(path))
     return folder / "batch.pt"
 
 
-def _kind(content: object) -> str:
+def _describe_content(content: object) -> str:
+    """Describe the types of loaded content, for error messages."""
     if isinstance(content, (tuple, list)):
         kinds = (str(getattr(x, "dtype", type(x).__name__)) for x in content[:4])
         return f"{len(content)} objects ({', '.join(kinds)})"

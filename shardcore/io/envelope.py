@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.validation import shown
+from shardcore.core.validation import short_repr
 from shardcore.io.schema import Readable, read_json
 
 VERSIONS = {
@@ -42,13 +42,13 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]
 
 
-def document(schema: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    """The body with its schema and version."""
+def with_schema(schema: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    """A JSON document: body with the name of a schema and its version."""
     return {"schema": f"shardcore/{schema}", "version": VERSIONS[schema], **body}
 
 
 def is_document(path: str | Path, schema: str) -> bool:
-    """Tell if a file has a schema."""
+    """Tell if a file is a JSON document of a schema."""
     try:
         data = read_json(path)
     except ShardCoreError:
@@ -57,13 +57,13 @@ def is_document(path: str | Path, schema: str) -> bool:
 
 
 def open_document(path: str | Path | Readable, schema: str) -> dict[str, Any]:
-    """The body of a document's file. Raises ShardCoreError as `read_json` and `opened` do."""
-    return opened(read_json(path), schema, path)
+    """Read the body of a JSON document of a schema. Raises ShardCoreError as `read_json` and `document_body` do."""
+    return document_body(read_json(path), schema, path)
 
 
-def opened(data: Any, schema: str, path: object) -> dict[str, Any]:
-    """The body of a document that was read from a path. Raises ShardCoreError for another schema or version."""
-    head = document(schema, {})
+def document_body(data: Any, schema: str, path: object) -> dict[str, Any]:
+    """Body of a parsed JSON document. Raises ShardCoreError for another schema or version."""
+    head = with_schema(schema, {})
     if missing := [key for key in head if not isinstance(data, dict) or key not in data]:
         raise ShardCoreError(
             f"{path} lacks {' and '.join(map(repr, missing))}; it needs to be an object with {json.dumps(head)[1:-1]}"
@@ -72,22 +72,22 @@ def opened(data: Any, schema: str, path: object) -> dict[str, Any]:
         grouped = ": it is of one sharding group, which only price and export read" * (
             found == "shardcore/grouped-plan"
         )
-        raise ShardCoreError(f"{path} has schema {shown(found)}{grouped}; expected {head['schema']!r}")
+        raise ShardCoreError(f"{path} has schema {short_repr(found)}{grouped}; expected {head['schema']!r}")
     if type(data["version"]) is not int or data["version"] != head["version"]:
         raise ShardCoreError(
-            f"{path} has version {shown(data['version'])} of {found}; this ShardCore reads {head['version']}"
+            f"{path} has version {short_repr(data['version'])} of {found}; this ShardCore reads {head['version']}"
         )
     return {k: v for k, v in data.items() if k not in ("schema", "version")}
 
 
-def seal(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The body with its digest."""
+def add_digest(body: Mapping[str, Any]) -> dict[str, Any]:
+    """A document's body with the digest of its content."""
     return {**body, "digest": digest(body)}
 
 
-def unseal(body: dict[str, Any], path: object) -> dict[str, Any]:
-    """The body without its digest, which is removed. Raises ShardCoreError if it does not match."""
+def remove_digest(body: dict[str, Any], path: object) -> dict[str, Any]:
+    """A document's body without its digest, which is checked. Raises ShardCoreError for a wrong digest."""
     if (found := body.pop("digest", None)) != digest(body):
-        fault = "lacks its digest" if found is None else f"does not match its digest {shown(found)}"
+        fault = "lacks its digest" if found is None else f"does not match its digest {short_repr(found)}"
         raise ShardCoreError(f"{path} {fault}; it was edited after ShardCore wrote it")
     return body

@@ -20,16 +20,24 @@ from typing import Any
 
 from shardcore.core.access_statistics import Reuse, Zipf
 from shardcore.core.constraints import Constraints
-from shardcore.core.errors import Overfull, ShardCoreError, after_name
+from shardcore.core.errors import Overfull, ShardCoreError, message_with_name
 from shardcore.core.job import Job
-from shardcore.core.topology import Device, Topology, default_reserve
+from shardcore.core.topology import Device, Topology, default_reserved_bytes
 from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
-from shardcore.core.validation import MOST_DEVICES, Rule, require, require_type, shown
-from shardcore.io.envelope import digest, document, is_document, open_document, seal, unseal
-from shardcore.io.schema import Readable, build, each, errors_named, is_whole, read, require_once
+from shardcore.core.validation import MOST_DEVICES, Rule, require, require_type, short_repr
+from shardcore.io.envelope import add_digest, digest, is_document, open_document, remove_digest, with_schema
+from shardcore.io.schema import (
+    Readable,
+    build_record,
+    convert_value,
+    is_whole_number,
+    map_collecting_errors,
+    prefix_errors,
+    require_unique,
+)
 from shardcore.io.writing import write_json
-from shardcore.step.kinds import LAYOUTS, layout_of
-from shardcore.step.lower import require_plan
+from shardcore.step.kinds import LAYOUTS, layout_of_kind
+from shardcore.step.lower import require_valid_plan
 from shardcore.step.sharding_groups import GroupedPlan, Grouping, problem_of_group
 
 DIGEST = re.compile(r"[0-9a-f]{16}")
@@ -40,7 +48,9 @@ require_digest = Rule(lambda text: DIGEST.fullmatch(text) is not None, "it needs
 # --- tables, problems ---------------------------------------------------------------------------------------
 
 
-def _given(record: Any, always: Collection[str] = (), never: Collection[str] = ()) -> dict[str, Any]:
+def _non_default_fields(
+    record: Any, always: Collection[str] = (), never: Collection[str] = ()
+) -> dict[str, Any]:
     """JSON of the fields of a record that differ from their defaults.
 
     Files written before a field was added thus keep the digest that their plans know.
@@ -57,30 +67,32 @@ def _given(record: Any, always: Collection[str] = (), never: Collection[str] = (
 
 
 def table_to_json(table: Table) -> dict[str, Any]:
+    """JSON object of an embedding table."""
     if isinstance(table.access, Reuse):
         access = {"reuse": {"bins": list(table.access.bins), "batch": table.access.batch}}
     else:
         access = {"zipf_alpha": table.access.alpha}
     required = {name: getattr(table, name) for name in ("name", "rows", "dim", "pooling")}
-    return {**required, **access, **_given(table, never=(*required, "access"))}
+    return {**required, **access, **_non_default_fields(table, never=(*required, "access"))}
 
 
 def table_from_json(data: Any, what: str) -> Table:
+    """Embedding table of a JSON object. Raises ShardCoreError naming the table and what is wrong."""
     if not isinstance(data, Mapping):
         raise ShardCoreError(
-            f"{what} is {shown(data)}; it needs to be a table: name, rows, dim, pooling and access statistics"
+            f"{what} is {short_repr(data)}; it needs to be a table: name, rows, dim, pooling and access statistics"
         )
-    what = f"{what}, table {shown(data.get('name'))}"
+    what = f"{what}, table {short_repr(data.get('name'))}"
     if "reuse" in data and "zipf_alpha" in data:
         raise ShardCoreError(f"{what} has both reuse and zipf_alpha; it needs one of them")
     given: dict[str, Any] = {}
     if "reuse" in data:
-        given["access"] = partial(build, Reuse, data["reuse"], f"{what}: reuse")
+        given["access"] = partial(build_record, Reuse, data["reuse"], f"{what}: reuse")
     elif "zipf_alpha" in data:
-        given["access"] = partial(build, Zipf, {"alpha": data["zipf_alpha"]}, what)
+        given["access"] = partial(build_record, Zipf, {"alpha": data["zipf_alpha"]}, what)
     elif "access" in data:
         raise ShardCoreError(f"{what} has a key 'access'; it needs 'reuse' or 'zipf_alpha'")
-    return build(
+    return build_record(
         Table,
         {k: v for k, v in data.items() if k not in ("reuse", "zipf_alpha")},
         what,
@@ -90,9 +102,10 @@ def table_from_json(data: Any, what: str) -> Table:
 
 
 def problem_to_json(problem: Problem) -> dict[str, Any]:
+    """JSON document of a problem."""
     topology, constraints = problem.topology, problem.constraints
-    job = _given(problem.job)
-    return document(
+    job = _non_default_fields(problem.job)
+    return with_schema(
         "problem",
         {
             "name": problem.name,
@@ -106,11 +119,11 @@ def problem_to_json(problem: Problem) -> dict[str, Any]:
                 ],
                 "hardware": topology.hardware,
                 **({"rows_over": topology.rows_over} if topology.rows_over else {}),
-                **({"links": [_given(x) for x in topology.links]} if topology.links else {}),
-                **({"memory": [_given(x) for x in topology.memory]} if topology.memory else {}),
+                **({"links": [_non_default_fields(x) for x in topology.links]} if topology.links else {}),
+                **({"memory": [_non_default_fields(x) for x in topology.memory]} if topology.memory else {}),
             },
             "constraints": {
-                **_given(constraints, always=("reserved_bytes", "unsplit")),
+                **_non_default_fields(constraints, always=("reserved_bytes", "unsplit")),
                 **{
                     name: dict(getattr(constraints, name)) for name in _BY_TABLE if getattr(constraints, name)
                 },
@@ -130,24 +143,25 @@ _BY_TABLE = {
 
 
 def _constraints_from_json(data: Any, what: str) -> Constraints:
+    """Constraints of the JSON object in a problem's file."""
     if not isinstance(data, Mapping):
-        return build(Constraints, data, what)
+        return build_record(Constraints, data, what)
     pairs = {name: data[name] for name in _BY_TABLE if name in data}
     for name, by_table in pairs.items():
         require(
             isinstance(by_table, Mapping),
-            f"{what}: {name} is {shown(by_table)}; it needs to be an object of tables and {_BY_TABLE[name]}",
+            f"{what}: {name} is {short_repr(by_table)}; it needs to be an object of tables and {_BY_TABLE[name]}",
         )
 
-    def require_kind(entry: tuple[str, Any]) -> None:
+    def require_known_kind(entry: tuple[str, Any]) -> None:
         table, kind = entry
         require(
             not isinstance(kind, str) or kind in LAYOUTS,
-            f"{what}: kinds of table {shown(table)} has {shown(kind)}; known are {', '.join(LAYOUTS)}",
+            f"{what}: kinds of table {short_repr(table)} has {short_repr(kind)}; known are {', '.join(LAYOUTS)}",
         )
 
-    each(
-        require_kind,
+    map_collecting_errors(
+        require_known_kind,
         [
             (table, kind)
             for table, kinds in pairs.get("kinds", {}).items()
@@ -156,12 +170,13 @@ def _constraints_from_json(data: Any, what: str) -> Constraints:
         ],
     )
     given = {name: tuple(by_table.items()) for name, by_table in pairs.items()}
-    return build(
+    return build_record(
         Constraints, {k: v for k, v in data.items() if k not in pairs}, what, also=_BY_TABLE, **given
     )
 
 
 def read_problem(path: str | Path | Readable) -> Problem:
+    """Read a problem's file. Raises ShardCoreError naming the file and what is wrong."""
     data, what = open_document(path, "problem"), str(path)
     topology, tables = data.pop("topology", None), data.pop("tables", None)
     constraints, job = data.pop("constraints", {}), data.pop("job", {})
@@ -170,21 +185,21 @@ def read_problem(path: str | Path | Readable) -> Problem:
     def add_devices(entry: Any) -> None:
         entry = dict(entry) if isinstance(entry, Mapping) else entry
         count = entry.pop("count", 1) if isinstance(entry, dict) else 1
-        if not (is_whole(count) and 1 <= count <= MOST_DEVICES - len(devices)):
+        if not (is_whole_number(count) and 1 <= count <= MOST_DEVICES - len(devices)):
             raise ShardCoreError(
-                f"{what}: a device entry has count {shown(count)}; it needs a whole number "
+                f"{what}: a device entry has count {short_repr(count)}; it needs a whole number "
                 f"from 1, and a problem has {MOST_DEVICES} devices at most"
             )
-        devices.extend([build(Device, entry, f"{what}: device", also=("count",))] * count)
+        devices.extend([build_record(Device, entry, f"{what}: device", also=("count",))] * count)
 
-    def topology_of_file() -> Topology:
+    def build_topology() -> Topology:
         if not isinstance(topology, Mapping) or not isinstance(topology.get("devices"), list):
             raise ShardCoreError(
-                f"{what} {_found('topology', topology)}; it needs a list of 'devices', such as "
+                f"{what} {_describe_key('topology', topology)}; it needs a list of 'devices', such as "
                 '{"devices": [{"count": 8, "memory_bytes": 80000000000}]}'
             )
-        each(add_devices, topology["devices"])
-        return build(
+        map_collecting_errors(add_devices, topology["devices"])
+        return build_record(
             Topology,
             {k: v for k, v in topology.items() if k != "devices"},
             f"{what}: topology",
@@ -193,55 +208,61 @@ def read_problem(path: str | Path | Readable) -> Problem:
         )
 
     # Called after `topology_of_file`, which makes the devices.
-    def constraints_of_file() -> Constraints:
+    def build_constraints() -> Constraints:
         if isinstance(constraints, dict):
             # ShardCore always writes it. A file written by hand may lack it, but the dense part needs some
             # memory, unless the job says how much.
             measured = isinstance(job, Mapping) and job.get("dense_bytes")
             constraints.setdefault(
-                "reserved_bytes", 0 if measured or not devices else default_reserve(devices)
+                "reserved_bytes", 0 if measured or not devices else default_reserved_bytes(devices)
             )
         return _constraints_from_json(constraints, f"{what}: constraints")
 
-    def tables_of_file() -> tuple[Table, ...]:
-        require(isinstance(tables, list), f"{what} {_found('tables', tables)}; it needs a list of them")
-        require_once(tables, ("name",), f"{what} has several tables of a name")
-        return tuple(each(lambda table: table_from_json(table, what), tables))
+    def build_tables() -> tuple[Table, ...]:
+        require(
+            isinstance(tables, list), f"{what} {_describe_key('tables', tables)}; it needs a list of them"
+        )
+        require_unique(tables, ("name",), f"{what} has several tables of a name")
+        return tuple(map_collecting_errors(lambda table: table_from_json(table, what), tables))
 
-    return build(
+    return build_record(
         Problem,
         data,
         what,
         also=("schema", "version", "topology", "tables", "constraints", "job"),
-        topology=topology_of_file,
-        tables=tables_of_file,
-        constraints=constraints_of_file,
-        job=lambda: build(Job, job, f"{what}: job"),
+        topology=build_topology,
+        tables=build_tables,
+        constraints=build_constraints,
+        job=lambda: build_record(Job, job, f"{what}: job"),
     )
 
 
-def _found(key: str, value: Any) -> str:
-    return f"lacks {key!r}" if value is None else f"has {key} {shown(value)}"
+def _describe_key(key: str, value: Any) -> str:
+    """Describe a wrong or missing key of a JSON object, for error messages."""
+    return f"lacks {key!r}" if value is None else f"has {key} {short_repr(value)}"
 
 
 def write_problem(path: str | Path, problem: Problem) -> None:
+    """Write a problem's file."""
     require_type(problem, Problem, "problem", "a Problem")
     write_json(path, problem_to_json(problem))
 
 
 def write_pool(path: str | Path, tables: Iterable[Table]) -> None:
-    write_json(path, document("pool", seal({"tables": [table_to_json(t) for t in tables]})))
+    """Write a pool of tables to a file."""
+    write_json(path, with_schema("pool", add_digest({"tables": [table_to_json(t) for t in tables]})))
 
 
 def read_pool(path: str | Path) -> tuple[Table, ...]:
-    pool = build(_Pool, unseal(open_document(path, "pool"), path), str(path))
-    require_once(pool.tables, ("name",), f"{path} has several tables of a name")
-    return tuple(each(lambda table: table_from_json(table, str(path)), pool.tables))
+    """Read a pool of tables from a file."""
+    pool = build_record(_Pool, remove_digest(open_document(path, "pool"), path), str(path))
+    require_unique(pool.tables, ("name",), f"{path} has several tables of a name")
+    return tuple(map_collecting_errors(lambda table: table_from_json(table, str(path)), pool.tables))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Pool:
-    """A pool's file."""
+    """Content of a file with a pool of tables."""
 
     tables: tuple[Any, ...]
 
@@ -253,8 +274,8 @@ _PART_DIGITS = 8
 """Hex digits of a part's digest. Few are enough, as the digest of the whole problem detects differences."""
 
 
-def parts_of(problem: Problem) -> dict[str, str]:
-    """Digest of each part: the problem's own fields, and those of its topology, devices and tables."""
+def problem_part_digests(problem: Problem) -> dict[str, str]:
+    """Digest of each part of a problem: its own fields, and those of its topology, devices and tables."""
     topology, by_name = problem.topology, sorted(problem.tables, key=lambda t: t.name)
     fields_of_table = [f.name for f in dataclasses.fields(Table) if f.name != "name"]
     values = {
@@ -280,12 +301,15 @@ def parts_of(problem: Problem) -> dict[str, str]:
     return {name: hashlib.sha256(text.encode()).hexdigest()[:_PART_DIGITS] for name, text in texts.items()}
 
 
-def parts_that_differ(kept: Mapping[str, str], problem: Problem) -> str:
-    """Names of the parts that differ, for the end of a message. "" if none differs.
+def describe_changed_parts(kept: Mapping[str, str], problem: Problem) -> str:
+    """Names of the parts in which a problem differs from an earlier version, for the end of a message; "" if none
+    differs.
 
-    kept: digests of a problem's parts, from `parts_of`.
+    kept: digests of a problem's parts, from `problem_part_digests`.
     """
-    names = [name for name, digest in parts_of(problem).items() if kept.get(name, digest) != digest]
+    names = [
+        name for name, digest in problem_part_digests(problem).items() if kept.get(name, digest) != digest
+    ]
     # If names or the number of devices differ, so do all lists in their order.
     for first, rest in (("name of tables", " of tables"), ("number of devices", " of devices")):
         if first in names:
@@ -297,20 +321,22 @@ def parts_that_differ(kept: Mapping[str, str], problem: Problem) -> str:
 
 
 def problem_digest(problem: Problem) -> str:
+    """Digest of a problem's JSON."""
     require_type(problem, Problem, "problem", "a Problem")
     return digest(problem_to_json(problem))
 
 
 def plan_to_json(plan: Plan, problem: Problem) -> dict[str, Any]:
+    """JSON document of a plan, with the digests of its problem."""
     require_type(plan, Plan, "plan", "a Plan, as a sharder gives")
     require_type(problem, Problem, "problem", "a Problem")
-    return document(
+    return with_schema(
         "plan",
-        seal(
+        add_digest(
             {
                 "problem": problem.name,
                 "problem_digest": problem_digest(problem),
-                "problem_parts": parts_of(problem),
+                "problem_parts": problem_part_digests(problem),
                 "provenance": dict(plan.provenance),
                 "placements": [
                     {
@@ -327,33 +353,36 @@ def plan_to_json(plan: Plan, problem: Problem) -> dict[str, Any]:
 
 
 def write_plan(path: str | Path, plan: Plan, problem: Problem) -> None:
+    """Write a plan's file, with the digests of its problem."""
     write_json(path, plan_to_json(plan, problem))
 
 
 def read_plan(path: str | Path | Readable, problem: Problem) -> Plan:
-    """A plan for `problem`, parsed. The caller lowers it, or validates it by `require_plan`.
+    """Read the file of a plan for `problem`, without validating its placements.
+
+    The caller lowers the plan, or validates it by `require_plan`.
 
     Raises ShardCoreError if it was made for another problem, or was edited.
     """
-    return plan_from_json(unseal(open_document(path, "plan"), path), problem, str(path))
+    return plan_from_json(remove_digest(open_document(path, "plan"), path), problem, str(path))
 
 
 def read_valid_plan(path: str | Path | Readable, problem: Problem, fits: bool = True) -> Plan:
-    """A plan for `problem`, validated.
+    """Read the file of a plan for `problem`, and validate its placements.
 
     fits: False for a plan that may take more memory than there is.
 
-    Raises ShardCoreError as `read_plan` and `require_plan` do.
+    Raises ShardCoreError as `read_plan` and `require_valid_plan` do.
     """
     plan = read_plan(path, problem)
-    with validating(path):
-        require_plan(plan, problem, fits)
+    with name_file_in_errors(path):
+        require_valid_plan(plan, problem, fits)
     return plan
 
 
 @contextlib.contextmanager
-def validating(path: str | Path | Readable) -> Iterator[None]:
-    """Add the file of a plan to errors of its validation."""
+def name_file_in_errors(path: str | Path | Readable) -> Iterator[None]:
+    """Context manager: add the path of a plan's file to errors of the plan's validation."""
     try:
         yield
     except Overfull as error:
@@ -363,7 +392,7 @@ def validating(path: str | Path | Readable) -> Iterator[None]:
             error.too_much,
         ) from None
     except ShardCoreError as error:
-        raise type(error)(after_name(path, error)) from None
+        raise type(error)(message_with_name(path, error)) from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -387,7 +416,7 @@ class ForProblem:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Plan(ForProblem):
-    """A plan's file."""
+    """Content of a plan's file."""
 
     provenance: Mapping[str, Any]
     placements: tuple[_Placement, ...]
@@ -410,36 +439,41 @@ _PROVENANCE = {
 
 
 def require_provenance(data: Mapping[str, Any], what: str) -> None:
-    """Raise ShardCoreError naming an entry of _PROVENANCE that is of another type."""
-    each(lambda x: read(data[x], _PROVENANCE[x], f"{what}: {x}"), sorted(set(data) & set(_PROVENANCE)))
+    """Raise ShardCoreError naming an entry of a plan's or model's provenance that has a wrong type."""
+    map_collecting_errors(
+        lambda x: convert_value(data[x], _PROVENANCE[x], f"{what}: {x}"), sorted(set(data) & set(_PROVENANCE))
+    )
 
 
 def plan_from_json(data: Any, problem: Problem, what: str) -> Plan:
-    """The plan of a file's content, not yet checked against the problem's tables and devices."""
-    require_once(data.get("placements"), ("table", "columns"), f"{what}: plan places cells twice")
-    read_plan = build(_Plan, data, what)
+    """Plan of a JSON document, not yet checked against the problem's tables and devices."""
+    require_unique(data.get("placements"), ("table", "columns"), f"{what}: plan places cells twice")
+    read_plan = build_record(_Plan, data, what)
     require_same_problem(read_plan, problem, f"{what} is a plan")
     require_provenance(read_plan.provenance, f"{what}: provenance")
     tables = {t.name: t for t in problem.tables}
 
-    def placement(p: _Placement) -> Placement:
+    def build_placement(p: _Placement) -> Placement:
         if p.table not in tables:
             raise ShardCoreError(
-                f"{what} places table {shown(p.table)}, which problem {problem.name!r} does not have"
+                f"{what} places table {short_repr(p.table)}, which problem {problem.name!r} does not have"
             )
         table = tables[p.table]
-        with errors_named(what):
-            return Placement(layout_of(p.kind).name, Shard(table, 0, table.rows, *p.columns), p.devices)
+        with prefix_errors(what):
+            return Placement(layout_of_kind(p.kind).name, Shard(table, 0, table.rows, *p.columns), p.devices)
 
-    return Plan(tuple(each(placement, read_plan.placements)), read_plan.provenance)
+    return Plan(tuple(map_collecting_errors(build_placement, read_plan.placements)), read_plan.provenance)
 
 
 def require_same_problem(written: ForProblem, problem: Problem, what: str) -> None:
-    """Raise ShardCoreError unless a file was written for this problem. what: such as "x.json is a plan"."""
+    """Raise ShardCoreError unless a file (such as a plan's) was written for this problem.
+
+    what: such as "x.json is a plan".
+    """
     if written.problem_digest != (own := problem_digest(problem)):
         raise ShardCoreError(
-            f"{what} for problem {shown(written.problem)} with digest {shown(written.problem_digest)}; "
-            f"problem {problem.name!r} here has {own}{parts_that_differ(written.problem_parts, problem)}"
+            f"{what} for problem {short_repr(written.problem)} with digest {short_repr(written.problem_digest)}; "
+            f"problem {problem.name!r} here has {own}{describe_changed_parts(written.problem_parts, problem)}"
         )
 
 
@@ -453,29 +487,32 @@ _GROUPED = "grouped-plan"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _GroupedPlan(ForProblem):
-    """A grouped plan's file."""
+    """Content of a grouped plan's file."""
 
     groups: Mapping[str, Any]
     plan: Mapping[str, Any]
 
 
-def is_grouped(path: str | Path) -> bool:
-    """Tell if a file has the schema of a grouped plan."""
+def is_grouped_plan(path: str | Path) -> bool:
+    """Tell if a file has the schema of a grouped plan (one plan for each sharding group)."""
     return is_document(path, _GROUPED)
 
 
-def write_grouped(path: str | Path, grouped: GroupedPlan, problem: Problem) -> None:
-    """Write a grouped plan. problem: the whole problem, of all devices."""
+def write_grouped_plan(path: str | Path, grouped: GroupedPlan, problem: Problem) -> None:
+    """Write a grouped plan's file.
+
+    problem: the whole problem, of all devices.
+    """
     of_group = plan_to_json(grouped.plan, grouped.problem)
     write_json(
         path,
-        document(
+        with_schema(
             _GROUPED,
-            seal(
+            add_digest(
                 {
                     "problem": problem.name,
                     "problem_digest": problem_digest(problem),
-                    "problem_parts": parts_of(problem),
+                    "problem_parts": problem_part_digests(problem),
                     "groups": dataclasses.asdict(grouped.grouping),
                     "plan": {k: v for k, v in of_group.items() if k not in ("schema", "version", "digest")},
                 }
@@ -484,18 +521,18 @@ def write_grouped(path: str | Path, grouped: GroupedPlan, problem: Problem) -> N
     )
 
 
-def read_grouped(path: str | Path, problem: Problem) -> GroupedPlan:
-    """The grouped plan of a whole problem.
+def read_grouped_plan(path: str | Path, problem: Problem) -> GroupedPlan:
+    """Read the grouped plan of a whole problem from a file.
 
     Raises ShardCoreError if it was made for another one, was edited, or would be refused by `lower`.
     """
-    written = build(_GroupedPlan, unseal(open_document(path, _GROUPED), path), str(path))
+    written = build_record(_GroupedPlan, remove_digest(open_document(path, _GROUPED), path), str(path))
     require_same_problem(written, problem, f"{path} is a grouped plan")
-    grouping = build(Grouping, written.groups, f"{path}: groups")
-    with errors_named(path):
+    grouping = build_record(Grouping, written.groups, f"{path}: groups")
+    with prefix_errors(path):
         of_group = problem_of_group(problem, grouping)
         plan = plan_from_json(dict(written.plan), of_group, "its plan")
-        require_plan(plan, of_group)
+        require_valid_plan(plan, of_group)
     return GroupedPlan(grouping, plan, of_group)
 
 
@@ -503,8 +540,10 @@ def read_grouped(path: str | Path, problem: Problem) -> GroupedPlan:
 
 
 def setting_to_json(setting: Setting) -> dict[str, Any]:
-    return _given(setting, always=("precision", "optimizer"))
+    """JSON object of a setting."""
+    return _non_default_fields(setting, always=("precision", "optimizer"))
 
 
 def setting_from_json(data: Any, what: str) -> Setting:
-    return build(Setting, data, what)
+    """Setting of a JSON object. Raises ShardCoreError naming what is wrong."""
+    return build_record(Setting, data, what)

@@ -17,16 +17,16 @@ from pathlib import Path
 import numpy as np
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.validation import shown
+from shardcore.core.validation import short_repr
 from shardcore.io.model_files import read_tensors, write_tensors
-from shardcore.io.schema import build
+from shardcore.io.schema import build_record
 
 _SCHEMA = "hot-ids"
 
 
 @dataclass(frozen=True, eq=False)
 class HotIds:
-    """The hot ids of a table.
+    """Hot (most looked up) ids of an embedding table.
 
     table: name of the table.
     rows: rows of the whole table.
@@ -52,8 +52,11 @@ class HotIds:
             )
 
     @classmethod
-    def of_counts(cls, table: str, counts: np.ndarray, hot: int) -> HotIds:
-        """The `hot` ids with the most lookups. counts: [rows] lookups of each id (see `heat.row_counts`)."""
+    def from_counts(cls, table: str, counts: np.ndarray, hot: int) -> HotIds:
+        """The `hot` ids of a table with the most lookups.
+
+        counts: [rows] lookups of each id (see `heat.row_counts`).
+        """
         if not 1 <= hot < len(counts := np.asarray(counts)):
             raise ShardCoreError(
                 f"table {table!r} was asked for {hot} hot rows; it has {len(counts)} rows, "
@@ -63,16 +66,17 @@ class HotIds:
 
     @property
     def cold_rows(self) -> int:
+        """Number of rows of the table that are not hot."""
         return self.rows - len(self.ids)
 
     @cached_property
     def digest(self) -> int:
-        """A digest of 63 bits, which fits an int64."""
+        """Digest of the table's hot ids, of 63 bits, which fits an int64."""
         sha256 = hashlib.sha256(f"{self.table}\0{self.rows}\0".encode() + self.ids.tobytes()).digest()
         return int.from_bytes(sha256[:8], "big") >> 1
 
     def cold_ids(self, low: int, high: int) -> np.ndarray:
-        """[high - low] the ids of cold rows low to high - 1."""
+        """[high - low] ids in the table of the cold rows low to high - 1."""
         rows = np.arange(low, high)
         # Hot id i has ids[i] - i cold ids before it. The id of cold row r is r plus the hot ids that have at
         # most r.
@@ -80,7 +84,7 @@ class HotIds:
 
 
 def write_hot_ids(path: str | Path, hot: Iterable[HotIds]) -> None:
-    """Write hot ids of several tables to a file."""
+    """Write the hot ids of several tables to a file."""
     tables = list(hot)
     write_tensors(
         path, _SCHEMA, {"rows": {h.table: h.rows for h in tables}}, {h.table: h.ids for h in tables}
@@ -88,16 +92,18 @@ def write_hot_ids(path: str | Path, hot: Iterable[HotIds]) -> None:
 
 
 def read_hot_ids(path: str | Path) -> dict[str, HotIds]:
-    """Hot ids by table. Raises ShardCoreError for a file that `write_hot_ids` did not write."""
+    """Read hot ids by table from a file. Raises ShardCoreError for a file that `write_hot_ids` did not write."""
     meta, tensors = read_tensors(path, _SCHEMA)
-    rows = build(_Meta, meta, str(path)).rows
+    rows = build_record(_Meta, meta, str(path)).rows
     if differ := sorted(set(rows) ^ set(tensors)):
-        raise ShardCoreError(f"{path} lacks the hot ids or the number of rows of table {shown(differ[0])}")
+        raise ShardCoreError(
+            f"{path} lacks the hot ids or the number of rows of table {short_repr(differ[0])}"
+        )
     by_table = {}
     for name, ids in tensors.items():
         if ids.ndim != 1 or ids.dtype != np.int64:
             raise ShardCoreError(
-                f"{path} has hot ids of table {shown(name)} that are {ids.dtype} "
+                f"{path} has hot ids of table {short_repr(name)} that are {ids.dtype} "
                 f"{list(ids.shape)}; they need to be int64, in a row"
             )
         by_table[name] = HotIds(name, rows[name], ids)

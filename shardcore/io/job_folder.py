@@ -23,11 +23,11 @@ from pathlib import Path
 
 import numpy as np
 
-from shardcore.core.errors import ShardCoreError, shortened
+from shardcore.core.errors import ShardCoreError, shorten
 from shardcore.core.types import Plan, Problem, Table
-from shardcore.core.validation import shown
+from shardcore.core.validation import short_repr
 from shardcore.io import files, schema, writing
-from shardcore.io.envelope import document, open_document, seal, unseal
+from shardcore.io.envelope import add_digest, open_document, remove_digest, with_schema
 from shardcore.io.kineto import SUFFIXES
 from shardcore.io.measurements import Spread
 from shardcore.step import access
@@ -40,7 +40,7 @@ _TRACE = re.compile(r"rank-(\d+)\.trace\.json(\.gz)?")
 
 @dataclass(frozen=True)
 class JobFacts:
-    """Facts of a job, which rank 0 writes.
+    """Facts of a traced training job, written by rank 0.
 
     world_size: ranks.
     features: of each table of the problem, by its name.
@@ -54,7 +54,7 @@ class JobFacts:
 
 @dataclass(frozen=True)
 class JobStep:
-    """A traced step of a job, without its traces.
+    """Content of a traced step's folder, without the profiler traces.
 
     step_ms: of steps without tracing, by rank.
     remarks: a line on each thing that is missing.
@@ -69,7 +69,7 @@ class JobStep:
 
     @property
     def total_ms(self) -> float | None:
-        """The slowest rank's median step without tracing. None where no rank has timed any."""
+        """Median ms of a step without tracing, on the slowest rank; None where no rank has timed any."""
         return max((spread.median_ms for spread in self.step_ms.values()), default=None)
 
 
@@ -77,32 +77,36 @@ class JobStep:
 
 
 def step_folder(folder: str | Path, step: int) -> Path:
+    """Folder of a traced training step, in a job's folder."""
     return Path(folder) / f"step-{step:08d}"
 
 
-def is_step(name: str) -> bool:
-    """True for the name of a folder of `step_folder`."""
+def is_step_folder_name(name: str) -> bool:
+    """Tell if a name is that of the folder of a traced training step."""
     return _STEP.fullmatch(name) is not None
 
 
 def step_number(folder: Path) -> int:
+    """Number of a traced training step, from its folder's name."""
     return int(folder.name.removeprefix("step-"))
 
 
 def trace_path(folder: Path, rank: int) -> Path:
+    """Path of a rank's profiler trace in the folder of a traced step."""
     return folder / f"rank-{rank}.trace{SUFFIXES[-1]}"
 
 
 def write_facts(folder: Path, facts: JobFacts, problem: Problem, plan: Plan) -> None:
+    """Write the problem, the plan and other facts of a training job to the folder of a traced step."""
     files.write_problem(folder / PROBLEM_JSON, problem)
     files.write_plan(folder / PLAN_JSON, plan, problem)
-    writing.write_json(folder / JOB_JSON, document(SCHEMA, seal(asdict(facts))))
+    writing.write_json(folder / JOB_JSON, with_schema(SCHEMA, add_digest(asdict(facts))))
 
 
-def write_rank(
+def write_rank_measurements(
     folder: Path, rank: int, step_ms: Spread | None, lookups: Mapping[str, tuple[np.ndarray, np.ndarray]]
 ) -> None:
-    """Times of a rank's steps, and the ids [L] and lengths [S] of each feature of one of its batches."""
+    """Write a rank's step times, and the ids [L] and lengths [S] of each feature of one of its batches."""
     if step_ms:
         writing.write_json(folder / f"rank-{rank}.steps.json", asdict(step_ms))
     if lookups:
@@ -116,15 +120,15 @@ def write_rank(
 # --- read -----------------------------------------------------------------------------------------------------
 
 
-def traced_steps(folder: str | Path) -> list[Path]:
-    """Subfolders of a job's folder that have the traces of all ranks, oldest first.
+def complete_step_folders(folder: str | Path) -> list[Path]:
+    """Folders of a job's traced steps that have the traces of all ranks, oldest first.
 
     One whose JOB_JSON is damaged is among them, and `read_step` refuses it.
     """
     found = []
-    for name in schema.names_in(Path(folder)):
+    for name in schema.list_names(Path(folder)):
         step = Path(folder) / name
-        if is_step(name) and JOB_JSON in (names := schema.names_in(step)):
+        if is_step_folder_name(name) and JOB_JSON in (names := schema.list_names(step)):
             n_ranks = len({int(m[1]) for n in names if (m := _TRACE.fullmatch(n))})
             with suppress(ShardCoreError):  # one damaged step must not hide the others
                 if n_ranks < _read_facts(step).world_size:
@@ -133,14 +137,15 @@ def traced_steps(folder: str | Path) -> list[Path]:
     return sorted(found, key=step_number)
 
 
-def newest_step(folder: Path) -> Path:
-    """The newest traced step of all ranks in a job's folder, or else of some. A folder without any is its own."""
-    steps = sorted((folder / n for n in schema.names_in(folder) if is_step(n)), key=step_number)
-    return [folder, *steps, *traced_steps(folder)][-1]
+def newest_step_folder(folder: Path) -> Path:
+    """Folder of a job's newest traced step with traces of all ranks, or else of some; the job's folder itself if there
+    is none."""
+    steps = sorted((folder / n for n in schema.list_names(folder) if is_step_folder_name(n)), key=step_number)
+    return [folder, *steps, *complete_step_folders(folder)][-1]
 
 
 def read_step(folder: str | Path) -> JobStep:
-    """A traced step's problem, with the lookups of all ranks, its plan and its times.
+    """Read a traced step: its problem, with access statistics from all ranks' lookups, its plan and its times.
 
     Raises ShardCoreError for files that are missing, cut short or edited.
     """
@@ -154,7 +159,7 @@ def read_step(folder: str | Path) -> JobStep:
         )
     # A plan that ran has fitted, whatever ShardCore counts.
     plan = files.read_valid_plan(folder / PLAN_JSON, problem, fits=False)
-    problem, remarks = _with_lookups(folder, problem, facts)
+    problem, remarks = _with_measured_access(folder, problem, facts)
     tables = {t.name: t for t in problem.tables}
     plan = replace(
         plan,
@@ -163,7 +168,7 @@ def read_step(folder: str | Path) -> JobStep:
         ),
     )
     step_ms = {
-        rank: schema.build(Spread, schema.read_json(path), str(path))
+        rank: schema.build_record(Spread, schema.read_json(path), str(path))
         for rank in range(facts.world_size)
         if (path := folder / f"rank-{rank}.steps.json").exists()
     }
@@ -176,44 +181,47 @@ def read_step(folder: str | Path) -> JobStep:
 
 
 def _read_facts(folder: Path) -> JobFacts:
+    """Read the facts of a traced training job."""
     path = folder / JOB_JSON
-    return schema.build(JobFacts, unseal(open_document(path, SCHEMA), path), str(path))
+    return schema.build_record(JobFacts, remove_digest(open_document(path, SCHEMA), path), str(path))
 
 
-def _with_lookups(folder: Path, problem: Problem, facts: JobFacts) -> tuple[Problem, tuple[str, ...]]:
-    """The problem with pooling and reuse as all ranks' samples have them; as it is where some are missing."""
+def _with_measured_access(folder: Path, problem: Problem, facts: JobFacts) -> tuple[Problem, tuple[str, ...]]:
+    """The problem with pooling and reuse from all ranks' traced lookups, and remarks; unchanged if a rank's are
+    missing."""
     paths = [folder / f"rank-{rank}.lookups.npz" for rank in range(facts.world_size)]
     there = [path for path in paths if path.exists()]
     if missing := [path.name for path in paths if path not in there]:
         return problem, (
             f"lookups of {len(there)} of {len(paths)} ranks: {folder.name} has no "
-            f"{shortened(', '.join(missing), 80)}; reuse of ids is a guess",
+            f"{shorten(', '.join(missing), 80)}; reuse of ids is a guess",
         )
     ranks = [read_lookups(path) for path in paths]
     try:
-        tables = tuple(_measured(t, facts.features[t.name], ranks) for t in problem.tables)
+        tables = tuple(_with_table_statistics(t, facts.features[t.name], ranks) for t in problem.tables)
     except KeyError as error:
         raise ShardCoreError(f"{folder} has no lookups of feature {error}") from None
     idle = [table.name for table in tables if not table.pooling]
     return replace(problem, tables=tables), (
-        f"tables {shown(idle)} have no ids in the traced batches: they count as never looked up",
+        f"tables {short_repr(idle)} have no ids in the traced batches: they count as never looked up",
     ) * bool(idle)
 
 
-def _measured(
+def _with_table_statistics(
     table: Table, features: Sequence[str], ranks: Sequence[Mapping[str, tuple[np.ndarray, np.ndarray]]]
 ) -> Table:
+    """The table with pooling and reuse from the traced lookups of its features on all ranks."""
     ids = np.concatenate([rank[f][0] for rank in ranks for f in features])
     if not (samples := sum(len(rank[features[0]][1]) for rank in ranks)):
         raise ShardCoreError(f"lookups of feature {features[0]!r} have no samples")
-    return replace(table, pooling=len(ids) / samples, access=access.reuse_of(ids, samples))
+    return replace(table, pooling=len(ids) / samples, access=access.reuse_from_ids(ids, samples))
 
 
 def read_lookups(path: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """The ids [L] and lengths [S] of each feature of a rank's batch."""
+    """Read the ids [L] and lengths [S] of each feature of a rank's traced batch."""
     try:
         content = io.BytesIO(schema.read_bytes(path))
-        schema.require_stored(path)
+        schema.require_uncompressed_zip(path)
         with np.load(content, allow_pickle=False) as arrays:
             for name in arrays.files:
                 if arrays[name].ndim != 1 or arrays[name].dtype.kind not in "iu":

@@ -32,7 +32,7 @@ _DECODER = json.JSONDecoder()
 
 
 class TraceEvent(NamedTuple):
-    """One event with a duration.
+    """One event of a profiler trace that has a duration.
 
     begin_ms, end_ms: ms since the epoch, by the clock of its rank.
     thread: process and thread; on a GPU, device and stream.
@@ -48,7 +48,7 @@ class TraceEvent(NamedTuple):
 
 @dataclass
 class KinetoFile:
-    """A trace file.
+    """A trace file of torch.profiler (Kineto).
 
     header: entries of the file except its events.
     cut_short: True if the end of the file is missing. It is known once `events` has been read.
@@ -62,29 +62,29 @@ class KinetoFile:
 
     def __post_init__(self) -> None:
         schema.require_file(self.path)
-        next(self._decoded(_Text(self.path), only_header=True), None)
+        next(self._decode_events(_Text(self.path), only_header=True), None)
 
     @property
-    def distributed(self) -> Mapping[str, Any]:
-        """Backend, rank and world_size of the job. Empty where the trace does not say."""
+    def distributed_info(self) -> Mapping[str, Any]:
+        """Backend, rank and world_size of the traced job; empty where the trace does not say."""
         return info if isinstance(info := self.header.get("distributedInfo"), dict) else {}
 
     def events(self) -> Iterator[TraceEvent]:
-        """Events with a duration, in the order of the file.
+        """Events of the trace that have a duration, in the order of the file.
 
         Raises ShardCoreError for a file that is no trace.
         """
         self.malformed = 0
         base_ns = self.header.get("baseTimeNanoseconds")
-        base_ms = base_ns / 1e6 if _is_time(base_ns) else 0.0
-        for raw in self._decoded(_Text(self.path)):
+        base_ms = base_ns / 1e6 if _is_valid_time(base_ns) else 0.0
+        for raw in self._decode_events(_Text(self.path)):
             if not isinstance(raw, dict):
                 self.malformed += 1
             elif raw.get("ph") == "X":
                 begin, duration, name = raw.get("ts"), raw.get("dur", 0), raw.get("name")
                 # An event longer than MOST_MS is no part of a step.
                 if not (
-                    _is_time(begin) and _is_time(duration) and 0 <= duration <= 1e3 * MOST_MS
+                    _is_valid_time(begin) and _is_valid_time(duration) and 0 <= duration <= 1e3 * MOST_MS
                 ) or not isinstance(name, str):
                     self.malformed += 1
                     continue
@@ -98,13 +98,13 @@ class KinetoFile:
                     args if isinstance(args, dict) else {},
                 )
 
-    def _decoded(self, text: _Text, only_header: bool = False) -> Iterator[Any]:
-        """Decode events one by one. Sets header and cut_short.
+    def _decode_events(self, text: _Text, only_header: bool = False) -> Iterator[Any]:
+        """Decode the trace's events one by one. Sets `header` and `cut_short`.
 
         only_header: stop as soon as the header is known, and yield no events.
         """
         while not (starts := _STARTS.search(text.buffer)):
-            if len(text.buffer) > _MOST_CHARACTERS or not text.more():
+            if len(text.buffer) > _MOST_CHARACTERS or not text.read_more():
                 raise ShardCoreError(f"{self.path} is no trace of torch.profiler; it has no 'traceEvents'")
         self._add_header(text.buffer[: starts.start()].rstrip().rstrip(",") + "}")
         if only_header and "baseTimeNanoseconds" in self.header:
@@ -123,7 +123,7 @@ class KinetoFile:
                 if len(text.buffer) - at > _MOST_CHARACTERS:
                     raise ShardCoreError(f"{self.path} has an event that is not JSON") from None
                 text.buffer, at = text.buffer[at:], 0
-                if not text.more():
+                if not text.read_more():
                     self.cut_short = True
                     return
                 continue
@@ -132,12 +132,12 @@ class KinetoFile:
                 yield value
         # What follows the events are further entries of the header.
         text.buffer = text.buffer[at + 1 :]
-        while len(text.buffer) < _MOST_CHARACTERS and text.more():
+        while len(text.buffer) < _MOST_CHARACTERS and text.read_more():
             pass
         self.cut_short = not self._add_header("{" + text.buffer.lstrip().lstrip(","))
 
     def _add_header(self, content: str) -> bool:
-        """Add entries to the header. False if they are no JSON."""
+        """Add a trace file's entries other than events to `header`; False if they are not JSON."""
         try:
             self.header |= json.loads(content)
         except (ValueError, RecursionError):
@@ -146,15 +146,19 @@ class KinetoFile:
 
 
 class _Text:
-    """The text of a file, plain or gzip. buffer: text that was read and not yet decoded."""
+    """Incrementally read text of a file, plain or gzip.
+
+    buffer: text that was read and not yet decoded.
+    """
 
     def __init__(self, path: Path) -> None:
         self.buffer = ""
         self._decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
-        self._chunks = _chunks(path)
+        self._chunks = _read_chunks(path)
 
-    def more(self) -> bool:
-        """Read another chunk into the buffer, or more if it is long, as it is searched again. False at the end."""
+    def read_more(self) -> bool:
+        """Read more of the file into the buffer, at least doubling the buffer's length. False at the end of the
+        file."""
         read: list[str] = []
         for chunk in self._chunks:
             read.append(self._decode(chunk))
@@ -164,8 +168,8 @@ class _Text:
         return bool(read)
 
 
-def _chunks(path: Path) -> Iterator[bytes]:
-    """The content of a file, plain or gzip. It ends early if a gzip file is damaged."""
+def _read_chunks(path: Path) -> Iterator[bytes]:
+    """Chunks of a file's content, unpacked if gzip; they end early if a gzip file is damaged."""
     try:
         yield from schema.unpacked_chunks(path)
     except (EOFError, zlib.error, gzip.BadGzipFile):
@@ -174,5 +178,6 @@ def _chunks(path: Path) -> Iterator[bytes]:
         raise ShardCoreError(f"cannot read {path}: {error.strerror}") from None
 
 
-def _is_time(value: object) -> TypeGuard[float]:
+def _is_valid_time(value: object) -> TypeGuard[float]:
+    """Tell if a trace's value is a number that may be a time."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _MOST_TIME

@@ -30,7 +30,7 @@ from shardcore.core.validation import (
     within,
 )
 from shardcore.step.collectives import COLLECTIVES, Collective
-from shardcore.step.scopes import SCOPES, WORLD, groups_among
+from shardcore.step.scopes import SCOPES, WORLD, groups_among_hosts
 
 LINK_GBIT_S = (1e-3, 100.0)
 """The ends of the rate of an emulated link."""
@@ -41,7 +41,7 @@ Order = Annotated[int, within(0, MOST_SEED)]
 
 @dataclass(frozen=True)
 class Spread:
-    """Repeats of one timing.
+    """Median and quartiles of repeated timings.
 
     median_ms: median of the repeats.
     q1_ms, q3_ms: their quartiles.
@@ -61,14 +61,14 @@ class Spread:
                 f"repeats; it needs 0 to {MOST_MS:g} ms, the median between its quartiles, and 1 or more"
             )
 
-    def times(self, factor: float) -> Spread:
-        """The timing of what takes `factor` times as long. The number of repeats stays."""
+    def scaled(self, factor: float) -> Spread:
+        """The timing with all times multiplied by a factor; the number of repeats stays."""
         return Spread(self.median_ms * factor, self.q1_ms * factor, self.q3_ms * factor, self.repeats)
 
 
 @dataclass(frozen=True)
 class StepSample(StepCost):
-    """A measured StepCost. Each part is the median over the repeats, per device, as the clock showed it.
+    """Measured cost of a training step: medians over the repeats, per device, by the clock.
 
     step: total of the slowest device, over the repeats. On a busy machine it is above total_ms, whose parts
         each leave out their own disturbances.
@@ -82,7 +82,7 @@ class StepSample(StepCost):
     slowdown: Annotated[float, within(1 / MOST_SPEED, MOST_SPEED)] = 1.0
 
     def at_usual_speed(self) -> StepSample:
-        """The same step at a slowdown of 1."""
+        """The step's times divided by the machine's slowdown during the measurement."""
         parts = {name: tuple(ms / self.slowdown for ms in getattr(self, name)) for name in PARTS}
         step = replace(
             self.step,
@@ -95,7 +95,7 @@ class StepSample(StepCost):
 
 @dataclass(frozen=True)
 class ComputeRequest(Record):
-    """Shards to run as one fused op.
+    """Request to measure some shards as one fused op.
 
     batch: number of samples that the op runs over.
     """
@@ -106,7 +106,7 @@ class ComputeRequest(Record):
 
 @dataclass(frozen=True)
 class EmulatedLinks(Record):
-    """Links of hosts that one machine emulates (docs/measure.md).
+    """Links between hosts that one machine emulates (docs/measure.md).
 
     between_gbit_s: rate of each host's link, Gbit/s each way. With pods: of each pod's link to the others.
     within_gbit_s: rate of each host's loopback, Gbit/s. None: not limited.
@@ -128,8 +128,8 @@ class EmulatedLinks(Record):
         )
 
     @property
-    def words(self) -> str:
-        """Description for people, shown wherever figures of such links are."""
+    def description(self) -> str:
+        """Description of emulated hosts and links, shown beside all figures measured on them."""
         within = "" if self.within_gbit_s is None else f", within {self.within_gbit_s:g} Gbit/s"
         if self.pod_gbit_s is None:
             return f"emulated hosts, between {self.between_gbit_s:g} Gbit/s{within}"
@@ -141,7 +141,7 @@ class EmulatedLinks(Record):
 
 @dataclass(frozen=True)
 class CollectiveRequest(Record, noun="exchange"):
-    """One collective among D ranks, as lower.Workload has them and a replay runs them.
+    """Request to measure one collective among D ranks.
 
     widths: [D] columns that each rank owns.
     batch: B, the rows that travel.
@@ -185,7 +185,7 @@ class CollectiveRequest(Record, noun="exchange"):
             f"exchange has widths {self.widths}; it needs one of 0 or more for each of at least 2 "
             "ranks, and one above 0",
         )
-        row = self.row
+        row = self.definition
         require(
             not row.ring or payload_of(self.payload).summed != (),
             f"exchange {self.collective} has payload {self.payload!r}, whose codec fails where outputs are summed",
@@ -236,28 +236,29 @@ class CollectiveRequest(Record, noun="exchange"):
         )
 
     @property
-    def row(self) -> Collective:
+    def definition(self) -> Collective:
+        """Definition of the request's collective, a row of COLLECTIVES."""
         return COLLECTIVES[self.collective]
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """Groups of ranks that exchange with each other. Ranks are numbered host by host."""
-        return groups_among(self.host_names, self.group)
+        """Groups of ranks that exchange among themselves. Ranks are numbered host by host."""
+        return groups_among_hosts(self.host_names, self.group)
 
     @property
     def host_names(self) -> list[str]:
-        """[D] name of each rank's host."""
+        """[D] host name of each rank."""
         return host_names(len(self.widths), self.hosts, self.pods)
 
     @property
     def pods(self) -> int:
-        """Number of pods that hosts are divided into. 1: there are none."""
+        """Number of pods that the hosts are divided into; 1 if there are none."""
         return self.emulated.pods if self.emulated else 1
 
 
 @dataclass(frozen=True)
 class ComputeSample(Record, noun="sample"):
-    """One measured op.
+    """Sample of one measured fused op.
 
     id: digest of its setting, its request and the version of what a timing means.
     forward, backward: times at the machine's usual speed. The optimizer is fused into backward.
@@ -284,7 +285,7 @@ class ComputeSample(Record, noun="sample"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require_timed(self, self.forward is not None and self.backward is not None)
+        _require_timing_or_error(self, self.forward is not None and self.backward is not None)
         require(
             self.forward is None or self.backward is None or self.total_ms > 0,
             f"sample {self.id} took 0 ms; no op does",
@@ -292,13 +293,13 @@ class ComputeSample(Record, noun="sample"):
 
     @property
     def total_ms(self) -> float:
-        """Median forward + backward. NaN without a timing."""
+        """Median forward + backward ms of the op; NaN without a timing."""
         return sum(math.nan if x is None else x.median_ms for x in (self.forward, self.backward))
 
 
 @dataclass(frozen=True)
 class CollectiveSample(Record, noun="sample"):
-    """One measured exchange among D ranks, including casts to and from its payload.
+    """Sample of one measured exchange among D ranks, including casts to and from its payload.
 
     id: digest of its setting, its request and the version of what a timing means.
     forward, backward: [D] transfers, each from the last rank's start to a rank's own end. None for a way that
@@ -326,8 +327,8 @@ class CollectiveSample(Record, noun="sample"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        ways = self.request.row.ways
-        _require_timed(
+        ways = self.request.definition.ways
+        _require_timing_or_error(
             self,
             self.waiting_ms is not None
             and all((getattr(self, way) is not None) == (way in ways) for way in ("forward", "backward")),
@@ -343,13 +344,15 @@ class CollectiveSample(Record, noun="sample"):
             f"sample {self.id} has waiting_ms {self.waiting_ms}; it needs 0 or more",
         )
         require(
-            self.work_ms is None or (self.request.row.ids and all(0 <= ms <= MOST_MS for ms in self.work_ms)),
+            self.work_ms is None
+            or (self.request.definition.ids and all(0 <= ms <= MOST_MS for ms in self.work_ms)),
             f"sample {self.id} of {self.request.collective} has work_ms {self.work_ms}; it needs 0 or "
             "more, and only where ids travel",
         )
 
 
-def _require_timed(sample: ComputeSample | CollectiveSample, is_timed: bool) -> None:
+def _require_timing_or_error(sample: ComputeSample | CollectiveSample, is_timed: bool) -> None:
+    """Raise ShardCoreError for a sample without a timing and without an error."""
     require(
         is_timed or sample.error is not None,
         f"sample {sample.id} has no timing, and no error for which there is none",

@@ -18,10 +18,10 @@ import numpy as np
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting
-from shardcore.core.validation import require, shown
+from shardcore.core.validation import require, short_repr
 from shardcore.io import files, writing
-from shardcore.io.envelope import digest, document, open_document, opened, seal, unseal
-from shardcore.io.schema import build, names_in, parse_json, read, read_bytes, require_file
+from shardcore.io.envelope import add_digest, digest, document_body, open_document, remove_digest, with_schema
+from shardcore.io.schema import build_record, convert_value, list_names, parse_json, read_bytes, require_file
 
 MODEL_JSON, MODEL_WEIGHTS = "model.json", "weights.safetensors"
 _META, _DIGESTS = "shardcore", "tensors_sha256"
@@ -31,7 +31,7 @@ UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, OverflowError)
 
 @dataclass(frozen=True)
 class Tensor:
-    """Declaration of a named tensor: its shape, the ends of its numbers, and their type."""
+    """Declaration of a named tensor in a model's file: shape, range of values and data type."""
 
     shape: tuple[int, ...]
     ends: tuple[float, float]
@@ -40,7 +40,7 @@ class Tensor:
 
 
 def require_tensors(found: Mapping[str, np.ndarray], declared: Mapping[str, Tensor]) -> None:
-    """Raise ShardCoreError for a weight that is missing, unknown, of another shape or type, or out of its ends."""
+    """Raise ShardCoreError for a model's tensor that is missing, unknown, of a wrong shape or type, or out of range."""
     for name, right in declared.items():
         require(name in found or right.is_optional, f"weight {name!r} is missing")
     # An unknown weight would be ignored silently, so refuse it.
@@ -72,12 +72,12 @@ def write_model(
     writing.write_atomic(Path(folder) / MODEL_WEIGHTS, weights)
     writing.write_json(
         Path(folder) / f"{schema}.json",
-        document(schema, seal({**meta, "weights_sha256": hashlib.sha256(weights).hexdigest()})),
+        with_schema(schema, add_digest({**meta, "weights_sha256": hashlib.sha256(weights).hexdigest()})),
     )
 
 
 def read_model(folder: str | Path, schema: str = "model") -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """A model's meta and tensors. Both formats hold data only, so reading a model runs none of its code.
+    """Read a model's metadata and tensors. Both formats hold data only, so reading a model runs no code.
 
     Raises ShardCoreError for a file that is missing, damaged or edited.
     """
@@ -86,10 +86,10 @@ def read_model(folder: str | Path, schema: str = "model") -> tuple[dict[str, Any
 
     meta_path, path = Path(folder) / f"{schema}.json", Path(folder) / MODEL_WEIGHTS
     require(
-        meta_path.name in names_in(folder),
+        meta_path.name in list_names(folder),
         f"{folder} holds no {meta_path.name}; give the folder of a trained {schema} by --{schema}",
     )
-    meta = unseal(open_document(meta_path, schema), meta_path)
+    meta = remove_digest(open_document(meta_path, schema), meta_path)
     if hashlib.sha256(weights := read_bytes(path)).hexdigest() != meta.pop("weights_sha256", None):
         raise ShardCoreError(
             f"{path} does not match the digest in {meta_path.name}; it was cut short or edited"
@@ -102,7 +102,7 @@ def read_model(folder: str | Path, schema: str = "model") -> tuple[dict[str, Any
 
 @dataclass(frozen=True)
 class TrainedFormat:
-    """A kind of what was trained.
+    """File format of a kind of trained model.
 
     schema: "model" or "policy".
     about: dataclass of its JSON, without the setting and names. It has `provenance`.
@@ -120,13 +120,13 @@ class TrainedFormat:
         meta: Mapping[str, Any],
         tensors: Mapping[str, np.ndarray],
     ) -> None:
-        """Write the folder."""
+        """Write the folder of a trained model or policy."""
         names = {noun: list(of) for noun, of in self.names.items()}
         meta = {**meta, **names, "setting": files.setting_to_json(setting)}
         write_model(folder, meta, tensors, self.schema)
 
     def read_trained(self, folder: str | Path) -> tuple[Setting, dict[str, Any], dict[str, np.ndarray]]:
-        """The setting, other JSON, and tensors, bit for bit.
+        """Read a trained model or policy: its setting, other metadata, and tensors, bit for bit.
 
         Raises ShardCoreError for files that are missing, cut short or edited, of another schema, or trained on other
         names than this ShardCore computes.
@@ -136,12 +136,12 @@ class TrainedFormat:
             trained_on = meta.pop(noun, None)
             require(
                 trained_on == list(names),
-                f"{self.schema} in {folder} was trained on {noun} {shown(trained_on)}; this ShardCore computes "
-                f"{shown(list(names))}: train again",
+                f"{self.schema} in {folder} was trained on {noun} {short_repr(trained_on)}; this ShardCore computes "
+                f"{short_repr(list(names))}: train again",
             )
         # Without a setting nobody knows which hardware the weights are for.
         setting = files.setting_from_json(meta.pop("setting", None), f"{folder}: setting")
-        about = build(self.about, meta, str(folder))
+        about = build_record(self.about, meta, str(folder))
         files.require_provenance(about.provenance, f"{folder}: provenance")
         return setting, meta, tensors
 
@@ -153,12 +153,12 @@ def model_folders(folder: str | Path) -> list[Path]:
 
 
 def model_digest(folder: str | Path, schema: str = "model") -> str:
-    """16 hex digits that change with the model's weights or meta, except its provenance.
+    """Digest of a model's weights and metadata, without provenance, in 16 hex digits.
 
     A mixed model has the digests of its parts, joined by "+".
     """
     contents = [
-        document(schema, open_document(one / f"{schema}.json", schema))
+        with_schema(schema, open_document(one / f"{schema}.json", schema))
         for one in (model_folders(folder) if schema == "model" else [Path(folder)])
     ]
     return "+".join(
@@ -173,15 +173,16 @@ def model_digest(folder: str | Path, schema: str = "model") -> str:
 def write_tensors(
     path: str | Path, schema: str, meta: Mapping[str, Any], tensors: Mapping[str, np.ndarray]
 ) -> None:
+    """Write named tensors and metadata to one safetensors file."""
     from safetensors.numpy import save
 
     own = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
-    body = seal({**meta, _DIGESTS: {name: tensor_sha256(tensor) for name, tensor in own.items()}})
-    writing.write_atomic(path, save(own, {_META: json.dumps(document(schema, body))}))
+    body = add_digest({**meta, _DIGESTS: {name: tensor_sha256(tensor) for name, tensor in own.items()}})
+    writing.write_atomic(path, save(own, {_META: json.dumps(with_schema(schema, body))}))
 
 
 def read_tensors(path: str | Path, schema: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """The metadata and tensors that `write_tensors` wrote. Raises ShardCoreError for any other file."""
+    """Read the metadata and tensors of a file of `write_tensors`. Raises ShardCoreError for any other file."""
     from safetensors import SafetensorError, safe_open
 
     require_file(path)
@@ -191,8 +192,8 @@ def read_tensors(path: str | Path, schema: str) -> tuple[dict[str, Any], dict[st
             tensors = {name: file.get_tensor(name) for name in file.keys()}
     except (SafetensorError, OSError, *UNREADABLE) as error:
         raise ShardCoreError(f"{path} is not safetensors: {error}") from None
-    body = unseal(opened(parse_json(about.encode(), path), schema, path), path)
-    digests = read(body.pop(_DIGESTS, None), Mapping[str, str], f"{path}: {_DIGESTS}")
+    body = remove_digest(document_body(parse_json(about.encode(), path), schema, path), path)
+    digests = convert_value(body.pop(_DIGESTS, None), Mapping[str, str], f"{path}: {_DIGESTS}")
     if digests != {name: tensor_sha256(tensor) for name, tensor in tensors.items()}:
         raise ShardCoreError(
             f"{path} has tensors that do not match their digests; it was cut short or edited"
@@ -201,7 +202,7 @@ def read_tensors(path: str | Path, schema: str) -> tuple[dict[str, Any], dict[st
 
 
 def tensor_sha256(tensor: np.ndarray) -> str:
-    """Digest of a tensor's type, shape and cells."""
+    """SHA-256 of a tensor's type, shape and values."""
     sha256 = hashlib.sha256(f"{tensor.dtype.str} {tensor.shape}".encode())
     sha256.update(tensor.data if tensor.size else b"")
     return sha256.hexdigest()

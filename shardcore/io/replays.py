@@ -22,9 +22,9 @@ from typing import Any
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.step_cost import PARTS
 from shardcore.core.types import Plan, Problem, Setting
-from shardcore.core.validation import MOST_MS, differences, require, shown, within
+from shardcore.core.validation import MOST_MS, describe_differences, require, short_repr, within
 from shardcore.io import dataset, files, schema, traced_samples, writing
-from shardcore.io.envelope import document, is_document, opened, seal, unseal
+from shardcore.io.envelope import add_digest, document_body, is_document, remove_digest, with_schema
 from shardcore.io.measurements import StepSample
 from shardcore.step.lower import Workload, lower
 
@@ -51,7 +51,7 @@ NamedPlans = Sequence[tuple[str, Plan]]
 
 @dataclasses.dataclass(frozen=True)
 class ReplaySet:
-    """The replays of a problem.
+    """Measured replays of a problem's plans.
 
     problem: the problem.
     setting: setting in which they ran.
@@ -68,11 +68,12 @@ class ReplaySet:
 
 
 def _is_disturbed(cost: StepSample) -> bool:
+    """Tell if the machine's slowdown during a replay was outside the valid range."""
     return max(cost.slowdown, 1 / cost.slowdown) > MOST_SLOWDOWN
 
 
 def plan_digest(plan: Plan) -> str:
-    """Digest of a plan's placements. It does not depend on provenance."""
+    """Digest of a plan's placements, without its provenance."""
     return files.digest(
         sorted(
             [p.shard.table.name, p.kind, p.shard.col_lo, p.shard.col_hi, list(p.devices)]
@@ -81,28 +82,29 @@ def plan_digest(plan: Plan) -> str:
     )
 
 
-def keep(
+def replay_or_reuse(
     folder: Path, problem: Problem, made: NamedPlans, setting: Setting, config: Config, replay: Replay
 ) -> ReplaySet:
-    """The replays of these plans: those in `folder`, or new ones by `replay`.
+    """Measured replays of a problem's plans: those stored in `folder` if valid, or new ones by `replay`, which are
+    stored.
 
     New replays overwrite those in the folder. Equal plans run once. Raises what `lower` and `replay` raise.
     """
     names = tuple((algorithm, plan_digest(plan)) for algorithm, plan in made)
     plans = {name: plan for (_, name), (_, plan) in zip(names, made, strict=True)}
-    _require_own(folder, (PROBLEM_JSON, REPLAYS_JSON, *(f"{name}.json" for name in plans)))
-    if is_kept(folder, problem, made, setting, config):
-        return read(folder)
+    _require_own_folder(folder, (PROBLEM_JSON, REPLAYS_JSON, *(f"{name}.json" for name in plans)))
+    if has_valid_replays(folder, problem, made, setting, config):
+        return read_replays(folder)
     # All plans in one call, so that their steps alternate and disturbances meet all.
     costs = dict(zip(plans, replay([lower(plan, problem) for plan in plans.values()]), strict=True))
-    _clear(folder)
+    _remove_replay_files(folder)
     files.write_problem(folder / PROBLEM_JSON, problem)
     for name, plan in plans.items():
         files.write_plan(folder / f"{name}.json", plan, problem)
     body = {
         "setting": files.setting_to_json(setting),
         "config": dataclasses.asdict(config),
-        "measurement_version": _version(problem),
+        "measurement_version": _current_version(problem),
         "replays": [
             {
                 "algorithm": algorithm,
@@ -113,11 +115,11 @@ def keep(
             for algorithm, name in names
         ],
     }
-    writing.write_json(folder / REPLAYS_JSON, document(SCHEMA, seal(body)))
+    writing.write_json(folder / REPLAYS_JSON, with_schema(SCHEMA, add_digest(body)))
     return ReplaySet(problem, setting, names, plans, costs)
 
 
-def _require_own(folder: Path, names: Sequence[str]) -> None:
+def _require_own_folder(folder: Path, names: Sequence[str]) -> None:
     """Raise ShardCoreError for a folder or file that could not be written after replaying."""
     for path in (folder, folder.parent):
         if path.is_symlink():
@@ -129,16 +131,16 @@ def _require_own(folder: Path, names: Sequence[str]) -> None:
             raise ShardCoreError(f"{path} is a folder; replays are kept in a file of that name: remove it")
 
 
-def _clear(folder: Path) -> None:
-    """Remove the files that `keep` writes, and nothing else."""
+def _remove_replay_files(folder: Path) -> None:
+    """Remove the files that `replay_or_reuse` writes to a folder, and no other files."""
     # replays.json goes first: a folder without it holds no replays.
-    for old in (folder / REPLAYS_JSON, *(folder / name for name in schema.names_in(folder))):
-        if _is_ours(old):
+    for old in (folder / REPLAYS_JSON, *(folder / name for name in schema.list_names(folder))):
+        if _is_replay_file(old):
             old.unlink(missing_ok=True)
 
 
-def _is_ours(path: Path) -> bool:
-    """Tell if `keep` wrote a file, by its name. A plan is also known by its schema."""
+def _is_replay_file(path: Path) -> bool:
+    """Tell if `replay_or_reuse` wrote a file, by the file's name; a plan is also recognised by its schema."""
     if path.is_symlink() or not path.is_file():
         return False
     if path.suffix == ".json" and files.DIGEST.fullmatch(path.stem):
@@ -146,24 +148,26 @@ def _is_ours(path: Path) -> bool:
     return path.name in (REPLAYS_JSON, PROBLEM_JSON) or bool(writing.UNFINISHED.fullmatch(path.name))
 
 
-def remove(folder: Path) -> None:
-    """Remove the files that `keep` writes, then the folder if it is empty. Links are left alone."""
+def remove_replays(folder: Path) -> None:
+    """Remove the replay files in a folder, then the folder if empty. Links are left alone."""
     if folder.is_dir() and not folder.is_symlink():
         with suppress(OSError, ShardCoreError):
-            _clear(folder)
+            _remove_replay_files(folder)
             folder.rmdir()
 
 
-def is_kept(folder: Path, problem: Problem, made: NamedPlans, setting: Setting, config: Config) -> bool:
-    """Tell if `folder` has undisturbed replays of exactly these plans with this config. An unreadable one has not."""
+def has_valid_replays(
+    folder: Path, problem: Problem, made: NamedPlans, setting: Setting, config: Config
+) -> bool:
+    """Tell if a folder has undisturbed, readable replays of exactly these plans with this config."""
     try:
-        body = _read(folder)
-        known = _kept(folder, body)
+        body = _read_body(folder)
+        known = _load_replay_set(folder, body)
     except ShardCoreError:
         return False
     names = [(algorithm, plan_digest(plan)) for algorithm, plan in made]
     return (
-        body.measurement_version == _version(problem)
+        body.measurement_version == _current_version(problem)
         and not any(_is_disturbed(r.cost) for r in body.replays)
         and known.problem == problem
         and known.setting == setting
@@ -172,16 +176,16 @@ def is_kept(folder: Path, problem: Problem, made: NamedPlans, setting: Setting, 
     )
 
 
-def read(folder: Path) -> ReplaySet:
-    """The replays in a folder.
+def read_replays(folder: Path) -> ReplaySet:
+    """Read the measured replays of a problem's plans from a folder.
 
     Raises ShardCoreError naming a file that is missing, damaged, edited, or of an unknown version.
     """
-    return _kept(folder, _read(folder))
+    return _load_replay_set(folder, _read_body(folder))
 
 
-def _kept(folder: Path, body: _Body) -> ReplaySet:
-    """The replays of replays.json, whose content is `body`, with the problem and plans of its folder."""
+def _load_replay_set(folder: Path, body: _Body) -> ReplaySet:
+    """Replays of a parsed replays.json, with the problem and plans of its folder."""
     problem = files.read_problem(folder / PROBLEM_JSON)
     for row in body.replays:
         if len(row.cost.waiting_ms) != len(problem.topology):
@@ -205,53 +209,60 @@ def _kept(folder: Path, body: _Body) -> ReplaySet:
     )
 
 
-def read_all(folder: Path, setting: Setting) -> list[ReplaySet]:
-    """The replays of a setting in subfolders of `folder`, sorted by name."""
-    return [kept for kept in _read_current(folder) if kept.setting == setting]
+def read_all_replays(folder: Path, setting: Setting) -> list[ReplaySet]:
+    """Read the replays of a setting from the subfolders of `folder`, sorted by name."""
+    return [kept for kept in _read_current_replays(folder) if kept.setting == setting]
 
 
-def _read_current(folder: Path) -> list[ReplaySet]:
-    """The replays of current versions in subfolders of `folder`."""
+def _read_current_replays(folder: Path) -> list[ReplaySet]:
+    """Read the replays that have the current measurement version from the subfolders of `folder`."""
     return [
-        _kept(one, body)
-        for one in _folders(folder)
-        if (body := _read(one)).measurement_version == _version(files.read_problem(one / PROBLEM_JSON))
+        _load_replay_set(one, body)
+        for one in _replay_folders(folder)
+        if (body := _read_body(one)).measurement_version
+        == _current_version(files.read_problem(one / PROBLEM_JSON))
     ]
 
 
-def _version(problem: Problem) -> int:
-    """The current version of steps of a problem."""
+def _current_version(problem: Problem) -> int:
+    """Current measurement version of replayed steps of a problem."""
     return STEP_VERSION if len(problem.topology.hosts) == 1 else OVER_HOSTS_VERSION
 
 
-def _folders(folder: Path) -> list[Path]:
-    """Subfolders with replays, sorted by name. Raises Unreachable for one that cannot be read."""
+def _replay_folders(folder: Path) -> list[Path]:
+    """Subfolders that have replays, sorted by name. Raises Unreachable for a folder that cannot be read."""
     return [
-        folder / name for name in schema.names_in(folder) if REPLAYS_JSON in schema.names_in(folder / name)
+        folder / name
+        for name in schema.list_names(folder)
+        if REPLAYS_JSON in schema.list_names(folder / name)
     ]
 
 
-def missing(
+def plans_without_replay(
     folder: Path, wanted: Sequence[tuple[Problem, NamedPlans]], setting: Setting
 ) -> list[tuple[Problem, list[tuple[str, Plan]]]]:
-    """The plans without an undisturbed replay in a dataset's folder. Problems that lack none are left out."""
-    lacking = [(problem, _without(_known(folder, problem, setting), plans)) for problem, plans in wanted]
+    """Plans, by problem, that have no undisturbed replay in a dataset's folder."""
+    lacking = [
+        (problem, _unreplayed_plans(_valid_replays(folder, problem, setting), plans))
+        for problem, plans in wanted
+    ]
     return [(problem, plans) for problem, plans in lacking if plans]
 
 
-def _without(known: Mapping[str, StepSample], plans: NamedPlans) -> list[tuple[str, Plan]]:
+def _unreplayed_plans(known: Mapping[str, StepSample], plans: NamedPlans) -> list[tuple[str, Plan]]:
+    """Named plans that are not among the known replays."""
     return [(algorithm, plan) for algorithm, plan in plans if plan_digest(plan) not in known]
 
 
-def append(
+def add_missing_replays(
     folder: Path, problem: Problem, made: NamedPlans, setting: Setting, config: Config, replay: Replay
 ) -> dict[str, StepSample]:
-    """Replays of these plans by digest: from a dataset's folder, or run now and added to it.
+    """Replays of a problem's plans by plan digest: from a dataset's folder, or measured now and added to the dataset.
 
-    Replays in the folder count whatever their config. Raises as `keep` does.
+    Replays in the folder count whatever their config. Raises as `replay_or_reuse` does.
     """
-    known = _known(folder, problem, setting)
-    if lacking := _without(known, made):
+    known = _valid_replays(folder, problem, setting)
+    if lacking := _unreplayed_plans(known, made):
         identity = [
             files.problem_to_json(problem),
             files.setting_to_json(setting),
@@ -259,57 +270,57 @@ def append(
         ]
         # A folder of its own, so that no existing replays are overwritten.
         where = folder / dataset.REPLAYS / f"{problem.name}-{files.digest(identity)[:8]}"
-        known |= keep(where, problem, lacking, setting, config, replay).costs
+        known |= replay_or_reuse(where, problem, lacking, setting, config, replay).costs
     return known
 
 
-def parts_digest(folder: Path) -> str:
-    """Digest of a dataset folder's content.
+def dataset_digest(folder: Path) -> str:
+    """Digest of the content of a dataset's folder.
 
     File names hold digests of their content, which are checked when files are read. Replays and traced
     samples hold theirs inside.
     """
     parts = sorted(p.name for p in folder.iterdir() if p.suffix in (".parquet", ".json"))
-    return files.digest([*parts, *digests(folder), *traced_samples.digests(folder)])
+    return files.digest([*parts, *replay_digests(folder), *traced_samples.traced_digests(folder)])
 
 
-def data_digest(folders: Sequence[Path]) -> str:
+def datasets_digest(folders: Sequence[Path]) -> str:
     """Digest of the content of several dataset folders."""
-    return files.digest(sorted(map(parts_digest, folders)))
+    return files.digest(sorted(map(dataset_digest, folders)))
 
 
-def _known(folder: Path, problem: Problem, setting: Setting) -> dict[str, StepSample]:
-    """Undisturbed replays of a problem in a dataset's folder, by digest of the plan."""
+def _valid_replays(folder: Path, problem: Problem, setting: Setting) -> dict[str, StepSample]:
+    """Undisturbed replays of a problem in a dataset's folder, by plan digest."""
     known: dict[str, StepSample] = {}
-    for where in _folders(folder / dataset.REPLAYS):
+    for where in _replay_folders(folder / dataset.REPLAYS):
         # Damaged replays do not count. If they are of this problem, they are run again.
         with suppress(ShardCoreError):
-            body = _read(where)
-            kept = _kept(where, body)
-            is_current = body.measurement_version == _version(kept.problem)
+            body = _read_body(where)
+            kept = _load_replay_set(where, body)
+            is_current = body.measurement_version == _current_version(kept.problem)
             if is_current and kept.setting == setting and kept.problem == problem:
                 known |= {name: cost for name, cost in kept.costs.items() if not _is_disturbed(cost)}
     return known
 
 
-def steps(folders: Sequence[Path], setting: Setting) -> list[tuple[Workload, StepSample]]:
-    """Replays of a setting in datasets' folders, at a slowdown of 1: pairs of workload and times.
+def read_step_samples(folders: Sequence[Path], setting: Setting) -> list[tuple[Workload, StepSample]]:
+    """Replays of a setting in dataset folders, as pairs of workload and times at the machine's usual speed.
 
     Each plan of a problem appears once. Replays that were disturbed, or had more processes than cores, are
     left out.
 
-    Raises as `read` does. Also raises ShardCoreError if a folder has replays only of other settings, and no
+    Raises as `read_replays` does. Also raises ShardCoreError if a folder has replays only of other settings, and no
     samples of this one.
     """
     pairs: dict[tuple[str, str], tuple[Workload, StepSample]] = {}
     for folder in folders:
-        kept = _read_current(folder / dataset.REPLAYS)
+        kept = _read_current_replays(folder / dataset.REPLAYS)
         found = {one.setting for one in kept}
         # The user probably named such a folder by mistake.
-        if found and setting not in found and setting not in dataset.settings(folder):
+        if found and setting not in found and setting not in dataset.dataset_settings(folder):
             raise ShardCoreError(
                 f"{folder} holds replays of other settings than asked for: "
-                f"{'; '.join(sorted(differences(other, setting) for other in found))}"
+                f"{'; '.join(sorted(describe_differences(other, setting) for other in found))}"
             )
         for one in kept:
             if one.setting == setting:
@@ -322,14 +333,14 @@ def steps(folders: Sequence[Path], setting: Setting) -> list[tuple[Workload, Ste
     return list(pairs.values())
 
 
-def digests(folder: Path) -> list[str]:
-    """Digests of all replays in a dataset."""
-    return [_read(one).digest for one in _folders(folder / dataset.REPLAYS)]
+def replay_digests(folder: Path) -> list[str]:
+    """Digests of all replay files in a dataset's folder."""
+    return [_read_body(one).digest for one in _replay_folders(folder / dataset.REPLAYS)]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-    """A replay in replays.json, where the fields of its cost are beside the others."""
+    """One plan's replay in replays.json."""
 
     algorithm: str
     plan: str
@@ -344,7 +355,7 @@ class _Row:
             len(parts[0]) > 0
             and len(set(map(len, parts))) == 1
             and all(0 <= ms <= MOST_MS for part in parts for ms in part),
-            f"{what} has parts {shown(parts)}; it needs as many times for each, of 0 ms or more",
+            f"{what} has parts {short_repr(parts)}; it needs as many times for each, of 0 ms or more",
         )
         within(0, MOST_MS)(cost.dense_ms, what, "dense_ms")
         require(
@@ -358,7 +369,7 @@ class _Row:
 
 @dataclasses.dataclass(frozen=True)
 class _Body:
-    """The content of replays.json."""
+    """Content of replays.json."""
 
     setting: Setting
     config: Mapping[str, Any]
@@ -375,20 +386,26 @@ class _Body:
             )
 
 
-def _read(folder: Path) -> _Body:
+def _read_body(folder: Path) -> _Body:
+    """Read and check replays.json in a folder."""
     path = folder / REPLAYS_JSON
     data = schema.read_json(path)
     try:
-        body = opened(data, SCHEMA, path)
-        sealed = unseal(dict(body), path)
+        body = document_body(data, SCHEMA, path)
+        sealed = remove_digest(dict(body), path)
     except ShardCoreError as error:
         raise ShardCoreError(f"{error}; remove {folder} to replay its plans again") from None
-    rows = schema.read(sealed.pop("replays", None), tuple[Mapping[str, Any], ...], f"{path}: replays")
-    replays = tuple(_row(row, f"{path}: replays[{i}]") for i, row in enumerate(rows))
-    return schema.build(_Body, sealed, str(path), digest=body["digest"], replays=replays)
+    rows = schema.convert_value(
+        sealed.pop("replays", None), tuple[Mapping[str, Any], ...], f"{path}: replays"
+    )
+    replays = tuple(_parse_row(row, f"{path}: replays[{i}]") for i, row in enumerate(rows))
+    return schema.build_record(_Body, sealed, str(path), digest=body["digest"], replays=replays)
 
 
-def _row(row: Mapping[str, Any], what: str) -> _Row:
+def _parse_row(row: Mapping[str, Any], what: str) -> _Row:
+    """Replay of a JSON object in replays.json."""
     head = {k: v for k, v in row.items() if k in ("algorithm", "plan", "total_ms")}
     cost = {k: v for k, v in row.items() if k not in head}
-    return schema.build(_Row, head, what, cost=schema.build(StepSample, cost, what, also=tuple(head)))
+    return schema.build_record(
+        _Row, head, what, cost=schema.build_record(StepSample, cost, what, also=tuple(head))
+    )

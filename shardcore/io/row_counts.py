@@ -12,16 +12,16 @@ from pathlib import Path
 import numpy as np
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.validation import MOST_BATCH, require, require_within, shown
+from shardcore.core.validation import MOST_BATCH, require, require_within, short_repr
 from shardcore.io.model_files import read_tensors, write_tensors
-from shardcore.io.schema import MOST_INT, build
+from shardcore.io.schema import MOST_INT, build_record
 
 _SCHEMA = "row-counts"
 
 
 @dataclass(frozen=True, eq=False)
 class RowCounts:
-    """Lookups of each row, by table.
+    """Number of lookups of each row, by table.
 
     samples: number of samples in which lookups were counted.
     counts: [R] int64 lookups of each row, by table (see `heat.row_counts`).
@@ -35,19 +35,19 @@ class RowCounts:
         for name, counts in self.counts.items():
             if counts.ndim != 1 or counts.dtype != np.int64 or (counts < 0).any():
                 raise ShardCoreError(
-                    f"row counts of table {shown(name)} are {counts.dtype} "
+                    f"row counts of table {short_repr(name)} are {counts.dtype} "
                     f"{list(counts.shape)}; they need to be int64, one for each row, 0 or "
                     "more"
                 )
             # Summed as floats, as integers may overflow.
             if (total := counts.sum(dtype=float)) > MOST_INT:
                 raise ShardCoreError(
-                    f"row counts of table {shown(name)} are {total:.3g} together; they need "
+                    f"row counts of table {short_repr(name)} are {total:.3g} together; they need "
                     f"to be {MOST_INT:,} at most"
                 )
 
-    def of(self, table: str, rows: int) -> np.ndarray:
-        """[rows] counts of a table. Raises ShardCoreError if there are none, or not one for each row."""
+    def table_counts(self, table: str, rows: int) -> np.ndarray:
+        """[rows] lookup counts of a table's rows. Raises ShardCoreError if there are none, or not one for each row."""
         require(
             table in self.counts,
             f"there are no row counts of table {table!r}; there are of {sorted(self.counts)[:5]}",
@@ -60,10 +60,11 @@ class RowCounts:
 
 
 def write_row_counts(path: str | Path, counts: RowCounts) -> None:
+    """Write the lookup counts of tables' rows to a file."""
     write_tensors(path, _SCHEMA, {"samples": counts.samples}, counts.counts)
 
 
 def read_row_counts(path: str | Path) -> RowCounts:
-    """Read a file of `write_row_counts`. Raises ShardCoreError for another file."""
+    """Read the lookup counts of tables' rows from a file. Raises ShardCoreError for a file of another kind."""
     meta, counts = read_tensors(path, _SCHEMA)
-    return build(RowCounts, meta, str(path), counts=counts)
+    return build_record(RowCounts, meta, str(path), counts=counts)

@@ -1,6 +1,6 @@
 """Strict reading of files that anybody may have written.
 
-`read_json` and `read_yaml` parse a file, and limit its size, depth and numbers. `build` makes a dataclass of
+`read_json` and `read_yaml` parse a file, and limit its size, depth and numbers. `build_record` makes a dataclass of
 the result: annotations of its fields are the schema. Any error is a ShardCoreError that names the file, the
 thing and its value.
 """
@@ -20,8 +20,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, get_args, get_origin
 
-from shardcore.core.errors import ShardCoreError, Unreachable, after_name, shortened
-from shardcore.core.validation import first_repeated, require, rules_of, shown, type_hints, typed
+from shardcore.core.errors import ShardCoreError, Unreachable, message_with_name, shorten
+from shardcore.core.validation import (
+    convert_to_type,
+    field_rules,
+    first_duplicate,
+    require,
+    short_repr,
+    type_hints,
+)
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -55,7 +62,7 @@ _YAML_NUMBERS, _MOST_DIGITS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float
 
 
 class Readable(Protocol):
-    """A file that is not on a local disk (see plans/places.py)."""
+    """A file that may not be on a local disk (see plans/places.py)."""
 
     def read_bytes(self) -> bytes: ...
 
@@ -64,26 +71,27 @@ class Readable(Protocol):
 
 
 def read_bytes(path: str | Path | Readable, most: int = MOST_FILE_BYTES) -> bytes:
-    """A file's content. Raises ShardCoreError for a file that is missing, too large or not regular."""
+    """Read a file's content. Raises ShardCoreError for a file that is missing, too large or not regular."""
     is_path = isinstance(path, str | os.PathLike) or hasattr(path, "read_bytes")
-    require(is_path, f"path is {shown(path)}; it needs to be a path of a file")
-    with _reading(path):
+    require(is_path, f"path is {short_repr(path)}; it needs to be a path of a file")
+    with _report_read_errors(path):
         if isinstance(path, str | os.PathLike):
-            return content_of(path, most)
+            return read_regular_file(path, most)
         content = path.read_bytes()
-    _require_size(path, len(content), most)
+    _require_max_size(path, len(content), most)
     return content
 
 
 def require_file(path: str | Path) -> None:
-    """Raise ShardCoreError, as read_bytes does, for a file that another library is about to open."""
-    with _reading(path):
-        _require_size(path, _size_of(path), MOST_MAPPED_BYTES)
+    """Raise ShardCoreError for a file that is missing, too large or not regular, before another library opens the
+    file."""
+    with _report_read_errors(path):
+        _require_max_size(path, _regular_file_size(path), MOST_MAPPED_BYTES)
 
 
 @contextmanager
-def _reading(path: Any) -> Iterator[None]:
-    """Raise ShardCoreError in place of OSError. It is Unreachable if the file may exist."""
+def _report_read_errors(path: Any) -> Iterator[None]:
+    """Context manager: turn an OSError of reading a file into ShardCoreError, or Unreachable if the file may exist."""
     try:
         yield
     except OSError as error:
@@ -91,9 +99,9 @@ def _reading(path: Any) -> Iterator[None]:
         raise kind(f"cannot read {path}: {error.strerror or 'there is no such file'}") from None
 
 
-def content_of(path: str | os.PathLike, most: int = MOST_FILE_BYTES) -> bytes:
-    """Content of a file, as by read_bytes. Raises OSError if it cannot be read."""
-    _require_size(path, size := _size_of(path), most)
+def read_regular_file(path: str | os.PathLike, most: int = MOST_FILE_BYTES) -> bytes:
+    """Read a regular file's content, up to a maximum size. Raises OSError if the file cannot be read."""
+    _require_max_size(path, size := _regular_file_size(path), most)
     # Files of /proc claim a size of 0, and reading some of them never ends.
     if size == 0:
         return b""
@@ -105,7 +113,8 @@ def content_of(path: str | os.PathLike, most: int = MOST_FILE_BYTES) -> bytes:
     return content
 
 
-def _size_of(path: str | os.PathLike) -> int:
+def _regular_file_size(path: str | os.PathLike) -> int:
+    """Size of a regular file in bytes. Raises OSError for a folder, pipe or device."""
     if "\0" in str(path):
         raise OSError(0, "no file has such a name")
     status = os.stat(path)
@@ -115,8 +124,8 @@ def _size_of(path: str | os.PathLike) -> int:
     return status.st_size
 
 
-def gzip_parts(path: Path) -> int:
-    """Approximate number of parts of a gzip file (members, RFC 1952). 0 for any other file."""
+def count_gzip_members(path: Path) -> int:
+    """Approximate number of members of a gzip file (RFC 1952); 0 for any other file."""
     with path.open("rb") as file:
         if file.read(2) != b"\x1f\x8b":
             return 0
@@ -124,12 +133,12 @@ def gzip_parts(path: Path) -> int:
 
 
 def unpacked_chunks(path: Path) -> Iterator[bytes]:
-    """The content of a file in chunks, unpacked if it is gzip. A few MB of gzip may hold gigabytes.
+    """Iterate over a file's content in chunks, unpacked if gzip, with a limit on the ratio of sizes.
 
     Raises ShardCoreError for gzip that unpacks to far more than its size, and EOFError, OSError or zlib.error after
     what can be read of a file that is damaged.
     """
-    packed, size, done = gzip_parts(path), _size_of(path), 0
+    packed, size, done = count_gzip_members(path), _regular_file_size(path), 0
     # Each part takes 30 µs, however short.
     if packed > (limit := 1000 + size // _PART_BYTES):
         raise ShardCoreError(
@@ -149,8 +158,9 @@ def unpacked_chunks(path: Path) -> Iterator[bytes]:
             yield chunk
 
 
-def require_stored(path: Path) -> None:
-    """Raise ShardCoreError for a zip archive of more than its size. torch.save and numpy.savez make none."""
+def require_uncompressed_zip(path: Path) -> None:
+    """Raise ShardCoreError for a zip archive with compressed or overlapping entries. torch.save and numpy.savez write
+    none."""
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
     size, content = path.stat().st_size, sum(entry.file_size for entry in entries)
@@ -161,8 +171,8 @@ def require_stored(path: Path) -> None:
         )
 
 
-def names_in(folder: str | Path) -> list[str]:
-    """Sorted names in a folder. Empty if there is no such folder.
+def list_names(folder: str | Path) -> list[str]:
+    """Sorted names of the files in a folder; empty if there is no such folder.
 
     Raises Unreachable for a folder that cannot be read, which `Path.glob` takes for an empty one.
     """
@@ -174,16 +184,18 @@ def names_in(folder: str | Path) -> list[str]:
         raise Unreachable(f"cannot read {folder}: {error.strerror}") from None
 
 
-def _require_size(path: Any, size: int, most: int) -> None:
+def _require_max_size(path: Any, size: int, most: int) -> None:
+    """Raise ShardCoreError for a file that is too large."""
     require(size <= most, f"{path} has {size:,} bytes; files of at most {most:,} are read")
 
 
 def read_text(path: str | Path | Readable, most: int = MOST_FILE_BYTES) -> str:
-    """Text of a file. Raises ShardCoreError as read_bytes does, and for text that is not UTF-8."""
-    return decoded(read_bytes(path, most), path)
+    """Read a UTF-8 text file. Raises ShardCoreError as read_bytes does, and for text that is not UTF-8."""
+    return decode_utf8(read_bytes(path, most), path)
 
 
-def decoded(content: bytes, what: Any) -> str:
+def decode_utf8(content: bytes, what: Any) -> str:
+    """Decode UTF-8 text, without a byte order mark. Raises ShardCoreError naming the file and position."""
     try:
         # Programs on Windows put a byte order mark before text. It is dropped.
         return content.decode("utf-8-sig")
@@ -192,7 +204,7 @@ def decoded(content: bytes, what: Any) -> str:
 
 
 def read_json(path: str | Path | Readable) -> Any:
-    """The value of a JSON file.
+    """Read the value of a JSON file.
 
     Raises ShardCoreError naming the file if it cannot be read or is not complete JSON, and for a duplicate
     key, a number that is too large or not finite, and values nested too deep.
@@ -201,16 +213,23 @@ def read_json(path: str | Path | Readable) -> Any:
 
 
 def parse_json(content: bytes, what: Any) -> Any:
-    """The value of a JSON file's content. what: its name, for messages. Raises as read_json does."""
-    text = decoded(content, what)
+    """Parse a JSON file's content. Raises as read_json does.
+
+    what: name of the file, for messages.
+    """
+    text = decode_utf8(content, what)
     # A value takes much more memory than its text, so values are counted before they are made.
     if (values := sum(map(content.count, (b",", b"[", b"{")))) > MOST_VALUES:
         raise ShardCoreError(f"{what} has about {values:,} values; files of at most {MOST_VALUES:,} are read")
     try:
         value = json.loads(
-            text, object_pairs_hook=_no_duplicates, parse_int=_int, parse_float=_float, parse_constant=_float
+            text,
+            object_pairs_hook=_dict_without_duplicates,
+            parse_int=_parse_int,
+            parse_float=_parse_float,
+            parse_constant=_parse_float,
         )
-        _require_depth(value)
+        _require_max_depth(value)
         if _SURROGATE.search(content):
             # Encoding fails on a lone surrogate: better here than when the value is written.
             json.dumps(value, ensure_ascii=False).encode()
@@ -222,32 +241,35 @@ def parse_json(content: bytes, what: Any) -> Any:
         raise ShardCoreError(f"{what} has values within values, deeper than {MOST_DEPTH}") from None
     except ValueError as error:
         raise ShardCoreError(
-            f"{what} is not whole JSON: {shortened(str(error), 120)}; it was cut short or edited"
+            f"{what} is not whole JSON: {shorten(str(error), 120)}; it was cut short or edited"
         ) from None
     return value
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _dict_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Dictionary of a JSON object's pairs. Raises ValueError for a duplicate key."""
     made = dict(pairs)
     if len(made) < len(pairs):
-        raise ValueError(f"key {shown(first_repeated(key for key, _ in pairs))} appears twice")
+        raise ValueError(f"key {short_repr(first_duplicate(key for key, _ in pairs))} appears twice")
     return made
 
 
-def _int(text: str) -> int:
+def _parse_int(text: str) -> int:
+    """Integer of a JSON number. Raises ValueError if too large."""
     if len(text) > 17 or abs(value := int(text)) > MOST_INT:
-        raise ValueError(f"the number {shortened(text, 40)} is too large")
+        raise ValueError(f"the number {shorten(text, 40)} is too large")
     return value
 
 
-def _float(text: str) -> float:
+def _parse_float(text: str) -> float:
+    """Float of a JSON number. Raises ValueError if not finite."""
     if not math.isfinite(value := float(text)):
-        raise ValueError(f"the number {shortened(text, 40)} is not finite")
+        raise ValueError(f"the number {shorten(text, 40)} is not finite")
     return value
 
 
-def _require_depth(value: Any) -> None:
-    """Raise RecursionError for values nested deeper than MOST_DEPTH."""
+def _require_max_depth(value: Any) -> None:
+    """Raise RecursionError for a parsed value that is nested deeper than MOST_DEPTH."""
     # Level by level, as recursion itself has a limit of depth.
     level = [[value]]
     for _ in range(MOST_DEPTH + 1):
@@ -262,19 +284,19 @@ def _require_depth(value: Any) -> None:
     raise RecursionError
 
 
-def _require_numbers(value: Any) -> None:
-    """Raise ValueError for a number that is not finite or too large. The value must not be too deep."""
+def _require_valid_numbers(value: Any) -> None:
+    """Raise ValueError for a parsed value with a number that is not finite or too large."""
     if isinstance(value, dict | list):
         for one in value.values() if isinstance(value, dict) else value:
-            _require_numbers(one)
+            _require_valid_numbers(one)
     elif isinstance(value, int) and abs(value) > MOST_INT:
-        raise ValueError(f"the number {shown(value)} is too large")
+        raise ValueError(f"the number {short_repr(value)} is too large")
     elif isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"the number {value} is not finite")
 
 
 def read_yaml(path: str | Path) -> Any:
-    """The value of a YAML file.
+    """Read the value of a YAML file.
 
     Raises ShardCoreError as read_json does, and for aliases: eight lines of them can expand to gigabytes.
     """
@@ -285,15 +307,15 @@ def read_yaml(path: str | Path) -> Any:
             if self.check_event(yaml.AliasEvent):
                 raise ValueError(
                     f"line {self.peek_event().start_mark.line + 1} has an alias, "
-                    f"*{shortened(self.peek_event().anchor, 40)}; write it out"
+                    f"*{shorten(self.peek_event().anchor, 40)}; write it out"
                 )
             return super().compose_node(parent, index)
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             made = super().construct_mapping(node, deep)
             if len(made) < len(node.value):
-                twice = first_repeated(self.construct_object(key, deep=True) for key, _ in node.value)
-                raise ValueError(f"key {shown(twice)} appears twice")
+                twice = first_duplicate(self.construct_object(key, deep=True) for key, _ in node.value)
+                raise ValueError(f"key {short_repr(twice)} appears twice")
             return made
 
         def construct_scalar(self, node: Any) -> Any:
@@ -302,14 +324,14 @@ def read_yaml(path: str | Path) -> Any:
             value.encode()
             # YAML reads 1:0:0: ... as a number to the base of 60, which may be huge.
             if node.tag in _YAML_NUMBERS and len(value) > _MOST_DIGITS:
-                raise ValueError(f"the number {shortened(value, 40)} is too large")
+                raise ValueError(f"the number {shorten(value, 40)} is too large")
             return value
 
     text = read_text(path, MOST_YAML_BYTES)
     try:
         value = yaml.load(text, Loader)
-        _require_depth(value)
-        _require_numbers(value)
+        _require_max_depth(value)
+        _require_valid_numbers(value)
     except RecursionError:
         raise ShardCoreError(f"{path} has values within values, deeper than {MOST_DEPTH}") from None
     # Constructors of dates, tags and the like raise various errors.
@@ -322,7 +344,7 @@ def read_yaml(path: str | Path) -> Any:
 
 
 class Faults(ShardCoreError):
-    """Several faults of a file: a line for each of the first, and the number of the others."""
+    """Several faults of one file. The message has a line for each of the first, and the number of further faults."""
 
     def __init__(self, message: str = "", faults: Sequence[ShardCoreError] = ()) -> None:
         super().__init__(message, faults)
@@ -332,23 +354,24 @@ class Faults(ShardCoreError):
             self.args = ("\n".join([*map(str, faults[:_SHOWN_FAULTS]), *[others] * (more > 0)]),)
 
     def __format__(self, spec: str) -> str:
-        """One line, for the message of another error. `str` gives a line for each fault."""
+        """One line with all shown faults, for the message of another error."""
         return format("; ".join(str(self).split("\n")), spec)
 
 
 @contextmanager
-def errors_named(what: Any) -> Iterator[None]:
-    """Put a name, such as a file's, before the message of each error that is raised within."""
+def prefix_errors(what: Any) -> Iterator[None]:
+    """Context manager: prefix the messages of ShardCoreErrors with a name, such as a file's."""
     try:
         yield
     except ShardCoreError as error:
         if not error.faults:
-            raise type(error)(after_name(what, error)) from None
-        raise Faults(faults=[type(fault)(after_name(what, fault)) for fault in error.faults]) from None
+            raise type(error)(message_with_name(what, error)) from None
+        raise Faults(faults=[type(fault)(message_with_name(what, fault)) for fault in error.faults]) from None
 
 
-def each(make: Callable[[Any], Any], entries: Iterable[Any]) -> list[Any]:
-    """Make something of each entry. Raises ShardCoreError if one fails, Faults with all errors if several do."""
+def map_collecting_errors(make: Callable[[Any], Any], entries: Iterable[Any]) -> list[Any]:
+    """Apply a function to each entry. Raises ShardCoreError if one call fails, and Faults with all errors if several
+    do."""
     made, faults = [], list[ShardCoreError]()
     for entry in entries:
         try:
@@ -362,8 +385,9 @@ def each(make: Callable[[Any], Any], entries: Iterable[Any]) -> list[Any]:
     return made
 
 
-def build(cls: type[T], data: Any, what: str, also: Collection[str] = (), **given: Any) -> T:
-    """Make a dataclass from a mapping. Annotations of its fields are the schema: types of `typed`, and dataclasses.
+def build_record(cls: type[T], data: Any, what: str, also: Collection[str] = (), **given: Any) -> T:
+    """Build a dataclass instance from a mapping, such as a JSON object, with types and rules from the field
+    annotations.
 
     data: the mapping.
     what: its name, for messages.
@@ -374,7 +398,7 @@ def build(cls: type[T], data: Any, what: str, also: Collection[str] = (), **give
     it names them all (Faults).
     """
     if not isinstance(data, Mapping):
-        raise ShardCoreError(f"{what} is {shown(data)}; it needs to be an object with keys")
+        raise ShardCoreError(f"{what} is {short_repr(data)}; it needs to be an object with keys")
     fields = {f.name: f for f in dataclasses.fields(cls) if f.init and f.name not in given}
     unknown, kinds, values = {str(key) for key in data if key not in fields}, type_hints(cls), {}
     # Those that the data has, or lacks: others keep their defaults.
@@ -384,47 +408,50 @@ def build(cls: type[T], data: Any, what: str, also: Collection[str] = (), **give
         if name in data or f.default is f.default_factory is dataclasses.MISSING
     ]
 
-    def make(name: str) -> None:
+    def set_field(name: str) -> None:
         if name in unknown:
             raise ShardCoreError(
-                f"{what} has an unknown key {shown(name)}; known are {', '.join(dict.fromkeys([*fields, *also]))}"
+                f"{what} has an unknown key {short_repr(name)}; known are {', '.join(dict.fromkeys([*fields, *also]))}"
             )
         if name in given:
             values[name] = given[name]() if callable(given[name]) else given[name]
         elif name in data:
-            values[name] = read(data[name], kinds[name], f"{what}: {name}")
+            values[name] = convert_value(data[name], kinds[name], f"{what}: {name}")
             # As the record itself does, but together with the faults of other fields.
-            for rule in rules_of(cls).get(name, ()):
+            for rule in field_rules(cls).get(name, ()):
                 rule(values[name], what, name)
         else:
             raise ShardCoreError(f"{what} lacks the key {name!r}")
 
-    each(make, dict.fromkeys([*sorted(unknown), *present, *given]))
-    with errors_named(what):
+    map_collecting_errors(set_field, dict.fromkeys([*sorted(unknown), *present, *given]))
+    with prefix_errors(what):
         return cls(**values)
 
 
-def require_once(entries: Any, keys: Sequence[str], words: str) -> None:
-    """Raise ShardCoreError naming the first of a file's entries whose values of some keys were there before.
+def require_unique(entries: Any, keys: Sequence[str], words: str) -> None:
+    """Raise ShardCoreError naming the first entry of a file that has the same values of some keys as an earlier entry.
 
     It is quick: to make records of a million entries takes a minute.
     """
     found = (e for e in entries if isinstance(e, Mapping)) if isinstance(entries, list | tuple) else ()
-    twice = first_repeated(", ".join(f"{key} {e.get(key)!r}" for key in keys) for e in found)
+    twice = first_duplicate(", ".join(f"{key} {e.get(key)!r}" for key in keys) for e in found)
     if twice is not None:
         raise ShardCoreError(f"{words}: {twice}; it needs to be there once")
 
 
-def read(value: Any, kind: Any, what: str) -> Any:
-    """A value of an annotated type (see `typed`). Lists become tuples. Raises ShardCoreError naming `what`."""
+def convert_value(value: Any, kind: Any, what: str) -> Any:
+    """Convert a parsed value to an annotated type, lists to tuples. Raises ShardCoreError naming `what`."""
     try:
-        return typed(value, kind, what, build)
+        return convert_to_type(value, kind, what, build_record)
     except ShardCoreError:
         # Only of a list that has a fault: entries one by one take longer.
         if isinstance(value, list) and get_origin(kind) is tuple and get_args(kind)[-1] is Ellipsis:
-            each(lambda i: read(value[i], get_args(kind)[0], f"{what}[{i}]"), range(len(value)))
+            map_collecting_errors(
+                lambda i: convert_value(value[i], get_args(kind)[0], f"{what}[{i}]"), range(len(value))
+            )
         raise
 
 
-def is_whole(value: Any) -> bool:
+def is_whole_number(value: Any) -> bool:
+    """Tell if a parsed value is an integer, within the range of JSON."""
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= MOST_INT

@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.validation import MOST_RATIO, require, shown
+from shardcore.core.validation import MOST_RATIO, require, short_repr
 from shardcore.io.envelope import open_document
-from shardcore.io.schema import build
+from shardcore.io.schema import build_record
 
 MOST_AFFINITY = (1e-100, 1e100)
 """Least and largest affinity other than 0, so that sums and shares of many stay finite."""
@@ -27,7 +27,7 @@ MOST_AFFINITY = (1e-100, 1e100)
 
 @dataclass(frozen=True)
 class Towers:
-    """Tables that belong together, by groups or by a matrix.
+    """Groups of tables that belong together, given explicitly or by an affinity matrix.
 
     compression_ratio: bytes that enter a tower module for each byte that leaves it, 1 or more.
     towers: groups of tables. Each group stays on one host. A host may have several.
@@ -61,7 +61,7 @@ class Towers:
             (self.tables, "in 'tables'; it needs one row of the affinity"),
         ):
             for name, n in Counter(names).items():
-                require(n == 1, f"towers have table {shown(name)} {n} times {words}")
+                require(n == 1, f"towers have table {short_repr(name)} {n} times {words}")
         m = len(self.tables)
         require(
             len(self.affinity) == m,
@@ -72,13 +72,13 @@ class Towers:
             require(
                 len(row) == m,
                 f"towers have an affinity with {len(row)} columns in the row of "
-                f"{shown(name)}; it needs {m}, one for each of 'tables'",
+                f"{short_repr(name)}; it needs {m}, one for each of 'tables'",
             )
-        self._require_values()
+        self._require_valid_affinity()
 
-    def _require_values(self) -> None:
-        """Raise ShardCoreError naming a cell of the matrix that is negative, not finite or not symmetric."""
-        a = self.matrix()
+    def _require_valid_affinity(self) -> None:
+        """Raise ShardCoreError naming an entry of the affinity matrix that is negative, not finite or not symmetric."""
+        a = self.affinity_matrix()
         low, high = MOST_AFFINITY
         for wrong, ought in (
             (~((a == 0) | (a >= low) & (a <= high)), f"0, or {low:g} to {high:g}"),
@@ -86,25 +86,25 @@ class Towers:
         ):
             if wrong.any():
                 i, j = (int(x) for x in np.argwhere(wrong)[0])
-                one, two = shown(self.tables[i]), shown(self.tables[j])
+                one, two = short_repr(self.tables[i]), short_repr(self.tables[j])
                 other = f", and {a[j, i]:g} of {two} and {one}" * ("symmetric" in ought)
                 raise ShardCoreError(
                     f"towers have affinity {a[i, j]:g} of {one} and {two}{other}; it needs {ought}"
                 )
 
-    def renamed(self, names: Mapping[str, str]) -> Towers:
-        """The towers with other names for some tables."""
+    def with_renamed_tables(self, names: Mapping[str, str]) -> Towers:
+        """Copy of the towers with other names for some tables."""
 
-        def of(tables: tuple[str, ...]) -> tuple[str, ...]:
+        def renamed(tables: tuple[str, ...]) -> tuple[str, ...]:
             return tuple(names.get(name, name) for name in tables)
 
-        return replace(self, towers=tuple(map(of, self.towers)), tables=of(self.tables))
+        return replace(self, towers=tuple(map(renamed, self.towers)), tables=renamed(self.tables))
 
-    def matrix(self) -> np.ndarray:
-        """[M, M] the affinity as an array."""
+    def affinity_matrix(self) -> np.ndarray:
+        """[M, M] affinity of each pair of the M tables."""
         return np.array(self.affinity, dtype=float).reshape(len(self.tables), len(self.tables))
 
 
 def read_towers(path: str | Path) -> Towers:
-    """The towers of a file. Raises ShardCoreError naming the file and what is wrong in it."""
-    return build(Towers, open_document(path, "towers"), str(path), also=("schema", "version"))
+    """Read the towers of a file. Raises ShardCoreError naming the file and what is wrong in it."""
+    return build_record(Towers, open_document(path, "towers"), str(path), also=("schema", "version"))

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from shardcore.core.types import Plan, Problem, Setting
-from shardcore.core.validation import MOST_MS, require, shown
+from shardcore.core.validation import MOST_MS, require, short_repr
 from shardcore.io import files, schema, writing
-from shardcore.io.envelope import document, open_document, seal, unseal
+from shardcore.io.envelope import add_digest, open_document, remove_digest, with_schema
 from shardcore.io.traced_steps import TRACED_PARTS, TracedStep
 
 TRACES = "traces"
@@ -30,7 +30,7 @@ _TRACED_JSON, _PROBLEM_JSON, _PLAN_JSON = "traced.json", "problem.json", "plan.j
 
 @dataclass(frozen=True)
 class TracedSample:
-    """Traced steps of a job in a row, under one plan.
+    """Consecutive traced steps of a job under one plan, as a sample of a dataset.
 
     setting: of the hardware that it ran on.
     job, number: name of the job, and number of its first traced step.
@@ -57,20 +57,22 @@ class TracedSample:
                 0 <= rank.rank < devices, f"{what} has rank {rank.rank}; its problem has {devices} devices"
             )
             what_rank, unknown = f"rank {rank.rank} of {what}", sorted(set(rank.ms) - set(TRACED_PARTS))
-            require(not unknown, f"{what_rank} has the part {shown(unknown[:1])}; no step has it")
+            require(not unknown, f"{what_rank} has the part {short_repr(unknown[:1])}; no step has it")
             times = (*rank.ms.values(), *(ms for x in rank.exchanges for ms in (x.exposed_ms, x.shared_ms)))
             require(
                 0 < rank.total_ms <= MOST_MS and all(0 <= ms <= MOST_MS for ms in times),
-                f"{what_rank} has times of {shown(times)} ms; they need to be 0 or more",
+                f"{what_rank} has times of {short_repr(times)} ms; they need to be 0 or more",
             )
 
     @property
     def name(self) -> str:
+        """Name of the sample: job and number of the first traced step."""
         return f"{self.job}-{self.number:08d}"
 
 
-def append(dataset: str | Path, sample: TracedSample) -> Path:
-    """Add a sample to a dataset. Returns its folder. One that is there is written again as it is."""
+def add_traced_sample(dataset: str | Path, sample: TracedSample) -> Path:
+    """Write a traced sample to a dataset's folder. Returns the sample's own folder. Writing an existing sample again
+    changes nothing."""
     body = {
         "setting": files.setting_to_json(sample.setting),
         "job": sample.job,
@@ -84,41 +86,41 @@ def append(dataset: str | Path, sample: TracedSample) -> Path:
     folder = Path(dataset) / TRACES / f"{sample.name}-{of[:8]}"
     files.write_problem(folder / _PROBLEM_JSON, sample.problem)
     files.write_plan(folder / _PLAN_JSON, sample.plan, sample.problem)
-    writing.write_json(folder / _TRACED_JSON, document(SCHEMA, seal(body)))
+    writing.write_json(folder / _TRACED_JSON, with_schema(SCHEMA, add_digest(body)))
     return folder
 
 
-def read_all(datasets: Iterable[str | Path], setting: Setting | None = None) -> list[TracedSample]:
-    """The traced samples (of one setting) in datasets, each once, by job and number.
+def read_traced_samples(datasets: Iterable[str | Path], setting: Setting | None = None) -> list[TracedSample]:
+    """Read the traced samples (of one setting) of datasets, each once, sorted by job and step number.
 
     Raises ShardCoreError naming one that is damaged or edited.
     """
     found = {
-        folder.name: _sample(folder, body)
+        folder.name: _load_sample(folder, body)
         for dataset in datasets
-        for folder, of, body, _ in _bodies(dataset)
+        for folder, of, body, _ in _read_bodies(dataset)
         if setting is None or of == setting
     }
     return sorted(found.values(), key=lambda sample: (sample.job, sample.number))
 
 
-def settings(dataset: str | Path) -> list[Setting]:
-    """Settings of a dataset's traced samples."""
-    return sorted({setting for _, setting, _, _ in _bodies(dataset)}, key=str)
+def traced_settings(dataset: str | Path) -> list[Setting]:
+    """Settings of the traced samples in a dataset."""
+    return sorted({setting for _, setting, _, _ in _read_bodies(dataset)}, key=str)
 
 
-def digests(dataset: str | Path) -> list[str]:
-    """Digests of a dataset's traced samples."""
-    return [digest for *_, digest in _bodies(dataset)]
+def traced_digests(dataset: str | Path) -> list[str]:
+    """Digests of the traced samples in a dataset."""
+    return [digest for *_, digest in _read_bodies(dataset)]
 
 
-def _bodies(dataset: str | Path) -> Sequence[tuple[Path, Setting, dict[str, Any], str]]:
-    """The folder, setting, content of traced.json and its digest, of each sample."""
+def _read_bodies(dataset: str | Path) -> Sequence[tuple[Path, Setting, dict[str, Any], str]]:
+    """Folder, setting, content and digest of each traced sample in a dataset."""
     found = []
-    for name in schema.names_in(where := Path(dataset) / TRACES):
+    for name in schema.list_names(where := Path(dataset) / TRACES):
         if (path := where / name / _TRACED_JSON).exists():
             content = open_document(path, SCHEMA)
-            body = unseal(dict(content), path)
+            body = remove_digest(dict(content), path)
             found.append(
                 (
                     path.parent,
@@ -130,8 +132,9 @@ def _bodies(dataset: str | Path) -> Sequence[tuple[Path, Setting, dict[str, Any]
     return found
 
 
-def _sample(folder: Path, body: Mapping[str, Any]) -> TracedSample:
+def _load_sample(folder: Path, body: Mapping[str, Any]) -> TracedSample:
+    """Traced sample of a parsed traced.json, with the problem and plan of its folder."""
     problem = files.read_problem(folder / _PROBLEM_JSON)
     # A plan that ran has fitted, whatever ShardCore counts.
     plan = files.read_valid_plan(folder / _PLAN_JSON, problem, fits=False)
-    return schema.build(TracedSample, body, str(folder / _TRACED_JSON), problem=problem, plan=plan)
+    return schema.build_record(TracedSample, body, str(folder / _TRACED_JSON), problem=problem, plan=plan)

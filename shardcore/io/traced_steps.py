@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from shardcore.core.errors import shortened
+from shardcore.core.errors import shorten
 from shardcore.core.validation import MOST_DEVICES
 
 UNNAMED = "unnamed"
@@ -17,7 +17,7 @@ UNNAMED = "unnamed"
 
 @dataclass(frozen=True)
 class TracedPart:
-    """A part of a traced step.
+    """Kind of part of a traced training step.
 
     words: for people.
     cost: field of StepCost that has it; "dense_ms" for all around the embeddings.
@@ -50,7 +50,7 @@ TRACED_PARTS: Mapping[str, TracedPart] = {
 
 @dataclass(frozen=True)
 class TracedExchange:
-    """A collective of a rank in a step.
+    """A collective of one rank in a traced step.
 
     collective: all_to_all, reduce_scatter, all_gather, all_reduce, broadcast or barrier, as the backend ran
       it.
@@ -77,7 +77,7 @@ class TracedExchange:
 
 @dataclass(frozen=True)
 class RankStep:
-    """One step of one rank.
+    """One traced training step of one rank.
 
     total_ms: from its begin to its end.
     ms: of each part, which sum to total_ms.
@@ -97,16 +97,16 @@ class RankStep:
     kernel_ms: Mapping[str, float] = field(default_factory=dict)
 
     @property
-    def named_share(self) -> float:
-        """Share of the step's ms that is recognised."""
+    def recognised_share(self) -> float:
+        """Fraction of the rank's step time whose events are recognised."""
         return 1 - self.ms.get(UNNAMED, 0.0) / self.total_ms
 
     def cost_ms(self, name: str) -> float:
-        """ms of a field of StepCost."""
+        """ms of the rank's step that belong to a field of StepCost."""
         return sum(ms for part, ms in self.ms.items() if TRACED_PARTS[part].cost == name)
 
-    def slower(self, by: float) -> RankStep:
-        """The step as if each ms of its parts and collectives took `by` times as long."""
+    def scaled(self, by: float) -> RankStep:
+        """The rank's step with the times of its parts and collectives multiplied by a factor."""
         return replace(
             self,
             total_ms=by * self.total_ms,
@@ -126,7 +126,7 @@ class RankStep:
 
 @dataclass(frozen=True)
 class TracedStep:
-    """One step of the ranks whose traces are at hand.
+    """One training step of all ranks that have traces.
 
     number: of the step in the profiler's count.
     ranks: sorted by rank.
@@ -139,29 +139,31 @@ class TracedStep:
 
     @property
     def total_ms(self) -> float:
-        """The slowest rank's."""
+        """ms of the traced step on the slowest rank."""
         return max(rank.total_ms for rank in self.ranks)
 
     @property
-    def missing_ranks(self) -> str:
-        """The job's ranks that have no trace, in words: "ranks 4, 5 are". Empty where all have one."""
+    def missing_ranks_text(self) -> str:
+        """Ranks of the job that have no trace, in words: "ranks 4, 5 are"; empty where all have one."""
         missing = set(range(min(self.world_size, MOST_DEVICES))) - {rank.rank for rank in self.ranks}
-        numbers = shortened(", ".join(map(str, sorted(missing))), 60)
+        numbers = shorten(", ".join(map(str, sorted(missing))), 60)
         return f"ranks {numbers} are" if len(missing) > 1 else f"rank {numbers} is" * len(missing)
 
     def without_tracing(self, step_ms: float | None) -> TracedStep:
-        """The step as if it took as long as those without tracing. None: such were not timed.
+        """The traced step scaled to the duration of steps without tracing.
+
+        step_ms: None if no step was timed without tracing; then the step is unchanged.
 
         Tracing slows all parts. And one step is slow or fast by chance, which a median of many is not.
         """
         if step_ms is None:
             return self
-        return replace(self, ranks=tuple(rank.slower(step_ms / self.total_ms) for rank in self.ranks))
+        return replace(self, ranks=tuple(rank.scaled(step_ms / self.total_ms) for rank in self.ranks))
 
 
 @dataclass(frozen=True)
 class TracedJob:
-    """The traced steps of a job.
+    """The traced training steps of a job.
 
     remarks: a line on each thing that the traces do not tell, or tell with care.
     digests: of the trace files, by rank.
@@ -175,4 +177,5 @@ class TracedJob:
 
     @property
     def ranks(self) -> Sequence[int]:
+        """Ranks that have traces, sorted."""
         return sorted({rank.rank for step in self.steps for rank in step.ranks})

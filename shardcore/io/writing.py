@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.validation import require, require_type, shown
+from shardcore.core.validation import require, require_type, short_repr
 
 UNFINISHED = re.compile(r"\..+\.\d+\.tmp")
 """Temporary names of `write_atomic`."""
@@ -23,7 +23,7 @@ _MOST_LINKS = 40
 
 
 def write_atomic(path: str | Path, content: bytes) -> None:
-    """Write a file whole or not at all, creating its folder.
+    """Write a file atomically (whole or not at all), creating its folder.
 
     A device or pipe (/dev/null, /dev/stdout) is written to directly, as renaming a file over it would replace
     it. Temporary files that killed writers of the same file have left are removed.
@@ -31,11 +31,13 @@ def write_atomic(path: str | Path, content: bytes) -> None:
     Raises ShardCoreError naming a file that cannot be written.
     """
     require_type(path, (str, Path), "path", "a path of a file")
-    require("\0" not in str(path) and str(path) != "", f"cannot write {shown(str(path))}: no name of a file")
+    require(
+        "\0" not in str(path) and str(path) != "", f"cannot write {short_repr(str(path))}: no name of a file"
+    )
     path = Path(path)
-    temporary = _temporary(path.parent, path.name)
+    temporary = _temporary_path(path.parent, path.name)
     try:
-        if _is_written_through(path):
+        if _is_device_or_open_file(path):
             path.write_bytes(content)
             return
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -45,7 +47,7 @@ def write_atomic(path: str | Path, content: bytes) -> None:
                     remove_unfinished(path.parent / name)
         # It may be of an earlier process with this id, or a link to any place.
         temporary.unlink(missing_ok=True)
-        with _held(temporary) as f:
+        with _create_locked(temporary) as f:
             f.write(content)
             f.flush()
             os.fsync(f.fileno())
@@ -58,8 +60,8 @@ def write_atomic(path: str | Path, content: bytes) -> None:
         raise
 
 
-def _held(temporary: Path) -> BinaryIO:
-    """A new file, locked as long as it is open. The lock shows that its writer lives."""
+def _create_locked(temporary: Path) -> BinaryIO:
+    """Create a file that stays locked while open; the lock shows that its writer is alive."""
     import fcntl
 
     while True:
@@ -72,7 +74,7 @@ def _held(temporary: Path) -> BinaryIO:
 
 
 def remove_unfinished(path: Path) -> None:
-    """Remove a temporary file if its writer was killed, so that nobody holds its lock."""
+    """Remove a temporary file whose writer was killed, that is, whose lock nobody holds."""
     import fcntl
 
     # No link is followed, and no writer of a pipe is waited for.
@@ -86,7 +88,7 @@ def remove_unfinished(path: Path) -> None:
 
 
 def require_writable(path: str | Path, what: str, folder: bool = False) -> None:
-    """Raise ShardCoreError if a file, or files in a folder, could not be written there.
+    """Raise ShardCoreError if a file, or files in a folder, could not be written at a path.
 
     what: name of the file, for messages. A file is written, as permissions do not tell all, and removed
       again.
@@ -96,12 +98,12 @@ def require_writable(path: str | Path, what: str, folder: bool = False) -> None:
         if path.exists() and path.is_dir() != folder:
             kinds = ("file", "folder") if folder else ("folder", "file")
             raise ShardCoreError("{} {} is a {}; it needs to be a {}".format(what, path, *kinds))
-        if _is_written_through(path):
+        if _is_device_or_open_file(path):
             return
         at = path if folder else path.parent
         while not os.path.lexists(at):
             at = at.parent
-        temporary = _temporary(at, path.name)
+        temporary = _temporary_path(at, path.name)
         temporary.unlink(missing_ok=True)
         open(temporary, "xb").close()
         temporary.unlink()
@@ -109,17 +111,18 @@ def require_writable(path: str | Path, what: str, folder: bool = False) -> None:
         raise ShardCoreError(f"{what} {path} cannot be written: {error.strerror}") from None
 
 
-def _temporary(folder: Path, name: str) -> Path:
+def _temporary_path(folder: Path, name: str) -> Path:
+    """Path of this process's temporary file for writing a file atomically."""
     return folder / f".{name}.{os.getpid()}.tmp"
 
 
-def _is_written_through(path: Path) -> bool:
+def _is_device_or_open_file(path: Path) -> bool:
     """Tell if a path is a device or pipe, or leads to an open file of a process."""
     return path.exists() and not path.is_dir() and (not path.is_file() or _is_open_file(path))
 
 
 def _is_open_file(path: Path) -> bool:
-    """Tell if a link leads to an open file of a process, as /dev/stdout does, even if that is a regular file."""
+    """Tell if a link leads to an open file of a process, as /dev/stdout does, even if the target is a regular file."""
     for _ in range(_MOST_LINKS):
         if path.parent.resolve().match("/proc/*/fd"):
             return True
@@ -130,6 +133,7 @@ def _is_open_file(path: Path) -> bool:
 
 
 def write_json(path: str | Path, value: Any) -> None:
+    """Write a value to a JSON file atomically."""
     write_atomic(path, json_bytes(value))
 
 
@@ -138,16 +142,17 @@ _dumps = json.JSONEncoder(allow_nan=False).encode
 
 
 def json_bytes(value: Any) -> bytes:
-    """JSON that people read and compare: a line for each key, and for each record in a list."""
-    return (_lines(value, "\n") + "\n").encode()
+    """JSON formatted for people: a line for each key, and for each record in a list."""
+    return (_json_lines(value, "\n") + "\n").encode()
 
 
-def _lines(value: Any, end: str) -> str:
+def _json_lines(value: Any, end: str) -> str:
+    """JSON text of a value, indented, with lists of records on lines of their own."""
     inner = end + " "
     if isinstance(value, Mapping) and value:
         return (
             "{"
-            + ",".join(f"{inner}{_dumps(str(k))}: {_lines(v, inner)}" for k, v in value.items())
+            + ",".join(f"{inner}{_dumps(str(k))}: {_json_lines(v, inner)}" for k, v in value.items())
             + end
             + "}"
         )
@@ -157,7 +162,7 @@ def _lines(value: Any, end: str) -> str:
 
 
 def write_csv(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write a line for each row. The columns are the keys of the first row."""
+    """Write a CSV file with a line for each row. The columns are the keys of the first row."""
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n", restval="")
     writer.writeheader()

@@ -39,10 +39,10 @@ from shardcore.io import dataset
 from shardcore.io.measurements import CollectiveRequest, CollectiveSample
 from shardcore.measure import hosts, local_ranks, own_core
 from shardcore.measure.config import CollectiveConfig
-from shardcore.measure.devices import device_of
-from shardcore.measure.exchanges import exchange_of, own_group
-from shardcore.measure.id_transfer import Parts, transfer_of
-from shardcore.measure.timing import spread
+from shardcore.measure.devices import device_by_name
+from shardcore.measure.exchanges import make_exchange, make_own_group
+from shardcore.measure.id_transfer import Parts, make_id_transfer
+from shardcore.measure.timing import timing_spread
 from shardcore.measure.transport import LOCAL, Transport
 from shardcore.step.scopes import WORLD
 
@@ -58,7 +58,7 @@ _WAKING_S = 3e-4
 
 @dataclass(frozen=True)
 class RankTimes:
-    """One rank's repeats of one request.
+    """One rank's repeated timings of one measured exchange.
 
     forward, backward: starts [R] and ends [R] in s of rank 0's monotonic clock. None: the collective does not
         run that way.
@@ -75,7 +75,7 @@ class RankTimes:
 # --- a gang -------------------------------------------------------------------------------------------------
 
 
-def measure_all(
+def measure_collectives(
     requests: Sequence[CollectiveRequest],
     ranks: int,
     setting: Setting,
@@ -83,7 +83,7 @@ def measure_all(
     transport: Transport = LOCAL,
     hosts: int = 1,
 ) -> Iterator[CollectiveSample]:
-    """Measure requests in order, by a gang.
+    """Measure exchanges among ranks, in order, in one process for each rank.
 
     Yields a sample as soon as all ranks have it.
     hosts: number of hosts of the ranks. Places of the transport have hosts of their own.
@@ -96,28 +96,30 @@ def measure_all(
     links = on[0].links if on else None
     # Before any process starts, as a gang of ranks takes seconds to connect.
     for request in requests:
-        _require_fits(request, ranks, len({place.host for place in on}) or hosts)
+        _require_fits_gang(request, ranks, len({place.host for place in on}) or hosts)
         require(request.emulated == links, f"exchange has links {request.emulated}; those here are {links}")
     require(len(on) in (0, ranks), f"{len(on)} places of ranks are given; the gang has {ranks} ranks")
 
     # A generator of its own, so that the checks above run at the call and not at the first sample.
-    def samples() -> Iterator[CollectiveSample]:
+    def measured_samples() -> Iterator[CollectiveSample]:
         # A queue for each rank: ranks send their times at different moments.
         waiting: list[deque[RankTimes]] = [deque() for _ in range(ranks)]
         order, task = 0, (ranks, list(requests), config, transport.device)
-        gang = transport.run("exchange", _work, ranks, task, config.timeout_s, hosts)
+        gang = transport.run("exchange", _run_rank, ranks, task, config.timeout_s, hosts)
         with closing(gang) as messages:
             for rank, times in messages:
                 waiting[rank].append(times)
                 # A sample needs the times of all ranks.
                 if all(waiting):
-                    yield combine(setting, requests[order], [queue.popleft() for queue in waiting], order)
+                    yield combine_rank_times(
+                        setting, requests[order], [queue.popleft() for queue in waiting], order
+                    )
                     order += 1
 
-    return samples() if requests else iter(())
+    return measured_samples() if requests else iter(())
 
 
-def _work(
+def _run_rank(
     rank: int,
     init_method: str,
     send: Callable[[RankTimes], None],
@@ -126,11 +128,11 @@ def _work(
     config: CollectiveConfig,
     device: str,
 ) -> None:
-    """One process of measure_all's gang. It sends its times after each request."""
+    """Entry point of one rank's process: measure the requests and send the times of each."""
     if device == "cpu":
         # One thread a rank, as a device of a CPU is one core.
         torch.set_num_threads(1)
-    with local_ranks.exchanging():
+    with local_ranks.report_lost_ranks():
         member = Rank(rank, ranks, init_method, device, config)
     # One request at a time, so that its sample is out before the next begins.
     for request in requests:
@@ -139,20 +141,20 @@ def _work(
     member.close()
 
 
-def combine(
+def combine_rank_times(
     setting: Setting, request: CollectiveRequest, ranks: Sequence[RankTimes], order: int = 0
 ) -> CollectiveSample:
-    """One sample from the times of all ranks."""
+    """Sample of an exchange from the times of all its ranks."""
     transfer, waiting_ms = {}, []
-    for way in request.row.ways:
+    for way in request.definition.ways:
         # [D, R] ms on rank 0's clock.
         start, end = (np.array([getattr(r, way)[k] for r in ranks]) * 1e3 for k in (0, 1))
-        waits, transfers = wait_and_transfer(start, end)
-        transfer[way] = tuple(map(spread, transfers))
+        waits, transfers = split_wait_and_transfer(start, end)
+        transfer[way] = tuple(map(timing_spread, transfers))
         # A median over repeats for each rank.
         waiting_ms.append(np.median(waits, axis=1))
     return CollectiveSample(
-        dataset.comm_id(setting, request),
+        dataset.collective_id(setting, request),
         setting,
         request,
         transfer.get("forward"),
@@ -165,8 +167,8 @@ def combine(
     )
 
 
-def wait_and_transfer(start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The parts [D, R] of an exchange before and after the last rank's start.
+def split_wait_and_transfer(start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Split the duration of an exchange into waiting and transfer ms [D, R]: before and after the last rank's start.
 
     A rank that is done by then only waited.
     """
@@ -175,7 +177,8 @@ def wait_and_transfer(start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, n
     return last - start, end - last
 
 
-def _require_fits(request: CollectiveRequest, ranks: int, hosts: int) -> None:
+def _require_fits_gang(request: CollectiveRequest, ranks: int, hosts: int) -> None:
+    """Raise ShardCoreError unless a request has as many ranks and hosts as the gang of measuring processes."""
     require(
         len(request.widths) == ranks and request.hosts == hosts,
         f"exchange of {len(request.widths)} widths with hosts {request.hosts} does not fit a gang of {ranks} ranks "
@@ -187,17 +190,17 @@ def _require_fits(request: CollectiveRequest, ranks: int, hosts: int) -> None:
 
 
 def host_id() -> str:
-    """Name of this process's host. Processes of one host share a monotonic clock.
+    """Name of this process's host, unique among hosts. Processes of one host share a monotonic clock.
 
     The hosts of a box have different names, though they share a clock, too.
     """
-    emulated = hosts.own_host()
+    emulated = hosts.emulated_host_number()
     return hosts.machine_id() + ("" if emulated is None else f" host {emulated} of a box")
 
 
-def connect(rank: int, ranks: int, init_method: str, device: str, timeout_s: float) -> None:
-    """Make the process group of a gang, on the backend of its device."""
-    on, url = device_of(device), urlparse(init_method)
+def init_process_group(rank: int, ranks: int, init_method: str, device: str, timeout_s: float) -> None:
+    """Initialize torch's process group of a gang of ranks, on the backend of its device."""
+    on, url = device_by_name(device), urlparse(init_method)
     timeout = timedelta(seconds=timeout_s + on.gang_start_s)
     start = partial(dist.init_process_group, on.backend, rank=rank, world_size=ranks, timeout=timeout)
     # Other methods, such as torchrun's env://, come with a store.
@@ -215,7 +218,7 @@ def connect(rank: int, ranks: int, init_method: str, device: str, timeout_s: flo
 
 
 class Rank:
-    """One process of the gang.
+    """One process of a gang of ranks that measures exchanges.
 
     init_method: such as "tcp://127.0.0.1:PORT", the same on all ranks. The address is a numeric one of rank
         0's host, which listens there only.
@@ -233,62 +236,64 @@ class Rank:
         config: CollectiveConfig | None = None,
     ):
         self.rank, self.ranks, self.config = rank, ranks, config or CollectiveConfig()
-        self._on = device_of(device)
+        self._on = device_by_name(device)
         self.device = torch.device(self._on.place)
-        connect(rank, ranks, init_method, device, self.config.timeout_s)
-        ranks_on = Counter(gather(host_id()))
+        init_process_group(rank, ranks, init_method, device, self.config.timeout_s)
+        ranks_on = Counter(all_gather_objects(host_id()))
         self.hosts = len(ranks_on)
         require(
             len(set(ranks_on.values())) <= 1,
             f"the gang's hosts have {sorted(ranks_on.values())} of its {ranks} ranks; each needs as many",
         )
-        machines = gather(hosts.machine_id())  # all hosts of a box share the cores of one machine
+        machines = all_gather_objects(hosts.machine_id())  # all hosts of a box share the cores of one machine
         self._oversubscribed = machines.count(machines[rank]) > len(os.sched_getaffinity(0))
         # Ranks of one machine take its cores in turn, over all of its emulated hosts.
         nth = machines[:rank].count(machines[rank])
-        self._cores = own_core.take(nth) if self.device.type == "cpu" else ()
+        self._cores = own_core.take_core(nth) if self.device.type == "cpu" else ()
         self._offset_s = self._clock_offset_s()
         self._groups: dict[str, dist.ProcessGroup] = {}
         # Written here, so that page faults are over before the first timing.
         self._scratch = torch.zeros(_SCRATCH_BYTES // 4, device=self.device)
 
     def measure(self, requests: Sequence[CollectiveRequest]) -> list[RankTimes]:
-        """Times of each request. All ranks have to call it with the same requests.
+        """Measure exchanges as one rank of a gang. All ranks have to call this with the same requests.
 
         Raises local_ranks.Lost if another rank fails during one.
         """
         if self.hosts > 1:  # clocks of different hosts drift apart
             self._offset_s = self._clock_offset_s()
-        return [self._measure(r) for r in requests]
+        return [self._measure_request(r) for r in requests]
 
-    def meet(self) -> None:
-        """Wait for all ranks. Over several hosts, all go on at a time that rank 0 sets.
+    def wait_for_all_ranks(self) -> None:
+        """Wait for all ranks of the gang. Over several hosts, all continue at a time that rank 0 sets.
 
         Leaving the barrier at once would not do: the first ranks to leave send data, which holds up the
         barrier's messages to the others, on slow links by up to 70 ms.
         """
-        self._on.meet()
+        self._on.barrier()
         if self.hosts > 1:
             # The time is on rank 0's clock. Other ranks convert it to theirs.
             due_s = torch.tensor([time.perf_counter() + self._offset_s + _NOTICE_S], dtype=torch.float64)
             dist.broadcast(due_s, 0)
-            wait_until(due_s.item() - self._offset_s)
+            sleep_until(due_s.item() - self._offset_s)
 
     def close(self) -> None:
+        """Destroy the process group, and restore the process's CPU cores."""
         dist.destroy_process_group()
-        own_core.give_back(self._cores)
+        own_core.restore_cores(self._cores)
 
-    def _measure(self, request: CollectiveRequest) -> RankTimes:
-        _require_fits(request, self.ranks, self.hosts)
-        parts_of = self._parts(request)
-        ways = request.row.ways
+    def _measure_request(self, request: CollectiveRequest) -> RankTimes:
+        """Run the repeats of one exchange on this rank."""
+        _require_fits_gang(request, self.ranks, self.hosts)
+        parts_of = self._calls_by_direction(request)
+        ways = request.definition.ways
         times: dict[str, tuple[list[float], list[float]]] = {way: ([], []) for way in ways}
         work_s = []
         for repeat in range(self.config.warmups + self.config.repeats):
             for way in ways:
                 # Only the first exchange is entered at given starts. The next follows it, as in a step.
                 start_ms = request.start_ms[self.rank] if way == ways[0] else 0.0
-                start, end, worked = self._timed(parts_of[way], start_ms, request.busy_ms)
+                start, end, worked = self._run_timed(parts_of[way], start_ms, request.busy_ms)
                 # Warm-ups connect the ranks and allocate buffers.
                 if repeat >= self.config.warmups:
                     starts, ends = times[way]
@@ -297,43 +302,45 @@ class Rank:
                     work_s.append(worked)
         timed = {way: (tuple(starts), tuple(ends)) for way, (starts, ends) in times.items()}
         # Only transfers of ids have own work.
-        own_s = tuple(work_s) if request.row.ids else ()
+        own_s = tuple(work_s) if request.definition.ids else ()
         return RankTimes(timed.get("forward"), timed.get("backward"), self._oversubscribed, own_s)
 
-    def _parts(self, request: CollectiveRequest) -> dict[str, Parts]:
-        """The calls of a request, by way."""
-        if request.row.ids:
-            return {"forward": transfer_of(request, self.rank, self.device).parts}
+    def _calls_by_direction(self, request: CollectiveRequest) -> dict[str, Parts]:
+        """Calls that run a request's exchange, by direction (forward, backward)."""
+        if request.definition.ids:
+            return {"forward": make_id_transfer(request, self.rank, self.device).timed_calls}
 
         def zeros(shape: Sequence[int]) -> torch.Tensor:
             # Zeros stay finite however often they are summed. Memory that was only reserved reads faster, so
             # they are written.
             return torch.empty(tuple(shape), device=self.device).fill_(0.0)
 
-        exchange = exchange_of(request, self.rank, self._group(request), zeros)
+        exchange = make_exchange(request, self.rank, self._process_group(request), zeros)
         there: Parts = ((lambda: exchange.forward(None), False),)
         back: Parts = ((lambda: exchange.backward(None, None), False),)
         return {"forward": there, "backward": back}
 
-    def _group(self, request: CollectiveRequest) -> dist.ProcessGroup | None:
-        """The process group of a request. None: all ranks."""
+    def _process_group(self, request: CollectiveRequest) -> dist.ProcessGroup | None:
+        """Process group of a request's ranks; None for all ranks."""
         # Each group is made once, as making one is a collective of all ranks.
         if request.group != WORLD and request.group not in self._groups:
-            _, self._groups[request.group] = own_group(self.rank, request.groups)
+            _, self._groups[request.group] = make_own_group(self.rank, request.groups)
         return self._groups.get(request.group)
 
-    def _compute(self, busy_ms: float) -> None:
+    def _keep_busy(self, busy_ms: float) -> None:
+        """Compute for some ms, overwriting the caches, as a step does before an exchange."""
         due = time.perf_counter() + busy_ms / 1e3
         while time.perf_counter() < due:
             # Work that also replaces what the caches hold.
             self._scratch.add_(1)
             self._on.synchronize()
 
-    def _timed(self, parts: Parts, start_ms: float, busy_ms: float) -> tuple[float, float, float]:
-        """Start and end in s of rank 0's clock, and s of own work between."""
-        self._compute(busy_ms)
-        with local_ranks.exchanging():
-            self.meet()
+    def _run_timed(self, parts: Parts, start_ms: float, busy_ms: float) -> tuple[float, float, float]:
+        """Run an exchange after a start delay. Returns start and end in s of rank 0's clock, and s of the rank's own
+        work."""
+        self._keep_busy(busy_ms)
+        with local_ranks.report_lost_ranks():
+            self.wait_for_all_ranks()
             due = time.perf_counter() + start_ms / 1e3
             if self._oversubscribed:  # spinning would take the core from ranks that already exchange
                 time.sleep(start_ms / 1e3)
@@ -351,15 +358,15 @@ class Rank:
             return start, start + sum(took_ms) / 1e3, work_ms / 1e3
 
     def _clock_offset_s(self) -> float:
-        """Seconds to add to this host's clock to get rank 0's. 0 on rank 0's own host."""
+        """Seconds to add to this host's clock to get rank 0's; 0 on rank 0's own host."""
         # Ranks of one host share a clock, so the best of their estimates serves all.
-        with local_ranks.exchanging():
+        with local_ranks.report_lost_ranks():
             round_trip_s, offset_s = estimate_clock_offset()
-            estimates = gather((host_id(), round_trip_s, offset_s))
+            estimates = all_gather_objects((host_id(), round_trip_s, offset_s))
         return min((round_trip, offset) for host, round_trip, offset in estimates if host == host_id())[1]
 
 
-def wait_until(due_s: float) -> None:
+def sleep_until(due_s: float) -> None:
     """Sleep until a time of this host's monotonic clock."""
     # A sleep ends late, so wake before, and spin.
     if (sleep_s := due_s - time.perf_counter() - _WAKING_S) > 0:
@@ -369,7 +376,7 @@ def wait_until(due_s: float) -> None:
 
 
 def estimate_clock_offset(clock: Callable[[], float] = time.perf_counter) -> tuple[float, float]:
-    """(round trip, offset) in s: the offset is to be added to this rank's clock to get rank 0's.
+    """Round trip to rank 0, and the offset to add to this rank's clock to get rank 0's, in s.
 
     All ranks have to call it together. The fastest of several ping-pongs counts. Rank 0 is taken to have read
     its clock in the middle of it (Cristian 1989), so the offset is wrong by at most half the round trip. Rank
@@ -395,8 +402,8 @@ def estimate_clock_offset(clock: Callable[[], float] = time.perf_counter) -> tup
     return best
 
 
-def gather(value: Any) -> list[Any]:
-    """The value of each rank."""
+def all_gather_objects(value: Any) -> list[Any]:
+    """Values of all ranks of the process group, in order of ranks."""
     # As pickled objects, since names of hosts have different lengths.
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)

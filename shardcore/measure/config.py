@@ -47,10 +47,11 @@ class KernelConfig(Record):
             f"kernel config has max_repeats {self.max_repeats}; it needs its min_repeats, {self.min_repeats}, or more",
         )
 
-    def tolerance_on(self, device: str) -> float:
+    def tolerance_for_device(self, device: str) -> float:
+        """Relative confidence interval of a median at which a measured op is done, on a kind of device."""
         from shardcore.measure import devices  # imports torch
 
-        return self.tolerance or devices.device_of(device).tolerance
+        return self.tolerance or devices.device_by_name(device).tolerance
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ class BenchSpec:
 
 
 class Counts(NamedTuple):
-    """Work of a worker so far.
+    """Progress counters of a measuring worker.
 
     kernel_s: seconds inside timed kernels.
     kept_s: seconds of them in runs that entered a median.
@@ -39,37 +39,40 @@ class Counts(NamedTuple):
 
 
 class DeviceBench(KernelBench):
-    """A KernelBench that answers a supervisor's calls."""
+    """KernelBench in a worker process that answers calls of a Supervisor."""
 
     def __init__(self, spec: BenchSpec, reference_ms: float | None):
         torch.set_num_threads(1)  # a device of a CPU is one core
         super().__init__(spec.setting, spec.device, spec.config, spec.reference, reference_ms)
 
     def call(self, method: str, *arguments: Any) -> tuple[Any, Counts]:
-        """The result of a method, and the counts after it."""
+        """Call a method by name. Returns its result, and the worker's counts of progress."""
         # Counts travel with each answer, so that the supervisor sees progress without another call.
         return getattr(self, method)(*arguments), self.counts()
 
     def counts(self) -> Counts:
+        """Counts of the worker's progress so far."""
         return Counts(self.kernel_s, self.kept_s, self.streams.drawn)
 
     def hardware(self) -> str:
+        """Hardware name of the worker's device."""
         return hardware.hardware_name(self.device)
 
     def use_reference(self, reference_ms: float) -> None:
+        """Set the reference op's ms at the usual speed of the devices."""
         self.reference_ms = reference_ms
 
-    def take(
+    def measure_for_seconds(
         self, requests: Sequence[ComputeRequest], last: bool, seconds: float
     ) -> tuple[list[ComputeSample], int]:
-        """Take requests in until `seconds` have passed, at least one.
+        """Start to measure requests until `seconds` have passed, at least one request.
 
         last: True if nothing follows, so that they are also run to their end.
         Returns finished samples, the reference's among them, and the number of requests taken in.
         """
         began, samples, taken = time.monotonic(), [], 0
         # Ids of all requests of the call can be drawn while the first ones run.
-        self.expect(requests)
+        self.prefetch(requests)
         for request in requests:
             # At least one request is taken in, or a slow device would make no progress.
             if taken and time.monotonic() > began + seconds:

@@ -27,7 +27,7 @@ REHEARSAL = "SHARDCORE_REHEARSAL"
 
 
 class Cpu:
-    """One core of a CPU.
+    """Device backend for measuring on one core of a CPU.
 
     name: the device as users write it.
     place: torch's name of the device.
@@ -50,62 +50,64 @@ class Cpu:
     backend = "gloo"
     gang_start_s = 0.0
 
-    def is_there(self) -> bool:
+    def is_available(self) -> bool:
+        """Tell if this machine has such a device."""
         return True
 
     def count(self) -> int:
-        """Number of such devices on this machine: cores that this process may use."""
+        """Number of devices on this machine: CPU cores that this process may use."""
         return len(os.sched_getaffinity(0))
 
     def mark(self) -> Any:
-        """A point in time on this thread."""
+        """Record a time mark (on a GPU: an event on the stream), for `elapsed_ms`."""
         return time.perf_counter()
 
     def elapsed_ms(self, marks: Sequence[Any]) -> list[float]:
-        """ms between consecutive marks. Waits until the device has passed the last."""
+        """ms between consecutive time marks. Waits until the device has passed the last mark."""
         return [(b - a) * 1e3 for a, b in itertools.pairwise(marks)]
 
     def keep_busy(self, ms: float) -> None:
-        """Give the device work for `ms`, in which the host launches the kernels that follow."""
+        """Occupy the device for `ms`, while the host launches the kernels that follow."""
 
     def synchronize(self) -> None:
-        """Wait for all launched kernels."""
+        """Wait for all kernels launched on the device."""
 
-    def meet(self) -> None:
-        """Wait for all ranks of the process group."""
+    def barrier(self) -> None:
+        """Wait for all ranks of torch's process group."""
         torch.distributed.barrier()
 
-    def release(self) -> None:
-        """Give back unused memory."""
+    def release_memory(self) -> None:
+        """Release unused device memory that the allocator caches."""
 
-    def evict_bytes(self) -> int:
-        """Bytes to overwrite so that nothing stays in the caches."""
+    def cache_evict_bytes(self) -> int:
+        """Bytes to overwrite to evict all data from the device's caches."""
         return 64 << 20  # an EPYC's L3 slice has 32 MiB
 
     def arena_bytes(self, weights_share: float) -> int:
-        """Default size of the arena of weights. Opens no context on a GPU.
+        """Default size of the arena, the memory that all measured ops share for weights.
 
         weights_share: bytes of weights over those of weights and optimizer state together.
         """
         return 1 << 30
 
-    def stream_bytes(self) -> int:
-        """Most memory for drawn ids."""
+    def max_stream_bytes(self) -> int:
+        """Memory limit for cached streams of drawn ids."""
         return self._memory_bytes() // 8
 
-    def batch_bytes(self) -> int:
-        """Most memory for a batch's ids and outputs. Drawing ids takes a few times their size."""
+    def max_batch_bytes(self) -> int:
+        """Memory limit for the ids and outputs of one batch. Drawing ids takes a few times their size."""
         return self._memory_bytes() // 4
 
     def _memory_bytes(self) -> int:
+        """Bytes of the device's memory."""
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
-    def used_share(self) -> float:
-        """Share of the device's memory that is in use, by any process."""
+    def used_memory_share(self) -> float:
+        """Fraction of the device's memory in use, by any process."""
         raise ShardCoreError("a CPU's memory is not watched")
 
     def product(self) -> str:
-        """Name of the product."""
+        """Product name of the device."""
         try:
             model = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.M)
         except OSError:
@@ -113,8 +115,8 @@ class Cpu:
         # Without trademarks, clock rates and numbers of cores, which vendors write around the name.
         return re.sub(r"\((R|TM)\)|CPU|@.*|\d+-Core|Processor", " ", model.group(1) if model else "unknown")
 
-    def versions(self) -> dict[str, str]:
-        """Software that a timing depends on."""
+    def software_versions(self) -> dict[str, str]:
+        """Versions of the software that timings depend on."""
         versions = {"torch": str(torch.__version__)}
         # The CPU build of FBGEMM is another package with the same modules.
         for name in ("fbgemm-gpu", "fbgemm-gpu-cpu"):
@@ -124,7 +126,7 @@ class Cpu:
 
 
 class Cuda(Cpu):
-    """The current GPU."""
+    """Device backend for measuring on the current GPU."""
 
     name = place = "cuda"
     memory_of = "dev"
@@ -137,14 +139,14 @@ class Cuda(Cpu):
     backend = "cpu:gloo,cuda:nccl"
     gang_start_s = 300.0  # NCCL connects at the first collective
 
-    def is_there(self) -> bool:
+    def is_available(self) -> bool:
         return torch.cuda.is_available()
 
     def count(self) -> int:
         return torch.cuda.device_count()
 
     def product(self) -> str:
-        return _nvidia_smi("name")
+        return _query_nvidia_smi("name")
 
     def mark(self) -> torch.cuda.Event:
         # An event is recorded by the device when it gets there. The host does not wait.
@@ -164,38 +166,38 @@ class Cuda(Cpu):
     def synchronize(self) -> None:
         torch.cuda.synchronize()
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         self.synchronize()
         # A tensor on the CPU goes through gloo, so no kernel of NCCL waits on the GPU.
         torch.distributed.all_reduce(torch.zeros(1))
 
-    def release(self) -> None:
+    def release_memory(self) -> None:
         torch.cuda.empty_cache()
 
-    def evict_bytes(self) -> int:
+    def cache_evict_bytes(self) -> int:
         return 2 * torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
 
     def arena_bytes(self, weights_share: float) -> int:
         # The other half is for streams of ids, outputs and gradients.
-        return int(_mib("memory.free") * (1 << 20) / 2 * weights_share)
+        return int(_query_nvidia_smi_mib("memory.free") * (1 << 20) / 2 * weights_share)
 
     def _memory_bytes(self) -> int:
         return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
 
-    def used_share(self) -> float:
-        return _mib("memory.used") / _mib("memory.total")
+    def used_memory_share(self) -> float:
+        return _query_nvidia_smi_mib("memory.used") / _query_nvidia_smi_mib("memory.total")
 
-    def versions(self) -> dict[str, str]:
+    def software_versions(self) -> dict[str, str]:
         return {
-            **super().versions(),
-            "driver": _nvidia_smi("driver_version"),
-            "clocks": _nvidia_smi("clocks.max.sm"),
+            **super().software_versions(),
+            "driver": _query_nvidia_smi("driver_version"),
+            "clocks": _query_nvidia_smi("clocks.max.sm"),
             "cuda": str(torch.version.cuda),
         }
 
 
-def _nvidia_smi(field: str) -> str:
-    """A field of the first visible GPU. Unlike torch, nvidia-smi opens no CUDA context."""
+def _query_nvidia_smi(field: str) -> str:
+    """A field of the first visible GPU from nvidia-smi, which opens no CUDA context, unlike torch."""
     gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
     command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits", "-i", gpu]
     try:
@@ -210,14 +212,15 @@ def _nvidia_smi(field: str) -> str:
     return done.stdout.splitlines()[0].strip()
 
 
-def _mib(field: str) -> int:
-    value = _nvidia_smi(field)
+def _query_nvidia_smi_mib(field: str) -> int:
+    """A memory field of the first visible GPU from nvidia-smi, in MiB."""
+    value = _query_nvidia_smi(field)
     require(value.isdigit(), f"nvidia-smi says {field} is {value!r}; it needs a number of MiB")
     return int(value)
 
 
-def device_of(name: str) -> Cpu:
-    """The device of a name, "cpu" or "cuda"."""
+def device_by_name(name: str) -> Cpu:
+    """Device (backend of measuring) of a name, "cpu" or "cuda"."""
     if name == "cuda" and (stand_in := os.environ.get(REHEARSAL)):
         module, _, name_of_class = stand_in.partition(":")
         return getattr(importlib.import_module(module), name_of_class)()

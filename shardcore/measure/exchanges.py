@@ -1,6 +1,6 @@
 """The exchanges of a step: one for each channel of a rank, with buffers.
 
-A run (kinds.runs_of) is the tables of one kind and one collection. Its channels form a chain. Forward, the
+A run (kinds.layouts_for_tables) is the tables of one kind and one collection. Its channels form a chain. Forward, the
 result of one exchange enters the next. Backward, gradients go the other way. Payloads are encoded as in
 TorchRec's quantised communication: FP32 tensors are cast, or encoded by FBGEMM's codec, before the
 collective, and decoded after it, inside the timed part, as a step pays for both. Gloo sums FP16 and BF16
@@ -30,12 +30,12 @@ from shardcore.core.topology import Topology
 from shardcore.core.types import OUTPUT_BYTES
 from shardcore.io.measurements import CollectiveRequest
 from shardcore.measure import hosts, own_core
-from shardcore.measure.fused_op import even_parts
+from shardcore.measure.fused_op import split_evenly
 from shardcore.step import collectives
-from shardcore.step.collectives import carried_as
+from shardcore.step.collectives import carried_payload
 from shardcore.step.kinds import Channel, Layout
-from shardcore.step.lower import Workload, row_in
-from shardcore.step.scopes import SCOPES, WORLD, groups_in
+from shardcore.step.lower import Workload, traffic_row
+from shardcore.step.scopes import SCOPES, WORLD, groups_in_topology
 
 Full = Callable[[Sequence[int]], torch.Tensor]
 """Makes a buffer of the given shape."""
@@ -53,7 +53,7 @@ Payloads = tuple[str, str]
 
 
 class Pending(Protocol):
-    """A transfer under way."""
+    """A transfer that was started and can be waited for."""
 
     def wait(self) -> object: ...
 
@@ -65,7 +65,7 @@ def start_all_to_all(
     leaving: Sequence[int] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> list[Pending]:
-    """Start an all-to-all. It has ended once `wait` of each returned transfer has.
+    """Start an all-to-all, and return its pending transfers, to be waited for.
 
     into, source: flat.
     arriving, leaving: elements from and to each rank of the group. None: equally many.
@@ -76,7 +76,7 @@ def start_all_to_all(
     n, own = dist.get_world_size(group), dist.get_rank(group)
     arriving = list(arriving) if arriving is not None else [into.numel() // n] * n
     leaving = list(leaving) if leaving is not None else [source.numel() // n] * n
-    if hosts.own_host() is None:
+    if hosts.emulated_host_number() is None:
         # Outside a box, torch's own all-to-all, as TorchRec calls it.
         work = dist.all_to_all_single(into, source, arriving, leaving, group, async_op=True)
         return [work] if work else []
@@ -96,24 +96,28 @@ def start_all_to_all(
 
 
 def all_to_all(into: torch.Tensor, source: torch.Tensor, *arguments: Any, **named: Any) -> None:
-    """Run `start_all_to_all` to its end."""
+    """Run an all-to-all and wait for its end. Arguments are those of `start_all_to_all`."""
     for pending in start_all_to_all(into, source, *arguments, **named):
         pending.wait()
 
 
 def _reduce_scatter(into: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup | None) -> None:
     # Renamed in torch 2.13.
+    """Run a reduce-scatter of flat tensors."""
     getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(into, source, group=group)
 
 
 def _all_gather(into: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    """Run an all-gather of flat tensors."""
     getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(into, source, group=group)
 
 
-def _carried(into: torch.Tensor, source: torch.Tensor, payload: str, collective: Collective) -> torch.Tensor:
-    """`into`, FP32, filled by a collective from FP32 `source`, with casts to the payload and back."""
+def _run_with_payload(
+    into: torch.Tensor, source: torch.Tensor, payload: str, collective: Collective
+) -> torch.Tensor:
+    """Run a collective from FP32 `source` into FP32 `into`, encoded as a payload type in between."""
     if payload not in PRECISIONS:
-        codec = codec_of(payload)
+        codec = quantized_codec(payload)
         context = codec.create_context()
         sent = codec.encode(source, context)
         arrived = sent.new_empty(codec.calc_quantized_size(into.numel(), context))
@@ -131,8 +135,8 @@ def _carried(into: torch.Tensor, source: torch.Tensor, payload: str, collective:
     return into.copy_(arrived)
 
 
-def codec_of(payload: str) -> Any:
-    """FBGEMM's codec of a payload, as TorchRec makes it."""
+def quantized_codec(payload: str) -> Any:
+    """FBGEMM's codec (QuantizedCommCodec) of a payload, configured as by TorchRec."""
     from fbgemm_gpu.quantize_comm import QuantizedCommCodec
     from fbgemm_gpu.split_embedding_configs import SparseType
 
@@ -144,7 +148,7 @@ def codec_of(payload: str) -> Any:
 
 
 class Exchange:
-    """One collective and its way back, over flat FP32 buffers.
+    """One collective forward, and its counterpart backward, over flat FP32 buffers.
 
     outputs: buffer that is sent where `forward` is given none. Gradients that `backward` has no place for
       come here.
@@ -161,18 +165,23 @@ class Exchange:
         self._payloads, self._ways = payloads, ways
 
     def forward(self, outputs: torch.Tensor | None) -> torch.Tensor | None:
-        """Send outputs and return arrived ones. outputs None: this rank computes none, and a buffer travels."""
+        """Send a rank's outputs and return those that arrive.
+
+        outputs: None if this rank computes none; then a buffer is sent.
+        """
         # The result replaces the buffer of the last step, so memory does not grow.
-        return _carried(self.arrived, _flat(outputs, self.outputs), self._payloads[0], self._ways[0])
+        return _run_with_payload(
+            self.arrived, _flat_prefix(outputs, self.outputs), self._payloads[0], self._ways[0]
+        )
 
     def backward(self, gradients: torch.Tensor | None, into: torch.Tensor | None) -> torch.Tensor | None:
-        """Send gradients back. The result is in `into` if that has room for it, else in `outputs`."""
-        back, source = _flat(into, self.outputs), _flat(gradients, self.gradients)
-        return _carried(back, source, self._payloads[1], self._ways[1])
+        """Send gradients back. The result is in `into` if large enough, else in the buffer `outputs`."""
+        back, source = _flat_prefix(into, self.outputs), _flat_prefix(gradients, self.gradients)
+        return _run_with_payload(back, source, self._payloads[1], self._ways[1])
 
 
-def _flat(tensor: torch.Tensor | None, buffer: torch.Tensor) -> torch.Tensor:
-    """The first elements of a tensor, flat, as many as the buffer has. If it has fewer, the buffer itself.
+def _flat_prefix(tensor: torch.Tensor | None, buffer: torch.Tensor) -> torch.Tensor:
+    """Flat view of a tensor's first elements, as many as a buffer has; the buffer itself if the tensor has fewer.
 
     Batches differ in their lookups. The workload states how many elements travel: those of the buffer.
     """
@@ -180,7 +189,7 @@ def _flat(tensor: torch.Tensor | None, buffer: torch.Tensor) -> torch.Tensor:
 
 
 class AllReduce(Exchange):
-    """Dense gradients summed in place, in FP32, backward only. A run's outputs do not enter."""
+    """All-reduce of dense gradients in place, in FP32, backward only. Outputs pass through unchanged."""
 
     def __init__(self, n_gradients: int, group: dist.ProcessGroup | None, full: Full):
         self.gradients, self._group, self._under_way = full((n_gradients,)), group, None
@@ -188,36 +197,36 @@ class AllReduce(Exchange):
     def forward(self, outputs: torch.Tensor | None) -> torch.Tensor | None:
         return outputs
 
-    def launch(self) -> None:
-        """Start before other exchanges. `backward` then waits for the end only."""
+    def start(self) -> None:
+        """Start the all-reduce before other exchanges; `backward` then only waits for its end."""
         # NCCL and gloo reduce in place: the tensor to send is the one to fill.
         self._under_way = dist.all_reduce(self.gradients, group=self._group, async_op=True)
 
     def backward(self, gradients: torch.Tensor | None, into: torch.Tensor | None) -> torch.Tensor:
         if self._under_way is None:
-            self.launch()
+            self.start()
         if self._under_way is not None:  # None where torch has nothing to wait for
             self._under_way.wait()
         self._under_way = None
         return self.gradients
 
 
-def _all_to_all_of(
+def _make_all_to_all(
     elements: Sequence[int], rank: int, group: Group, payloads: Payloads, full: Full
 ) -> Exchange:
-    """Outputs [B, W] of each rank, or rows of sequences, sent to the ranks of their samples.
+    """Make the all-to-all exchange of outputs [B, W], or of sequences' rows, to the ranks of their samples.
 
     Across hosts only the outputs of tower modules travel. The modules themselves are not run.
     """
     ranks, process_group = group
     # Samples are divided over ranks as evenly as they can be, in blocks that codecs take.
     block = math.lcm(*(payload_of(payload).block for payload in payloads))
-    shares = [[block * n for n in even_parts(-(-n // block), len(ranks))] for n in elements]
+    shares = [[block * n for n in split_evenly(-(-n // block), len(ranks))] for n in elements]
     own = ranks.index(rank)
     leaving, arriving = shares[own], [share[own] for share in shares]
 
-    def exchanged(arriving: Sequence[int], leaving: Sequence[int]) -> Collective:
-        def call(into: torch.Tensor, source: torch.Tensor) -> None:
+    def make_call(arriving: Sequence[int], leaving: Sequence[int]) -> Collective:
+        def run_all_to_all(into: torch.Tensor, source: torch.Tensor) -> None:
             # An encoded tensor has bytes, equally many for each block.
             sizes = (
                 [n * tensor.numel() // max(1, sum(parts)) for n in parts]
@@ -225,17 +234,17 @@ def _all_to_all_of(
             )
             all_to_all(into, source, *sizes, group=process_group)
 
-        return call
+        return run_all_to_all
 
     # Backward is the same exchange with what arrives and what leaves swapped.
-    ways = exchanged(arriving, leaving), exchanged(leaving, arriving)
+    ways = make_call(arriving, leaving), make_call(leaving, arriving)
     return Exchange(sum(leaving), sum(arriving), payloads, ways, full)
 
 
-def _reduce_scatter_of(
+def _make_reduce_scatter(
     elements: Sequence[int], rank: int, group: Group, payloads: Payloads, full: Full
 ) -> Exchange:
-    """Partial outputs [B, W], summed so that each rank has its samples. Gradients are gathered.
+    """Make the reduce-scatter of partial outputs [B, W], with the all-gather of their gradients.
 
     A reduce-scatter has equally many elements on all ranks, so ranks with fewer columns pad.
     """
@@ -246,40 +255,48 @@ def _reduce_scatter_of(
     return Exchange(most * len(ranks), most, payloads, ways, full)
 
 
-def _all_reduce_of(
+def _make_all_reduce(
     elements: Sequence[int], rank: int, group: Group, payloads: Payloads, full: Full
 ) -> Exchange:
+    """Make the all-reduce of dense gradients."""
     ranks, process_group = group
     return AllReduce(elements[ranks.index(rank)], process_group, full)
 
 
-EXCHANGES = {"all_to_all": _all_to_all_of, "reduce_scatter": _reduce_scatter_of, "all_reduce": _all_reduce_of}
+EXCHANGES = {
+    "all_to_all": _make_all_to_all,
+    "reduce_scatter": _make_reduce_scatter,
+    "all_reduce": _make_all_reduce,
+}
 """Makers of exchanges, by step.collectives.Collective.call.
 
 elements: number of elements of the outputs (of dense gradients) of each rank of the group.
 """
 
 
-def _payloads(row: collectives.Collective, asked: Payloads) -> Payloads:
-    """Payloads that a collective carries in a job with these."""
-    return carried_as(row, "forward", asked[0]), carried_as(row, "backward", asked[1])
+def _carried_payloads(row: collectives.Collective, asked: Payloads) -> Payloads:
+    """Payloads that a collective really carries, forward and backward, in a job that asks for some payloads."""
+    return carried_payload(row, "forward", asked[0]), carried_payload(row, "backward", asked[1])
 
 
-def exchange_of(
+def make_exchange(
     request: CollectiveRequest, rank: int, process_group: dist.ProcessGroup | None, full: Full
 ) -> Exchange:
-    """The exchange of a request for outputs or gradients. process_group: that of `rank`; None: all ranks."""
+    """Make the exchange of a measured request, of outputs or gradients.
+
+    process_group: that of `rank`; None: all ranks.
+    """
     ranks = next(ranks for ranks in request.groups if rank in ranks)
     elements = [request.batch * request.widths[r] for r in ranks]
-    payloads = _payloads(request.row, (request.payload, request.payload))
-    return EXCHANGES[request.row.call](elements, rank, (ranks, process_group), payloads, full)
+    payloads = _carried_payloads(request.definition, (request.payload, request.payload))
+    return EXCHANGES[request.definition.call](elements, rank, (ranks, process_group), payloads, full)
 
 
 # --- a step -------------------------------------------------------------------------------------------------
 
 
-def own_group(rank: int, groups: Iterable[Sequence[int]]) -> tuple[Sequence[int], dist.ProcessGroup]:
-    """Make process groups, and return this rank's. All ranks of the gang have to call this together."""
+def make_own_group(rank: int, groups: Iterable[Sequence[int]]) -> tuple[Sequence[int], dist.ProcessGroup]:
+    """Make torch process groups, and return this rank's. All ranks of the gang have to call this together."""
     own = None
     # Torch requires every rank to call new_group for every group, also for those that it is not in.
     for ranks in map(sorted, groups):  # torch numbers the ranks of a group in rising order
@@ -287,81 +304,86 @@ def own_group(rank: int, groups: Iterable[Sequence[int]]) -> tuple[Sequence[int]
         if isinstance(made, dist.ProcessGroup) and rank in ranks:
             own = ranks, made
     # A new group has started network threads.
-    own_core.let_network_wait()
+    own_core.deprioritize_network_threads()
     if own is None:
         raise AssertionError(f"rank {rank} is in none of the groups")
     return own
 
 
-def groups(rank: int, topology: Topology, channels: Sequence[Channel]) -> Groups:
-    """This rank's groups for some channels. A rank is a device. All ranks have to call this together."""
+def make_process_groups(rank: int, topology: Topology, channels: Sequence[Channel]) -> Groups:
+    """Make this rank's process groups for some channels of a plan's step. All ranks have to call this together."""
     # Torch has a group of all ranks already.
     used = [name for name in SCOPES if name != WORLD and any(c.group == name for c in channels)]
     whole: Group = range(len(topology)), None
-    return {WORLD: whole, **{name: own_group(rank, groups_in(topology, name)) for name in used}}
+    return {WORLD: whole, **{name: make_own_group(rank, groups_in_topology(topology, name)) for name in used}}
 
 
 def used_channels(workload: Workload) -> list[Channel]:
-    """Channels that carry bytes."""
+    """Channels (collective and group) of a workload that carry bytes."""
     if len(workload.ops) == 1:
         return []
     carrying = zip(workload.channels, workload.traffic, strict=True)
     return list(dict.fromkeys(channel for channel, sent in carrying if sent.any()))
 
 
-def chains(workload: Workload, rank: int, full: Full, own_groups: Groups) -> dict[Layout, list[Exchange]]:
-    """The exchanges of each run that carry bytes, in the order of runs."""
+def make_exchange_chains(
+    workload: Workload, rank: int, full: Full, own_groups: Groups
+) -> dict[Layout, list[Exchange]]:
+    """Make the chains of exchanges of a workload's step on one rank, by kind of sharding."""
     job = workload.job
     if len(workload.ops) == 1:
         return {}
     # The gradients of all replicas are one exchange, even of several runs. It goes to the first of these
     # runs: in reverse order, the first is written last.
     run_of_rows = {
-        tuple(row_in(lane, c) for c in run.channels_in(job, workload.topology)): run
+        tuple(traffic_row(lane, c) for c in run.channels_in_job(job, workload.topology)): run
         for run, lane in reversed(workload.lanes.items())
     }
     carrying = {run: rows for rows, run in run_of_rows.items() if workload.traffic[list(rows)].any()}
 
-    def made(channel: Channel, row: int) -> Exchange:
+    def make_channel_exchange(channel: Channel, row: int) -> Exchange:
         group = own_groups[channel.group]
         # Traffic counts bytes before the cast to the payload, so elements are FP32.
         elements = [round(workload.traffic[row][r] / OUTPUT_BYTES) for r in group[0]]
-        payloads = _payloads(channel.row, (job.forward_payload, job.backward_payload))
-        return EXCHANGES[channel.row.call](elements, rank, group, payloads, full)
+        payloads = _carried_payloads(channel.definition, (job.forward_payload, job.backward_payload))
+        return EXCHANGES[channel.definition.call](elements, rank, group, payloads, full)
 
     return {
         run: [
-            made(c, row)
-            for c, row in zip(run.channels_in(job, workload.topology), carrying[run], strict=True)
+            make_channel_exchange(c, row)
+            for c, row in zip(run.channels_in_job(job, workload.topology), carrying[run], strict=True)
         ]
         for run in workload.lanes
         if run in carrying
     }
 
 
-def forward(chain: Sequence[Exchange], outputs: torch.Tensor | None) -> torch.Tensor | None:
-    """Send a run's outputs through its chain."""
+def send_outputs(chain: Sequence[Exchange], outputs: torch.Tensor | None) -> torch.Tensor | None:
+    """Send the outputs of one kind of sharding through its chain of exchanges."""
     for exchange in chain:
         outputs = exchange.forward(outputs)
     return outputs
 
 
-def in_order(chains: Mapping[Layout, Sequence[Exchange]]) -> list[Layout]:
-    """Runs in the order of their exchanges of gradients. An all-reduce over the hosts of a box starts now.
+def backward_order(chains: Mapping[Layout, Sequence[Exchange]]) -> list[Layout]:
+    """Kinds of sharding in the order of their exchanges of gradients. All-reduces over emulated hosts are started here.
 
     So DDP has it: launched first in the backward pass, and waited for last.
     On one host an all-reduce has its turn among the others, as in the steps of datasets.
     """
-    if hosts.own_host() is None:
+    if hosts.emulated_host_number() is None:
         return list(chains)
     of_replicas = {kind: x for kind, (x, *_) in chains.items() if isinstance(x, AllReduce)}
     for exchange in of_replicas.values():
-        exchange.launch()
+        exchange.start()
     return sorted(chains, key=lambda kind: kind in of_replicas)
 
 
-def backward(chain: Sequence[Exchange], into: torch.Tensor | None) -> None:
-    """Send the dense part's gradients back through a chain. into: gradients of the run's outputs."""
+def send_gradients(chain: Sequence[Exchange], into: torch.Tensor | None) -> None:
+    """Send the dense part's gradients back through a chain of exchanges.
+
+    into: tensor for the gradients of the outputs.
+    """
     # In reverse: the chain's first exchange comes last, and its result is the gradients of the outputs.
     gradients = None
     for i, exchange in reversed(list(enumerate(chain))):

@@ -11,12 +11,12 @@ from shardcore.core.catalog import OPTIMIZERS, PRECISIONS
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import MIN_WIDTH, PRECISION_BYTES, Setting, Shard
 from shardcore.core.validation import require
-from shardcore.step.memory import gib
+from shardcore.step.memory import size_text
 
 _LEARNING_RATE = 1e-3
 
 
-def build(
+def build_fused_op(
     widths: Sequence[int],
     optimizer: str,
     precision: str,
@@ -24,7 +24,7 @@ def build(
     table_of: Sequence[int] | None = None,
     sequence: bool = False,
 ) -> torch.nn.Module:
-    """An op of one row a table. Raises FBGEMM's error where it has no such op.
+    """Build FBGEMM's fused embedding op with one row for each table. Raises FBGEMM's error for unsupported options.
 
     widths: columns of each table.
     device: "cpu" or "cuda"; "meta" is CUDA's op without its memory.
@@ -59,29 +59,29 @@ def build(
     )
 
 
-def even_parts(n: int, parts: int) -> list[int]:
-    """Split n into parts, as even as they can be."""
+def split_evenly(n: int, parts: int) -> list[int]:
+    """Split n into whole parts that differ by 1 at most."""
     each, more = divmod(n, parts)
     return [each + (i < more) for i in range(parts)]
 
 
-def aligned(elements: int) -> int:
-    """Elements of the arena for a table, rounded up so that the next one begins at a multiple of 16."""
+def aligned_size(elements: int) -> int:
+    """Size of a table in the arena, in elements, rounded up to a multiple of 16."""
     return (elements + 15) // 16 * 16
 
 
-def require_trains(setting: Setting, device: str) -> None:
-    """Raise ShardCoreError if FBGEMM does not train a setting's weights on a device. It names what would run."""
+def require_trainable(setting: Setting, device: str) -> None:
+    """Raise ShardCoreError, naming what would work, if FBGEMM does not train a setting's weights on a device."""
     require(
         setting.precision in PRECISIONS,
         f"an op has weights of one precision, not of {setting.precision}; measure each apart: {', '.join(PRECISIONS)}",
     )
-    if not (why := _refusal(setting.optimizer, setting.precision, device)):
+    if not (why := _training_error(setting.optimizer, setting.precision, device)):
         return
     # Only after a refusal, as each try builds and runs an op.
     running = []
     for optimizer in OPTIMIZERS:
-        if trained := [p for p in PRECISIONS if not _refusal(optimizer, p, device)]:
+        if trained := [p for p in PRECISIONS if not _training_error(optimizer, p, device)]:
             running.append(f"{optimizer} with {' or '.join(trained)}")
     raise ShardCoreError(
         f"FBGEMM does not train {setting.precision} weights with {setting.optimizer} on "
@@ -89,36 +89,36 @@ def require_trains(setting: Setting, device: str) -> None:
     )
 
 
-def _refusal(optimizer: str, precision: str, device: str) -> str:
-    """FBGEMM's error when it trains one row with this optimizer and precision. "": none."""
+def _training_error(optimizer: str, precision: str, device: str) -> str:
+    """FBGEMM's error when training one row with an optimizer and precision on a device; "" if none."""
     # Tried for real: a list of what runs would be wrong for the next version or device.
     row, offsets = torch.tensor([0], device=device), torch.tensor([0, 1], device=device)
     try:
-        op = build([MIN_WIDTH], optimizer, precision, device)
+        op = build_fused_op([MIN_WIDTH], optimizer, precision, device)
         op(row, offsets).backward(torch.ones(1, MIN_WIDTH, device=device))
     except (AssertionError, RuntimeError) as error:
         return " ".join(str(error).split())[:80] or type(error).__name__
     return ""
 
 
-def places(sizes: list[int], room: int, shards: tuple[Shard, ...]) -> list[int]:
-    """The element at which each table begins in an arena of `room` elements.
+def arena_offsets(sizes: list[int], room: int, shards: tuple[Shard, ...]) -> list[int]:
+    """Offset, in elements, of each table in an arena of `room` elements.
 
     sizes: elements of each table.
 
     Tables lie one after the other. Where the arena ends, the next begins at 0 again.
     """
-    spare = (room - sum(map(aligned, sizes))) // 16
+    spare = (room - sum(map(aligned_size, sizes))) // 16
     # A hash of the group's labels: groups begin at different places, and each at the same one in every run.
     places, cursor = [], zlib.crc32("".join(s.label for s in shards).encode()) % max(1, spare) * 16
     for size, shard in zip(sizes, shards, strict=True):
         if size > room:
             raise ShardCoreError(
-                f"shard {shard.label} is {gib(shard.bytes)}; the arena holds "
-                f"{gib(room * PRECISION_BYTES[shard.table.precision])}"
+                f"shard {shard.label} is {size_text(shard.bytes)}; the arena holds "
+                f"{size_text(room * PRECISION_BYTES[shard.table.precision])}"
             )
         # A table that does not fit before the end shares addresses with tables at the beginning.
         cursor = 0 if cursor + size > room else cursor
         places.append(cursor)
-        cursor += aligned(size)
+        cursor += aligned_size(size)
     return places

@@ -31,7 +31,7 @@ CLONE_NEWNET = 0x40000000
 
 @dataclass(frozen=True)
 class Place:
-    """The host of a rank.
+    """Emulated host of a rank: a network namespace of this machine.
 
     host: its number.
     address: its address.
@@ -44,8 +44,8 @@ class Place:
     namespace: str
     links: EmulatedLinks
 
-    def enter(self) -> None:
-        """Move the calling thread, and all that it starts from now on, to this host.
+    def enter_network(self) -> None:
+        """Move the calling thread, and all threads started from it later, to the emulated host's network.
 
         Raises ShardCoreError where the host is gone.
         """
@@ -58,40 +58,40 @@ class Place:
         except OSError as error:
             raise ShardCoreError(f"host {self.host} of the box cannot be entered: {error.strerror}") from None
 
-    def settle(self) -> None:
-        """Move this process to this host, with gloo on its link."""
-        self.enter()
+    def move_process(self) -> None:
+        """Move this process to the emulated host, with gloo on the host's link."""
+        self.enter_network()
         os.environ |= {HOST_VARIABLE: str(self.host), "GLOO_SOCKET_IFNAME": INTERFACE}
 
 
-def own_host() -> str | None:
-    """The number of the emulated host that this process runs on. None: it is in no box."""
+def emulated_host_number() -> str | None:
+    """Number of the emulated host that this process runs on; None if hosts are real."""
     return os.environ.get(HOST_VARIABLE)
 
 
 def host_name() -> str:
-    """Name of this process's host: that in its cluster, if it is of one (NODE_VARIABLE), else the machine's."""
-    emulated = own_host()
+    """Name of this process's host: in the cluster that started the process (NODE_VARIABLE), else of the machine."""
+    emulated = emulated_host_number()
     machine = socket.gethostname() + ("" if emulated is None else f" host {emulated}")
     return os.environ.get(NODE_VARIABLE, machine)
 
 
 def machine_id() -> str:
-    """Name of this machine, equal for processes that share its cores."""
+    """Id of this machine, equal for all processes that share its cores."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return socket.gethostname()
 
 
-def in_thread(work: Callable[[], T]) -> T:
-    """Run work in a thread of its own, which ends with it. Only that thread changes its network."""
+def run_in_thread(work: Callable[[], T]) -> T:
+    """Run a function in a new thread and return its result. Only that thread's network namespace may change."""
     # A pool of one thread: leaving the context joins it.
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(work).result()
 
 
 def call_libc(name: str, *arguments: int) -> None:
-    """Call a function of libc; Python has setns and unshare from 3.12 on. Raises OSError where it fails."""
+    """Call a function of libc by name, such as setns. Raises OSError if it fails."""
     if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

@@ -24,7 +24,7 @@ from shardcore.core.types import OUTPUT_BYTES
 from shardcore.io.measurements import CollectiveRequest
 from shardcore.measure.exchanges import start_all_to_all
 from shardcore.step.collectives import IdWork
-from shardcore.step.id_bytes import received_bytes
+from shardcore.step.id_bytes import received_id_bytes
 from shardcore.step.lower import Workload
 
 Parts = Sequence[tuple[Callable[[], object], bool]]
@@ -37,23 +37,23 @@ _RANGE_ROWS = 1 << 20
 _TYPES = {4: torch.int32, 8: torch.int64}
 
 
-def transfer_of(request: CollectiveRequest, rank: int, device: torch.device | str = "cpu") -> IdTransfer:
-    """One rank's transfer of a drawn exchange of ids."""
-    work, ranks = request.row.work, len(request.widths)
-    features, ids = features_and_ids(request)
+def make_id_transfer(request: CollectiveRequest, rank: int, device: torch.device | str = "cpu") -> IdTransfer:
+    """Make one rank's side of a measured exchange of ids."""
+    work, ranks = request.definition.work, len(request.widths)
+    features, ids = feature_and_id_counts(request)
     groups = [range(ranks)] if work and work.buckets else []
     return IdTransfer(features, ids, request.batch // ranks, rank, device, groups=groups, work=work)
 
 
-def features_and_ids(request: CollectiveRequest) -> tuple[list[int], list[int]]:
-    """[n] features of each rank, and [n] ids that it receives from each rank.
+def feature_and_id_counts(request: CollectiveRequest) -> tuple[list[int], list[int]]:
+    """[n] number of features on each rank, and [n] number of ids that each receives from each rank.
 
     Lengths and ids together take as many bytes as the outputs of the request's columns would.
     """
     local = request.batch // len(request.widths)
     features = [-(-width // _COLUMNS) for width in request.widths]
     # A feature in buckets has lengths on all ranks, so all have equally many features.
-    if (work := request.row.work) and work.buckets:
+    if (work := request.definition.work) and work.buckets:
         features = [min(features)] * len(features)
     # Bytes that lengths leave, in whole ids.
     ids = [
@@ -63,8 +63,10 @@ def features_and_ids(request: CollectiveRequest) -> tuple[list[int], list[int]]:
     return features, ids
 
 
-def of_workload(workload: Workload, rank: int, device: torch.device | str = "cpu") -> list[IdTransfer]:
-    """One rank's input distributions of a step, one for each run (kinds.runs_of)."""
+def make_step_transfers(
+    workload: Workload, rank: int, device: torch.device | str = "cpu"
+) -> list[IdTransfer]:
+    """Make one rank's input distributions of a workload's step, one for each kind of sharding."""
     n, job, local = len(workload.ops), workload.job, workload.global_batch // len(workload.ops)
     transfers = []
     for layout in workload.lanes if n > 1 else ():
@@ -72,22 +74,24 @@ def of_workload(workload: Workload, rank: int, device: torch.device | str = "cpu
             continue
         # Several columns of a table on a device get their ids once.
         shards = [
-            {(s.table, s.row_lo): s for op in ops if op.run is layout for s in op.shards}
+            {(s.table, s.row_lo): s for op in ops if op.layout is layout for s in op.shards}
             for ops in workload.ops
         ]
         # A run without shards has no exchange.
         if not any(shards):
             continue
         # Of features with batches of their own, other numbers of lengths travel: here as of fewer features.
-        features = [math.ceil(sum(s.table.bags for s in of.values())) for of in shards]
-        n_bytes = [sum(received_bytes(s, workload) for s in of.values()) for of in shards]
+        features = [math.ceil(sum(s.table.mean_bags for s in of.values())) for of in shards]
+        n_bytes = [sum(received_id_bytes(s, workload) for s in of.values()) for of in shards]
         # A rank receives equally much from each: an n-th of its bytes, less the lengths.
         ids = [
             max(0, round((b / n - job.length_bytes * local * f) / job.id_bytes))
             for b, f in zip(n_bytes, features, strict=True)
         ]
         groups = layout.shared_by(workload.topology) if layout.divides_rows else ()
-        transfers.append(IdTransfer(features, ids, local, rank, device, job, groups, layout.ids.row.work))
+        transfers.append(
+            IdTransfer(features, ids, local, rank, device, job, groups, layout.ids.definition.work)
+        )
     return transfers
 
 
@@ -127,17 +131,17 @@ class IdTransfer:
         if groups:
             # A group's features are listed once, with the ids of all its ranks: they are not yet in buckets.
             parts = [(features[group[0]], [ids[r] for r in group]) for group in groups]
-            drawn = torch.cat([_in_ranges(counts) for _, counts in parts])
+            drawn = torch.cat([_random_range_ids(counts) for _, counts in parts])
         else:
             parts = [(f, [total]) for f, total in zip(features, ids, strict=True)]
             drawn = torch.arange(sum(ids))
         self.ids = drawn.to(device, id_type)
-        lengths = torch.cat([_lengths(f * local_batch, sum(counts)) for f, counts in parts])
+        lengths = torch.cat([_even_lengths(f * local_batch, sum(counts)) for f, counts in parts])
         self.lengths = lengths.to(device, length_type)
         self._buckets = len(groups[0]) if groups else 0
         self._ranges = torch.full((sum(f for f, _ in parts),), _RANGE_ROWS, dtype=id_type, device=device)
         # Several groups have a bucket 0, 1, ... each. These are the places of each rank's features in them.
-        self._by_rank = _by_rank(groups, features).to(device) if len(groups) > 1 else None
+        self._by_rank = _bucket_order_by_rank(groups, features).to(device) if len(groups) > 1 else None
         # Buffers for what arrives, made once: steps reuse them.
         self._arrived = (
             torch.empty(sum(lengths_from), dtype=length_type, device=device),
@@ -148,45 +152,45 @@ class IdTransfer:
         self._by_feature = by_feature.view(n, features[rank]).T.flatten()
 
     @property
-    def parts(self) -> Parts:
-        """The calls of one transfer."""
+    def timed_calls(self) -> Parts:
+        """Calls of one input distribution, each with whether it is the rank's own work."""
         return (
             (self.prepare, True),
-            (self.announce, False),
-            (self.send, False),
-            (self.arrive, False),
-            (self.put_in_order, True),
+            (self.send_sizes, False),
+            (self.send_ids, False),
+            (self.wait, False),
+            (self.order_by_feature, True),
         )
 
     def run(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Lengths [F · n, b] and ids that this rank will look up, by feature."""
-        for part, _ in self.parts:
+        """Run the input distribution. Returns lengths [F · n, b] and ids that this rank looks up, by feature."""
+        for part, _ in self.timed_calls:
             part()
         return self.received
 
     def prepare(self) -> None:
-        """Make lengths and ids that leave, ordered by rank."""
+        """Prepare the lengths and ids to send, ordered by destination rank."""
         self._leaving = self._work.run(self) if self._work else (self.lengths, self.ids)
 
-    def announce(self) -> None:
-        """Start to send the numbers of lengths and ids that follow."""
+    def send_sizes(self) -> None:
+        """Start to send the numbers of lengths and ids to all ranks."""
         self._pending = start_all_to_all(self._expected, self._announced)
 
-    def send(self) -> None:
-        """Start to send lengths and ids, once their numbers have arrived."""
+    def send_ids(self) -> None:
+        """Start to send lengths and ids, after waiting for their numbers."""
         # As TorchRec, which needs the numbers on the host to size its tensors.
-        self.arrive()
+        self.wait()
         from_each = zip(*self._expected.view(-1, 2).tolist(), strict=True)
         sent = zip(self._arrived, self._leaving, from_each, (self._lengths_to, self._ids_to), strict=True)
         self._pending = [pending for of in sent for pending in start_all_to_all(*of)]
 
-    def arrive(self) -> None:
+    def wait(self) -> None:
         """Wait for the transfers that were started last."""
         for pending in self._pending:
             pending.wait()
 
-    def put_in_order(self) -> None:
-        """Order by feature. The result is `received`, which `run` returns."""
+    def order_by_feature(self) -> None:
+        """Order the received lengths and ids by feature, into `received`."""
         lengths, ids = self._arrived
         if len(self._by_feature):
             of_feature = lengths.view(len(self._by_feature), self._local_batch)
@@ -196,8 +200,8 @@ class IdTransfer:
             )
         self.received = lengths, ids
 
-    def in_buckets(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Lengths and ids rank by rank, as TorchRec's bucketize_kjt_before_all2all makes them."""
+    def bucketize_by_rank(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Lengths and ids bucketized by rank, as TorchRec's bucketize_kjt_before_all2all makes them."""
         lengths, ids, *_ = torch.ops.fbgemm.block_bucketize_sparse_features(
             self.lengths, self.ids, False, False, self._ranges, self._buckets
         )
@@ -210,8 +214,8 @@ class IdTransfer:
         return lengths, ids
 
 
-def _by_rank(groups: Sequence[Sequence[int]], features: Sequence[int]) -> torch.Tensor:
-    """[F of all ranks] places of each rank's features in FBGEMM's buckets.
+def _bucket_order_by_rank(groups: Sequence[Sequence[int]], features: Sequence[int]) -> torch.Tensor:
+    """[F of all ranks] positions of each rank's features in the output of FBGEMM's bucketize op.
 
     These are ordered by bucket, then by group, then by feature.
     """
@@ -226,16 +230,19 @@ def _by_rank(groups: Sequence[Sequence[int]], features: Sequence[int]) -> torch.
     )
 
 
-def _in_ranges(counts: Sequence[int]) -> torch.Tensor:
-    """Ids of several row ranges in random order. counts: number of ids of each range."""
+def _random_range_ids(counts: Sequence[int]) -> torch.Tensor:
+    """Ids of several row ranges in random order.
+
+    counts: number of ids of each range.
+    """
     ranges = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts, dtype=torch.int64))
     # Any rows do within a range, as FBGEMM only looks at the range.
     ids = ranges * _RANGE_ROWS + torch.arange(len(ranges)) % _RANGE_ROWS
     return ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))]
 
 
-def _lengths(n: int, total: int) -> torch.Tensor:
-    """[n] lengths that sum to `total`, as even as they can be."""
+def _even_lengths(n: int, total: int) -> torch.Tensor:
+    """[n] lengths that sum to `total` and differ by 1 at most."""
     if not n:
         return torch.zeros(0, dtype=torch.int32)
     each, more = divmod(total, n)

@@ -1,4 +1,4 @@
-"""Drawn ids of tables on a device, for measured ops.
+"""Random lookup ids of embedding tables, drawn on the device, for measured ops.
 
 Shapes: L lookups, T features, B batch.
 """
@@ -23,7 +23,7 @@ _Key = tuple[Table, int, int]
 
 
 class IndexStreams:
-    """A cache of drawn streams, least recently used out first.
+    """LRU cache of drawn streams of ids.
 
     place: torch device of the streams.
     most_bytes: limit of all streams that are kept. The ids of ops that are running come on top.
@@ -39,15 +39,15 @@ class IndexStreams:
         self._threads = ThreadPoolExecutor(threads, "draws-ids") if threads else None
         self._expected: dict[_Key, Future] = {}
 
-    def expect(self, requests: Iterable[ComputeRequest], seed: int) -> None:
-        """Begin to draw the streams of these requests, if there are threads for that.
+    def prefetch(self, requests: Iterable[ComputeRequest], seed: int) -> None:
+        """Begin to draw the id streams of requests in background threads, if there are any.
 
         Streams that only an earlier call expected are dropped: another device measures their requests.
         """
         if not self._threads:
             return
         # One draw for each table and batch, however many shards the table has.
-        wanted = dict.fromkeys(_key(s.table, r.batch, seed) for r in requests for s in r.shards)
+        wanted = dict.fromkeys(_stream_key(s.table, r.batch, seed) for r in requests for s in r.shards)
         for key in [key for key in self._expected if key not in wanted]:
             self._expected.pop(key).cancel()
         for key in wanted:
@@ -55,14 +55,14 @@ class IndexStreams:
                 self._expected[key] = self._threads.submit(streams.draw_lookups, *key)
 
     def lookups(self, request: ComputeRequest, seed: int) -> Stream:
-        """Indices [L] and offsets of a request's T features, table after table.
+        """Ids [L] and offsets of a request's T features, table after table.
 
         Offsets have one entry for each distinct value, and a last one. Sequences always have [T × B + 1]; the
         samples after the last distinct value are empty.
         """
         all_ids, all_offsets, start = [], [], 0
         for s in request.shards:
-            ids, offsets = self._shard(s, request.batch, seed)
+            ids, offsets = self._shard_stream(s, request.batch, seed)
             if s.table.sequence:
                 # FBGEMM's op of a sequence wants offsets for all samples.
                 empty = request.batch * s.table.features + 1 - len(offsets)
@@ -73,12 +73,14 @@ class IndexStreams:
         return torch.cat(all_ids), torch.cat([*all_offsets, torch.tensor([start], device=self.place)])
 
     def clear(self) -> None:
+        """Drop all cached streams."""
         self._kept.clear()
         self._bytes = 0
 
-    def _shard(self, shard: Shard, batch: int, seed: int) -> Stream:
-        ids, offsets = self._table(shard.table, batch, seed)
-        if shard.full_rows:
+    def _shard_stream(self, shard: Shard, batch: int, seed: int) -> Stream:
+        """Ids and offsets of a shard's rows."""
+        ids, offsets = self._table_stream(shard.table, batch, seed)
+        if shard.has_all_rows:
             return ids, offsets
         # A row range looks up only its own ids, counted from its first row.
         inside = (ids >= shard.row_lo) & (ids < shard.row_hi)
@@ -87,8 +89,9 @@ class IndexStreams:
         kept = torch.nn.functional.pad(inside.cumsum(0), (1, 0))
         return ids[inside] - shard.row_lo, kept[offsets]
 
-    def _table(self, table: Table, batch: int, seed: int) -> Stream:
-        key = _key(table, batch, seed)
+    def _table_stream(self, table: Table, batch: int, seed: int) -> Stream:
+        """Ids and offsets of a table, from the cache or newly drawn."""
+        key = _stream_key(table, batch, seed)
         if key in self._kept:
             self._kept.move_to_end(key)
             return self._kept[key]
@@ -98,18 +101,20 @@ class IndexStreams:
         ids, offsets = (torch.from_numpy(part).to(self.place) for part in parts)
         self._kept[key] = drawn = ids, offsets
         self.drawn += 1
-        self._bytes += _bytes(drawn)
+        self._bytes += _stream_bytes(drawn)
         # The newest always stays. Else a stream larger than the limit would be drawn again and again.
         while self._bytes > self.most_bytes and len(self._kept) > 1:
             _, oldest = self._kept.popitem(last=False)
-            self._bytes -= _bytes(oldest)
+            self._bytes -= _stream_bytes(oldest)
         return drawn
 
 
-def _key(table: Table, batch: int, seed: int) -> _Key:
+def _stream_key(table: Table, batch: int, seed: int) -> _Key:
     # A table's stream does not depend on its dim.
+    """Cache key of a table's stream of ids, which does not depend on the table's dim."""
     return dataclasses.replace(table, dim=MIN_WIDTH), batch, seed
 
 
-def _bytes(stream: Stream) -> int:
+def _stream_bytes(stream: Stream) -> int:
+    """Bytes of a stream of ids and offsets."""
     return sum(part.numel() * part.element_size() for part in stream)

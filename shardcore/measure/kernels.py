@@ -45,11 +45,11 @@ from shardcore.measure import devices, fused_op, hardware, timing
 from shardcore.measure.config import KernelConfig
 from shardcore.measure.index_streams import IndexStreams
 from shardcore.step import access, memory
-from shardcore.step.lower import is_sequence
+from shardcore.step.lower import is_sequence_op
 
 T = TypeVar("T")
 HELD_OUT_TIMES = 3
-"""Most runs of a held-out op (dataset.split_of), in max_repeats."""
+"""Most runs of a held-out op (dataset.split_of_sample), in max_repeats."""
 _LONGEST_MS = 1000.0
 """No op goes on once its runs took so long in all and are min_repeats: ten ops would take a third of the time."""
 _REFERENCE_RUNS = 48
@@ -61,7 +61,7 @@ _FIRST_LAUNCH_MS, _LAUNCHES = 20.0, 1.5
 
 
 class KernelBench:
-    """Measures requests of one Setting on one device ("cpu" or "cuda"), over one arena.
+    """Benchmark of fused embedding ops of one Setting on one device ("cpu" or "cuda"), over one arena of weights.
 
     reference: a group that runs in every round. Each _REFERENCE_RUNS of its runs yield a sample of it.
     reference_ms: forward + backward of the reference at the device's usual speed (from `calibrate`, or an
@@ -78,13 +78,13 @@ class KernelBench:
         reference: ComputeRequest | None = None,
         reference_ms: float | None = None,
     ):
-        self._device = devices.device_of(device)
+        self._device = devices.device_by_name(device)
         hardware.require_fbgemm(device)
         # Unsupported settings are refused before memory is taken.
-        fused_op.require_trains(setting, self._device.place)
+        fused_op.require_trainable(setting, self._device.place)
         self.setting, self.device, self.config = setting, device, config or KernelConfig()
         self.streams = IndexStreams(
-            self._device.place, self._device.stream_bytes(), self._device.drawing_threads
+            self._device.place, self._device.max_stream_bytes(), self._device.drawing_threads
         )
         self.kernel_s = self.kept_s = 0.0
         place, dtype = self._device.place, getattr(torch, PRECISIONS[setting.precision].torch)
@@ -101,16 +101,16 @@ class KernelBench:
             ]
         except RuntimeError as error:
             raise ShardCoreError(
-                f"an arena of {memory.gib(self.config.arena_bytes)} with the state of "
+                f"an arena of {memory.size_text(self.config.arena_bytes)} with the state of "
                 f"{setting.optimizer} does not fit {device}: "
                 f"make it smaller ({' '.join(str(error).split())[:100]})"
             ) from None
         # One gradient serves all ops. It grows with the largest one's outputs.
         self._gradient = torch.full((1,), 1e-3, device=place)
-        self._caches = timing.Caches(self._device.evict_bytes(), place)
+        self._caches = timing.Caches(self._device.cache_evict_bytes(), place)
         self._launch_ms = _FIRST_LAUNCH_MS
         # Timings depend on the arena's size: rows lie further apart in a larger one.
-        versions = {**self._device.versions(), "arena": memory.gib(self.config.arena_bytes)}
+        versions = {**self._device.software_versions(), "arena": memory.size_text(self.config.arena_bytes)}
         self._software = ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
         self._numbers = itertools.count()
         self._active: list[Run] = []
@@ -122,7 +122,8 @@ class KernelBench:
 
     @property
     def reference_ms(self) -> float | None:
-        """Level that ties down the slowdown. It may be set while no request is active."""
+        """Known ms of the reference op, which fixes the scale of the slowdown. May be set while no request is
+        active."""
         return self._reference_ms
 
     @reference_ms.setter
@@ -134,12 +135,13 @@ class KernelBench:
         self._log = timing.SlowdownLog(known, kept * (self.config.interleave + 1))
 
     @property
-    def active(self) -> list[ComputeRequest]:
-        """Requests that were added and have not finished."""
+    def active_requests(self) -> list[ComputeRequest]:
+        """Requests that are being measured."""
         return [run.request for run in self._active]
 
     def measure(self, requests: Iterable[ComputeRequest]) -> Iterator[ComputeSample]:
-        """Yield one sample a request, in the order in which they finish, and those of the reference.
+        """Measure requests. Yields a sample for each, in the order in which they finish, and samples of the reference
+        op.
 
         The sample of a request that fails holds the error.
         """
@@ -148,31 +150,31 @@ class KernelBench:
         yield from self.finish()
 
     def add(self, request: ComputeRequest) -> list[ComputeSample]:
-        """Take a request in once there is room. Returns samples that finished meanwhile, also failed ones."""
+        """Start to measure a request, once there is room. Returns samples that finished meanwhile, also failed ones."""
         finished = []
         # There is room once an op has finished.
         while len(self._active) >= self.config.interleave:
-            finished += self._round()
+            finished += self._run_round()
         try:
-            self._active.append(self._with_room(lambda: self.prepare(request)))
+            self._active.append(self._retry_without_cache(lambda: self.prepare(request)))
         except self._device.request_errors as error:
-            finished.append(self._failed(request, error))
+            finished.append(self._failed_sample(request, error))
         return finished
 
     def finish(self, seconds: float = math.inf) -> list[ComputeSample]:
-        """Run active requests to their end, but start no round after `seconds`. Returns finished samples."""
+        """Measure active requests to their end, or start no round after `seconds`. Returns finished samples."""
         finished, until = [], time.monotonic() + seconds
         while self._active:
-            finished += self._round()
+            finished += self._run_round()
             if time.monotonic() > until and self._active:
                 return finished
         # The reference's last sample has its runs since the one before.
         if self._reference and len(self._reference.times_ms) >= self.config.min_repeats:
-            finished.append(self._sample(self._reference))
+            finished.append(self._sample_of_run(self._reference))
         return finished
 
     def calibrate(self, requests: Iterable[ComputeRequest], seconds: float = 5.0) -> float:
-        """Median ms of the reference's forward + backward, over `seconds` of runs.
+        """Median forward + backward ms of the reference op, over `seconds` of runs.
 
         requests: ops that run in turn with it. Give `interleave` of them, so that the reference finds the
             caches as it will when measuring.
@@ -182,88 +184,89 @@ class KernelBench:
             raise ShardCoreError("there is no reference op to calibrate by; give the bench one")
         for request in requests:
             try:
-                runs.append(self._with_room(lambda r=request: self.prepare(r)))
+                runs.append(self._retry_without_cache(lambda r=request: self.prepare(r)))
             except self._device.request_errors:
                 continue
 
-        def total_ms(run: Run) -> float:
+        def run_total_ms(run: Run) -> float:
             # Too few ops do not evict each other from the caches.
+            """Run an op once, with cold caches if few ops run in turn. Returns forward + backward ms."""
             if 2 * len(runs) < self.config.interleave:
                 self._caches.evict()
-            return self.once_ms(run)
+            return self.run_once_ms(run)
 
         # At least ten rounds, for machines on which one takes the whole time.
         while time.monotonic() < until or len(totals) < 10:
             for run in runs:
-                total_ms(run)
-            totals.append(total_ms(reference))
+                run_total_ms(run)
+            totals.append(run_total_ms(reference))
         return float(np.median(totals))
 
-    def _round(self) -> list[ComputeSample]:
-        """Run the reference and each active op once. Returns samples that are now finished."""
+    def _run_round(self) -> list[ComputeSample]:
+        """Run the reference op and each active op once, in random order. Returns finished samples."""
         turn = [*self._active, *([self._reference] if self._reference else [])]
         # No op profits from the same neighbour in each round.
         self._order.shuffle(turn)
         # Half a window of ops is enough to fill the caches between two runs.
         crowded = 2 * len(self._active) >= self.config.interleave
-        failed = [sample for run in turn if (sample := self._repeat(run, crowded))]
-        return failed + self._settled()
+        failed = [sample for run in turn if (sample := self._run_repeat(run, crowded))]
+        return failed + self._collect_settled()
 
-    def _repeat(self, run: Run, crowded: bool) -> ComputeSample | None:
-        """Run an op once more. Returns a sample with the error if that fails."""
+    def _run_repeat(self, run: Run, crowded: bool) -> ComputeSample | None:
+        """Run an op once more. Returns a sample with the error if the run fails."""
         if not crowded:
             self._caches.evict()
         try:
-            forward, backward = self._with_room(lambda: self._once(run))
+            forward, backward = self._retry_without_cache(lambda: self._run_once(run))
         except self._device.request_errors as error:
             # Without the reference, the usual speed is not known, so nothing can go on.
             if run is self._reference:
                 raise ShardCoreError(f"the reference op failed: {error}") from None
             self._active.remove(run)
-            return self._failed(run.request, error)
+            return self._failed_sample(run.request, error)
         # The first run warms up: it loads code and allocates buffers.
         if run.warm:
             run.times_ms.append((forward, backward, self._log.add(run.number, forward + backward)))
         run.warm = True
         return None
 
-    def _with_room(self, work: Callable[[], T]) -> T:
-        """The result of `work`. If memory runs out, kept streams are dropped and it is tried once more."""
+    def _retry_without_cache(self, work: Callable[[], T]) -> T:
+        """Call a function; if memory runs out, drop cached id streams and call the function once more."""
         try:
             return work()
         except torch.OutOfMemoryError:
             self.streams.clear()
         # After the except block: the error's traceback keeps tensors of the failed try alive.
-        self._device.release()
+        self._device.release_memory()
         return work()
 
-    def _settled(self) -> list[ComputeSample]:
-        """Samples of ops whose median is known to the tolerance, or that had their time."""
+    def _collect_settled(self) -> list[ComputeSample]:
+        """Samples of active ops whose median is known to the tolerance, or whose time is over."""
         # Fitting the slowdown is costly, so it waits until an op may be done.
         full = [run for run in self._active if len(run.times_ms) >= self.config.min_repeats]
         if not full:
             return []
         slowdown, finished = self._log.fit(), []
         for run in full:
-            totals = _at_usual_speed(run, slowdown).sum(1)
-            is_known = timing.relative_ci(totals) <= self.config.tolerance_on(self.device)
-            is_trained_on = dataset.split_of(dataset.compute_id(self.setting, run.request)) == "train"
+            totals = _corrected_times(run, slowdown).sum(1)
+            is_known = timing.relative_ci(totals) <= self.config.tolerance_for_device(self.device)
+            is_trained_on = dataset.split_of_sample(dataset.compute_id(self.setting, run.request)) == "train"
             most = self.config.max_repeats * (1 if is_trained_on else HELD_OUT_TIMES)
             if is_known or len(totals) >= most or totals.sum() >= _LONGEST_MS:
                 self._active.remove(run)
                 self.kept_s += sum(forward + backward for forward, backward, _ in run.times_ms) / 1e3
-                finished.append(self._sample(run, slowdown))
+                finished.append(self._sample_of_run(run, slowdown))
         if self._reference and len(self._reference.times_ms) >= _REFERENCE_RUNS:
-            finished.append(self._sample(self._reference, slowdown))
+            finished.append(self._sample_of_run(self._reference, slowdown))
         return finished
 
     def prepare(self, request: ComputeRequest, seed: int = _SEED) -> Run:
-        """Build a request's op over the arena, with the batch that `seed` draws.
+        """Build a request's fused op over the arena, with the batch that `seed` draws.
 
         Raises ShardCoreError if a shard is larger than the arena or of another precision than the setting's,
         or if the batch takes too much memory.
         """
-        shape = self._shape(request)
+        shape = self._checked_batch_shape(request)
         indices, offsets = self.streams.lookups(request, seed)
         # A sequence has an output for each lookup.
         rows, width = len(indices) if request.shards[0].table.sequence else shape.rows, shape.width
@@ -272,34 +275,35 @@ class KernelBench:
         return Run(
             next(self._numbers),
             request,
-            self._build(request.shards),
+            self._build_op(request.shards),
             indices,
             offsets,
             self._gradient[: rows * width].view(-1 if shape.uneven else (rows, width)),
             [[n] for n in shape.values] if shape.uneven else None,
         )
 
-    def expect(self, requests: Iterable[ComputeRequest]) -> None:
-        """Begin to draw the ids of requests that `add` will get, if the device leaves cores for that.
+    def prefetch(self, requests: Iterable[ComputeRequest]) -> None:
+        """Begin to draw the ids of coming requests in background threads, if the device leaves cores for them.
 
         Requests that cannot run are skipped: `add` will refuse them.
         """
         if self._device.drawing_threads:
-            self.streams.expect(filter(self._runs, requests), _SEED)
+            self.streams.prefetch(filter(self._can_run, requests), _SEED)
 
-    def _runs(self, request: ComputeRequest) -> bool:
+    def _can_run(self, request: ComputeRequest) -> bool:
+        """Tell if a request has a valid shape and precision."""
         try:
-            self._shape(request)
+            self._checked_batch_shape(request)
         except ShardCoreError:
             return False
         return True
 
-    def once_ms(self, run: Run) -> float:
-        """Clock ms of one run, forward + backward."""
-        return sum(self._once(run))
+    def run_once_ms(self, run: Run) -> float:
+        """Run an op once. Returns forward + backward ms of the clock."""
+        return sum(self._run_once(run))
 
-    def _once(self, run: Run) -> tuple[float, float]:
-        """Clock ms of one run: forward, backward."""
+    def _run_once(self, run: Run) -> tuple[float, float]:
+        """Run an op once. Returns forward and backward ms of the clock."""
         # Kernels queue up behind this. Else the marks would time Python's launches, not the device.
         self._device.keep_busy(self._launch_ms)
         began = time.perf_counter()
@@ -314,20 +318,21 @@ class KernelBench:
         self.kernel_s += (forward + backward) / 1e3
         return forward, backward
 
-    def _shape(self, request: ComputeRequest) -> _Shape:
+    def _checked_batch_shape(self, request: ComputeRequest) -> _Shape:
+        """Shape of a request's batch. Raises ShardCoreError for another precision or too large a batch."""
         other = {s.table.precision for s in request.shards} - {self.setting.precision}
         # An op of FBGEMM has weights of one type.
         require(
             not other,
             f"shards have weights in {', '.join(other)}; the setting's are in {self.setting.precision}",
         )
-        return _shape_of(request, self._device.batch_bytes())
+        return _batch_shape(request, self._device.max_batch_bytes())
 
-    def _build(self, shards: tuple[Shard, ...]) -> torch.nn.Module:
-        """An op over the arena: built with one row a table, then given its true row counts and places."""
+    def _build_op(self, shards: tuple[Shard, ...]) -> torch.nn.Module:
+        """Build the fused op of some shards over the arena, with their row counts and offsets."""
         # [F] table of each feature, as FBGEMM keeps properties of tables by feature.
         of_feature = [i for i, s in enumerate(shards) for _ in range(s.table.features)]
-        op: Any = fused_op.build(
+        op: Any = fused_op.build_fused_op(
             [s.width for s in shards],
             self.setting.optimizer,
             self.setting.precision,
@@ -341,32 +346,32 @@ class KernelBench:
         op.total_hash_size = sum(rows)
         op.total_hash_size_bits = int(math.log2(float(sum(rows))) + 1)
         # FBGEMM numbers the rows of all tables one after another.
-        starts, places = [0, *np.cumsum(rows)], fused_op.places(cells, self._arena.numel(), shards)
-        op.hash_size_cumsum = self._int64([*(starts[i] for i in of_feature), starts[-1]])
-        op.rows_per_table = self._int64(rows[i] for i in of_feature)
+        starts, places = [0, *np.cumsum(rows)], fused_op.arena_offsets(cells, self._arena.numel(), shards)
+        op.hash_size_cumsum = self._int64_tensor([*(starts[i] for i in of_feature), starts[-1]])
+        op.rows_per_table = self._int64_tensor(rows[i] for i in of_feature)
         # TBE's weights are one flat buffer, here the arena. Offsets are in its elements.
-        op.weights_offsets = self._int64(places[i] for i in of_feature)
+        op.weights_offsets = self._int64_tensor(places[i] for i in of_feature)
         setattr(op, f"weights_{memory_of}", torch.nn.Parameter(self._arena))
         # State is set as weights are: shared memory, with each table's place in it.
         kept = zip(OPTIMIZERS[self.setting.optimizer].states, self._states, strict=True)
         for n, (per, state) in enumerate(kept, 1):
-            of_state = fused_op.places(cells if per == "cell" else rows, state.numel(), shards)
-            setattr(op, f"momentum{n}_offsets", self._int64(of_state[i] for i in of_feature))
+            of_state = fused_op.arena_offsets(cells if per == "cell" else rows, state.numel(), shards)
+            setattr(op, f"momentum{n}_offsets", self._int64_tensor(of_state[i] for i in of_feature))
             setattr(op, f"momentum{n}_{memory_of}", torch.nn.Parameter(state))
         return op
 
-    def _int64(self, values: Iterable[int]) -> torch.Tensor:
+    def _int64_tensor(self, values: Iterable[int]) -> torch.Tensor:
         return torch.tensor([int(v) for v in values], dtype=torch.int64, device=self._device.place)
 
-    def _sample(self, run: Run, slowdown: Callable[[int], float] | None = None) -> ComputeSample:
-        """The sample of a run's timings, which are then forgotten."""
-        times = _at_usual_speed(run, slowdown or self._log.fit())
+    def _sample_of_run(self, run: Run, slowdown: Callable[[int], float] | None = None) -> ComputeSample:
+        """Sample of an op's timings, which are then cleared."""
+        times = _corrected_times(run, slowdown or self._log.fit())
         totals = times.sum(1)
         sample = dataclasses.replace(
-            self._failed(run.request),
+            self._failed_sample(run.request),
             error=None,
-            forward=timing.spread(times[:, 0]),
-            backward=timing.spread(times[:, 1]),
+            forward=timing.timing_spread(times[:, 0]),
+            backward=timing.timing_spread(times[:, 1]),
             slowdown=float(np.median(np.array(run.times_ms)[:, :2].sum(1) / totals)),
             relative_ci=timing.relative_ci(totals),
         )
@@ -374,7 +379,8 @@ class KernelBench:
         run.times_ms = []
         return sample
 
-    def _failed(self, request: ComputeRequest, error: Exception | str = "") -> ComputeSample:
+    def _failed_sample(self, request: ComputeRequest, error: Exception | str = "") -> ComputeSample:
+        """Sample of a request without a timing, with an error."""
         self._finished += 1
         return ComputeSample(
             dataset.compute_id(self.setting, request),
@@ -383,7 +389,7 @@ class KernelBench:
             None,
             None,
             time.time(),
-            hardware.one_line(error),
+            hardware.one_line_message(error),
             order=self._finished - 1,
             software=self._software,
         )
@@ -391,7 +397,7 @@ class KernelBench:
 
 @dataclass(eq=False)
 class Run:
-    """One op, ready to run.
+    """One fused op with a prepared batch, ready to run.
 
     number: number of the op in the slowdown log.
     indices, offsets: [L] and [F × B + 1].
@@ -413,13 +419,13 @@ class Run:
     times_ms: list[tuple[float, float, int]] = dataclasses.field(default_factory=list)
 
     def forward(self) -> torch.Tensor:
-        """The op's outputs."""
+        """Outputs of the fused op for the prepared batch."""
         # As in TorchRec, FBGEMM gets the number of values of each feature if these differ.
         return self.op(self.indices, self.offsets, batch_size_per_feature_per_rank=self.values)
 
 
-def _at_usual_speed(run: Run, slowdown: Callable[[int], float]) -> np.ndarray:
-    """[repeats, 2] forward and backward ms, without the machine's slowdown."""
+def _corrected_times(run: Run, slowdown: Callable[[int], float]) -> np.ndarray:
+    """[repeats, 2] forward and backward ms of an op, divided by the machine's slowdown."""
     # Forward and backward of a run have the same slowdown.
     return np.array(run.times_ms)[:, :2] / [[slowdown(number)] for _, _, number in run.times_ms]
 
@@ -439,21 +445,21 @@ class _Shape(NamedTuple):
     uneven: bool
 
 
-def _shape_of(request: ComputeRequest, most_bytes: int) -> _Shape:
-    """The shape of a request, before ids are drawn.
+def _batch_shape(request: ComputeRequest, most_bytes: int) -> _Shape:
+    """Shape of a request's batch and outputs, before ids are drawn.
 
     most_bytes: limit of its ids, offsets, outputs and gradients together.
 
     Raises ShardCoreError if it exceeds that, and for an op that FBGEMM cannot run.
     """
-    sequence, values, widths = is_sequence(request.shards), [], []
+    sequence, values, widths = is_sequence_op(request.shards), [], []
     for s in request.shards:
         # Values are per feature, as those of a table may differ.
-        values += access.values_of_features(s.table, request.batch)
+        values += access.bag_counts_by_feature(s.table, request.batch)
         widths += [s.width] * s.table.features
-    looked_up = sum(round(request.batch * s.table.looked_up) for s in request.shards)
+    looked_up = sum(round(request.batch * s.table.lookups_per_sample) for s in request.shards)
     # Sequences have an output for each lookup, whatever the number of distinct values.
-    uneven = not sequence and any(s.table.is_variable for s in request.shards)
+    uneven = not sequence and any(s.table.has_variable_batch for s in request.shards)
     if sequence:
         rows, width = looked_up, widths[0]
     elif uneven:

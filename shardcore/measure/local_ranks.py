@@ -35,19 +35,19 @@ Receive = Callable[[Sequence[int], float], Iterable[Message]]
 
 
 class Lost(ShardCoreError):
-    """An exchange broke, because another rank failed."""
+    """Raised when a collective breaks because another rank failed."""
 
 
 @contextmanager
-def exchanging() -> Iterator[None]:
-    """Raise Lost where collectives break. Torch raises RuntimeError for a lost rank and for much else."""
+def report_lost_ranks() -> Iterator[None]:
+    """Context manager: raise Lost where a collective fails, which torch reports as RuntimeError."""
     try:
         yield
     except RuntimeError as error:
-        raise Lost(hardware.one_line(error)) from None
+        raise Lost(hardware.one_line_message(error)) from None
 
 
-def run(
+def run_ranks(
     name: str,
     work: Callable[..., None],
     ranks: int,
@@ -55,7 +55,7 @@ def run(
     timeout_s: float,
     places: Sequence[Place] | None = None,
 ) -> Generator[tuple[int, Any]]:
-    """Run work(rank, init_method, send, *arguments) in one process a rank.
+    """Run work(rank, init_method, send, *arguments) in one process for each rank, on this machine.
 
     Yields (rank, value) for each send(value) as it comes. Processes are named "<name>-rank-<rank>".
     init_method: address for collectives.Rank, the same for all: on this machine's loopback, or in the first
@@ -76,19 +76,19 @@ def run(
     pipes: list[Connection] = []
     running: list[BaseProcess] = []
     address = places[0].address if places else _LOOPBACK
-    with _reserved_port(address, places[0] if places else None) as port:
+    with _reserve_port(address, places[0] if places else None) as port:
         try:
             for rank in range(ranks):
                 # One-way pipes: ranks only report.
-                pipe, theirs = processes.context().Pipe(duplex=False)
+                pipe, theirs = processes.process_context().Pipe(duplex=False)
                 place = places[rank] if places else None
                 task = (theirs, place, work, rank, f"tcp://{address}:{port}", arguments)
-                process = processes.made(f"{name}-rank-{rank}", _rank_process, task)
+                process = processes.make_process(f"{name}-rank-{rank}", _run_rank_process, task)
                 process.start()
                 theirs.close()  # so that the pipe ends when the process does
                 pipes.append(pipe)
                 running.append(process)
-            yield from follow(name, ranks, partial(_receive, pipes, running), timeout_s)
+            yield from follow_ranks(name, ranks, partial(_receive_messages, pipes, running), timeout_s)
         finally:
             for pipe, process in zip(pipes, running, strict=True):
                 process.kill()
@@ -97,23 +97,23 @@ def run(
 
 
 @contextmanager
-def _reserved_port(address: str, place: Place | None) -> Iterator[int]:
-    """A free port of an address, held by a socket that is bound and does not listen. Rank 0 will."""
+def _reserve_port(address: str, place: Place | None) -> Iterator[int]:
+    """Context manager: reserve a free port of an address, which rank 0 will listen on."""
 
-    def made() -> socket.socket:
+    def make_socket() -> socket.socket:
         if place:
-            place.enter()
+            place.enter_network()
         return socket.socket()
 
     # A socket stays in the network where it was made. Only a thread enters the place's network.
-    with hosts.in_thread(made) as held:
+    with hosts.run_in_thread(make_socket) as held:
         # With this option, rank 0 may bind the port while this socket still holds it.
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind((address, 0))
         yield held.getsockname()[1]
 
 
-def _rank_process(
+def _run_rank_process(
     pipe: Connection,
     place: Place | None,
     work: Callable[..., None],
@@ -121,33 +121,34 @@ def _rank_process(
     init_method: str,
     arguments: Sequence[Any],
 ) -> None:
+    """Entry point of a rank's process: run `work`, and report its end or error through a pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the parent ends the gang
     try:
         if place:
-            place.settle()
+            place.move_process()
         work(rank, init_method, lambda value: pipe.send(("message", value)), *arguments)
         pipe.send(("done", None))
     except Lost as error:
-        pipe.send(("lost", hardware.one_line(error)))
+        pipe.send(("lost", hardware.one_line_message(error)))
     # Any other error is a bug: it prints its traceback and ends the process.
     except (ShardCoreError, RuntimeError) as error:
-        pipe.send(("failed", hardware.one_line(error)))
+        pipe.send(("failed", hardware.one_line_message(error)))
 
 
-def _receive(
+def _receive_messages(
     pipes: Sequence[Connection], processes: Sequence[BaseProcess], running: Sequence[int], limit_s: float
 ) -> Iterator[Message]:
-    """Messages of ranks that run, at most one of each, within a limit of time."""
+    """Messages of running ranks, at most one of each, within a time limit."""
     ready = wait([pipes[rank] for rank in running], limit_s)
     for rank in (rank for rank in running if pipes[rank] in ready):
         try:
             yield rank, *pipes[rank].recv()
         except (EOFError, OSError):  # at once, or in the middle of a message
-            yield rank, "failed", end_of(processes[rank])
+            yield rank, "failed", exit_reason(processes[rank])
 
 
-def follow(name: str, ranks: int, receive: Receive, timeout_s: float) -> Generator[tuple[int, Any]]:
-    """Yield messages of a gang until all ranks are done. Raises as `run`."""
+def follow_ranks(name: str, ranks: int, receive: Receive, timeout_s: float) -> Generator[tuple[int, Any]]:
+    """Yield messages of ranks until all are done. Raises as `run_ranks`."""
     done: set[int] = set()
     lost: dict[int, str] = {}
     # A rank that waits in an exchange reports it after timeout_s, so this comes a little later.
@@ -157,7 +158,7 @@ def follow(name: str, ranks: int, receive: Receive, timeout_s: float) -> Generat
         left_s = deadline - time.monotonic()
         if not running or left_s <= 0:
             # Ranks that wait in an exchange would have reported it by now, so one hangs.
-            raise ShardCoreError(_silence(name, running, lost, timeout_s))
+            raise ShardCoreError(_silence_message(name, running, lost, timeout_s))
         for rank, kind, value in receive(running, left_s):
             if kind == "message":
                 yield rank, value
@@ -172,7 +173,8 @@ def follow(name: str, ranks: int, receive: Receive, timeout_s: float) -> Generat
             deadline = min(deadline, now + _GRACE_S) if lost else now + timeout_s + _GRACE_S
 
 
-def _silence(name: str, silent: Iterable[int], lost: dict[int, str], timeout_s: float) -> str:
+def _silence_message(name: str, silent: Iterable[int], lost: dict[int, str], timeout_s: float) -> str:
+    """Error message for ranks that send nothing until a timeout."""
     ranks = ", ".join(map(str, silent))
     if not lost:
         return (
@@ -184,8 +186,8 @@ def _silence(name: str, silent: Iterable[int], lost: dict[int, str], timeout_s: 
     return f"{name}: {waits}; rank {first}: {reason}"
 
 
-def end_of(process: BaseProcess) -> str:
-    """The reason why a process ended."""
+def exit_reason(process: BaseProcess) -> str:
+    """Reason why a process ended, from its exit code."""
     # The exit code is known only after the process has been waited for.
     process.join(_GRACE_S)
     code = process.exitcode

@@ -21,7 +21,7 @@ _BEAT_S, _BEATS = 1.0, 4
 
 
 class LocalFleet:
-    """Processes of this machine, for a Supervisor."""
+    """Measuring processes of this machine, for a Supervisor."""
 
     def __init__(self, spec: BenchSpec, hang_s: float = 60.0):
         self.spec, self._beat_s = spec, min(_BEAT_S, hang_s / _BEATS)
@@ -36,18 +36,23 @@ class LocalFleet:
                 worker.receive()
         return [w for w in workers if w.message]
 
-    def room(self) -> str:
+    def describe_devices(self) -> str:
         return f"this machine has {os.cpu_count()} cores"
 
 
 class LocalWorker:
-    """One process. message: kind and value of its answer, once it is there."""
+    """Measuring worker in a process of this machine.
+
+    message: kind and value of the worker's answer, once received.
+    """
 
     def __init__(self, spec: BenchSpec, reference_ms: float | None, beat_s: float):
-        self.pipe, theirs = processes.context().Pipe()
+        self.pipe, theirs = processes.process_context().Pipe()
         self.message: tuple[str, Any] | None = None
         self.counts = Counts()
-        self._process = processes.made(f"measure-{spec.device}", _serve, (theirs, spec, reference_ms, beat_s))
+        self._process = processes.make_process(
+            f"measure-{spec.device}", _serve_calls, (theirs, spec, reference_ms, beat_s)
+        )
         self._process.start()
         theirs.close()  # so that the pipe ends when the process does
 
@@ -57,10 +62,11 @@ class LocalWorker:
             self.pipe.send((method, *arguments))
 
     def receive(self) -> None:
+        """Receive a message of the worker: a heartbeat, an answer, or its end."""
         try:
             kind, value, self.counts = self.pipe.recv()
         except (EOFError, OSError):
-            kind, value = "ended", local_ranks.end_of(self._process)
+            kind, value = "ended", local_ranks.exit_reason(self._process)
         if kind != "beat":
             self.message = kind, value
 
@@ -70,8 +76,8 @@ class LocalWorker:
             raise (Refused if kind == "refused" else Ended)(value)
         return value
 
-    def look(self) -> None:
-        """Nothing to do: heartbeats keep counts up to date."""
+    def update_counts(self) -> None:
+        """Do nothing: heartbeats keep the counts up to date."""
 
     def end(self) -> None:
         self._process.kill()
@@ -79,31 +85,31 @@ class LocalWorker:
         self.pipe.close()
 
 
-def _serve(pipe: Connection, spec: BenchSpec, reference_ms: float | None, beat_s: float) -> None:
-    """Answer calls in turn, and send counts every beat_s. It runs as a process."""
+def _serve_calls(pipe: Connection, spec: BenchSpec, reference_ms: float | None, beat_s: float) -> None:
+    """Entry point of a worker's process: answer calls in turn, and send heartbeats with counts."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the parent ends it
     bench, sending = None, threading.Lock()
 
-    def send(kind: str, value: object = None) -> None:
+    def send_message(kind: str, value: object = None) -> None:
         try:
             with sending:
                 pipe.send((kind, value, bench.counts() if bench else Counts()))
         except OSError:  # the parent is gone
             os._exit(1)
 
-    def beat() -> None:
+    def send_heartbeats() -> None:
         while True:
             time.sleep(beat_s)
-            send("beat")
+            send_message("beat")
 
     try:
         bench = DeviceBench(spec, reference_ms)
-        threading.Thread(target=beat, daemon=True).start()
+        threading.Thread(target=send_heartbeats, daemon=True).start()
         while True:
-            send("answer", bench.call(*pipe.recv())[0])
+            send_message("answer", bench.call(*pipe.recv())[0])
     except EOFError:  # the parent is gone
         return
     except Exception as error:  # the process is replaced whatever it was, as after a CUDA fault no call works
         refused = bench is None and isinstance(error, ShardCoreError)
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        send("refused" if refused else "ended", reason)
+        send_message("refused" if refused else "ended", reason)

@@ -16,28 +16,28 @@ _THREADS = Path("/proc/self/task")
 _NETWORK = "gloo_tcp_loop"
 
 
-def take(index: int) -> Collection[int]:
-    """Give all threads of this process one core.
+def take_core(index: int) -> Collection[int]:
+    """Pin all threads of this process to one CPU core. Returns the cores used before.
 
     index: number of this rank among those of its host, from 0. With more ranks than cores, some share one.
-    Returns the cores that it had, for `give_back`. Does nothing where threads cannot be given cores.
+    Returns the cores that it had, for `restore_cores`. Does nothing where threads cannot be given cores.
     """
     if not hasattr(os, "sched_setaffinity"):
         return ()
     had = sorted(os.sched_getaffinity(0))
-    _allow({had[index % len(had)]})
-    let_network_wait()
+    _set_affinity({had[index % len(had)]})
+    deprioritize_network_threads()
     return had
 
 
-def give_back(cores: Collection[int]) -> None:
-    """Let all threads of this process run on these cores again."""
+def restore_cores(cores: Collection[int]) -> None:
+    """Let all threads of this process run on some CPU cores again, after `take_core`."""
     if cores:
-        _allow(cores)
+        _set_affinity(cores)
 
 
-def let_network_wait() -> None:
-    """Give gloo's network threads the scheduler's class for batch work. Call it after each new process group.
+def deprioritize_network_threads() -> None:
+    """Give gloo's network threads the scheduler's batch class. To be called after each new process group.
 
     Such a thread polls without rest from when data arrives until the rank asks for it. As a batch thread, it
     makes room at once for the thread that will ask.
@@ -49,8 +49,9 @@ def let_network_wait() -> None:
                 os.sched_setscheduler(int(thread.name), os.SCHED_BATCH, os.sched_param(0))
 
 
-def _allow(cores: Collection[int]) -> None:
+def _set_affinity(cores: Collection[int]) -> None:
     # Each thread has cores of its own: threads that torch and gloo have started would keep theirs.
+    """Set the CPU affinity of all threads of this process."""
     for thread in _THREADS.glob("*"):
         with suppress(OSError):
             os.sched_setaffinity(int(thread.name), cores)

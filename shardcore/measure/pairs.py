@@ -23,7 +23,7 @@ from shardcore.core.types import Problem
 from shardcore.core.validation import require
 from shardcore.measure import collectives, hardware, hosts, local_ranks
 from shardcore.measure.config import PairConfig
-from shardcore.measure.rank_order import Groups, Links, Outward, levels
+from shardcore.measure.rank_order import Groups, Links, Outward, find_levels
 from shardcore.measure.transport import LOCAL, Transport
 
 MOST_IN_TURN = 64
@@ -33,7 +33,7 @@ _GB = 1e9
 
 @dataclass(frozen=True, eq=False)
 class PairMeasurement:
-    """Measurements of a gang.
+    """Measured times and bandwidths between all pairs of ranks.
 
     pair_ms: [D, D] ms of a message from one rank to another. The diagonal is 0.
     levels: groups of near ranks, the smallest first.
@@ -47,8 +47,8 @@ class PairMeasurement:
     nodes: tuple[str, ...] = ()
 
 
-def require_links(problem: Problem) -> None:
-    """Raise ShardCoreError for a problem of one device, and for one with towers, which name hosts."""
+def require_measurable_links(problem: Problem) -> None:
+    """Raise ShardCoreError for a problem whose links cannot be measured: of one device, or with towers."""
     require(
         problem.job.tower_ratio is None,
         f"problem {problem.name!r} has towers (job.tower_ratio), and its tables are pinned to hosts; measure the "
@@ -61,19 +61,19 @@ Note = Callable[[int, int], None]
 """Called after each turn of pairs with the number of turns so far, and of all."""
 
 
-def measure(
+def measure_pairs(
     ranks: int,
     config: PairConfig,
     transport: Transport = LOCAL,
     note: Note = lambda done, of: None,
 ) -> PairMeasurement:
-    """Measure by a gang, a rank on each core or GPU, of as few hosts as have room.
+    """Measure message times and bandwidths between all pairs of ranks, in one process for each core or GPU.
 
     Raises ShardCoreError if a rank dies or hangs. No process stays behind.
     """
     task = (ranks, config, transport.device)
     # All ranks send progress and the same measurement. Rank 0's are enough.
-    for rank, message in transport.run("pairs", _work, ranks, task, config.timeout_s, hosts=None):
+    for rank, message in transport.run("pairs", _run_rank, ranks, task, config.timeout_s, hosts=None):
         if rank == 0 and isinstance(message, PairMeasurement):
             return message
         if rank == 0:
@@ -81,10 +81,10 @@ def measure(
     raise AssertionError("rank 0 ends with its measurement")
 
 
-def _work(
+def _run_rank(
     rank: int, init_method: str, send: Callable[[object], None], ranks: int, config: PairConfig, device: str
 ) -> None:
-    """One process of the gang. It sends its progress, and in the end its measurement."""
+    """Entry point of one rank's process: send progress, and finally the measurement of all pairs."""
     send(measure_rank(rank, ranks, init_method, config, device, lambda *done: send(done)))
 
 
@@ -96,19 +96,19 @@ def measure_rank(
     device: str,
     note: Note = lambda done, of: None,
 ) -> PairMeasurement:
-    """Measure as a rank of a gang, each in another process."""
+    """Measure all pairs of ranks as one rank of a gang of processes."""
     if device == "cpu":
         torch.set_num_threads(1)
-    with local_ranks.exchanging():
-        collectives.connect(rank, ranks, init_method, device, config.timeout_s)
-        pair_ms = pair_times(config, device, note)
+    with local_ranks.report_lost_ranks():
+        collectives.init_process_group(rank, ranks, init_method, device, config.timeout_s)
+        pair_ms = measure_pair_times(config, device, note)
         # Groups come first, as links are measured within and between them.
-        near = levels(pair_ms)
+        near = find_levels(pair_ms)
         measured = PairMeasurement(
             pair_ms,
             near,
-            links(near or [(tuple(range(ranks)),)], config, device),
-            tuple(collectives.gather(hosts.host_name())),
+            measure_links(near or [(tuple(range(ranks)),)], config, device),
+            tuple(collectives.all_gather_objects(hosts.host_name())),
         )
         # Rank 0's process holds the store, which the others need until they are done.
         dist.barrier()
@@ -116,10 +116,10 @@ def measure_rank(
     return measured
 
 
-def measure_job(
+def measure_in_job(
     config: PairConfig, device: str = "cpu", note: Note = lambda done, of: None
 ) -> PairMeasurement:
-    """Measure in a job that torchrun or the like has started. Each of its processes calls this."""
+    """Measure all pairs of ranks in a job started by torchrun or similar. Each process calls this."""
     hardware.require_device(device)
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -127,8 +127,8 @@ def measure_job(
     return measure_rank(rank, ranks, "env://", config, device, note)
 
 
-def rounds(ranks: int) -> Iterator[list[tuple[int, int]]]:
-    """Rounds of pairs without a common rank, in which every pair meets once (the circle method)."""
+def pair_rounds(ranks: int) -> Iterator[list[tuple[int, int]]]:
+    """Round-robin schedule: rounds of disjoint pairs of ranks, in which every pair meets once (circle method)."""
     # With an odd number of ranks, one rank a round is paired with a number beyond the last, so it rests.
     ring = list(range(ranks + ranks % 2))
     for _ in range(len(ring) - 1):
@@ -139,7 +139,7 @@ def rounds(ranks: int) -> Iterator[list[tuple[int, int]]]:
         ring = [ring[0], ring[-1], *ring[1:-1]]
 
 
-def pair_times(
+def measure_pair_times(
     config: PairConfig, device: torch.device | str = "cpu", note: Note = lambda done, of: None
 ) -> np.ndarray:
     """[D, D] ms of a message from one rank to another: half of the fastest round trip."""
@@ -148,7 +148,7 @@ def pair_times(
     # Infinite until measured, as the least of all sweeps is kept.
     to_others = torch.full((n,), torch.inf, dtype=torch.float64)
     to_others[rank] = 0.0
-    at_once = list(rounds(n))
+    at_once = list(pair_rounds(n))
     in_turn = [[pair] for pairs in at_once for pair in pairs]
     turns = (at_once if n > MOST_IN_TURN else in_turn) * config.sweeps
     for done, turn in enumerate(turns, 1):
@@ -157,7 +157,7 @@ def pair_times(
         for pair in turn:
             if rank in pair:
                 other = pair[1 - pair.index(rank)]
-                took_s = _round_trips(message, other, rank == pair[0], config.repeats)
+                took_s = _time_round_trips(message, other, rank == pair[0], config.repeats)
                 to_others[other] = min(to_others[other].item(), min(took_s) / 2 * 1e3)
         note(done, len(turns))
     # Each rank knows its own row only.
@@ -168,8 +168,11 @@ def pair_times(
     return np.minimum(both_ways, both_ways.T)
 
 
-def _round_trips(message: torch.Tensor, other: int, first: bool, repeats: int) -> list[float]:
-    """Seconds of each of `repeats` messages to another rank and back. first: True if this rank sends first."""
+def _time_round_trips(message: torch.Tensor, other: int, first: bool, repeats: int) -> list[float]:
+    """Seconds of each of `repeats` messages to another rank and back.
+
+    first: True if this rank sends first.
+    """
     took_s = []
     for _ in range(repeats + 1):
         began = time.perf_counter()
@@ -182,13 +185,13 @@ def _round_trips(message: torch.Tensor, other: int, first: bool, repeats: int) -
     return took_s[1:]  # the first message connects
 
 
-def links(levels: Sequence[Groups], config: PairConfig, device: torch.device | str = "cpu") -> Links:
-    """Bandwidths of links within and between the groups of levels, and the least time of a collective."""
+def measure_links(levels: Sequence[Groups], config: PairConfig, device: torch.device | str = "cpu") -> Links:
+    """Bandwidths of links within and between groups of ranks at each level, and the latency of a collective."""
     rank, n = dist.get_rank(), dist.get_world_size()
     load = torch.zeros(config.load_kib << 10, dtype=torch.uint8, device=device)
 
-    def gbps(pairs: Sequence[tuple[int, int]]) -> float | None:
-        """GB/s of each first rank to its second while all of these pairs send."""
+    def measure_gbps(pairs: Sequence[tuple[int, int]]) -> float | None:
+        """Bandwidth in GB/s from the first to the second rank of each pair, while all pairs send."""
         if not pairs:
             return None
         mine = next((pair for pair in pairs if rank in pair), None)
@@ -198,19 +201,21 @@ def links(levels: Sequence[Groups], config: PairConfig, device: torch.device | s
             dist.barrier()
             began = time.perf_counter()
             if mine:
-                _one_way(load, *mine)
+                _send_one_way(load, *mine)
             # The slowest pair counts, as a collective waits for it. Ranks without a pair report 0.
-            took = min(took, _slowest(time.perf_counter() - began if mine else 0.0))
+            took = min(took, _max_over_ranks(time.perf_counter() - began if mine else 0.0))
         return len(load) / took / _GB
 
     # One pair within each group.
-    within = gbps([(group[0], group[1]) for group in levels[0] if len(group) > 1])
+    within = measure_gbps([(group[0], group[1]) for group in levels[0] if len(group) > 1])
     outward = []
     for groups, outer in zip(levels, [*levels[1:], (tuple(range(n)),)], strict=True):
         # Groups send to others of the same outer group: first one rank of each, then all ranks together.
         inside = [tuple(group for group in groups if group[0] in of) for of in outer]
-        first = gbps([pair for of in inside for pair in _between(tuple(group[:1] for group in of))])
-        together = gbps([pair for of in inside for pair in _between(of)])
+        first = measure_gbps(
+            [pair for of in inside for pair in _pairs_between_groups(tuple(group[:1] for group in of))]
+        )
+        together = measure_gbps([pair for of in inside for pair in _pairs_between_groups(of)])
         if together is not None:
             outward.append(Outward(together, _shared_gbps(groups, first, together)))
     # One number for each rank is next to no data, so the time is latency.
@@ -222,13 +227,13 @@ def links(levels: Sequence[Groups], config: PairConfig, device: torch.device | s
         dist.all_to_all_single(into, small)
         if small.is_cuda:
             torch.cuda.synchronize(small.device)
-        took_s.append(_slowest(time.perf_counter() - began))
+        took_s.append(_max_over_ranks(time.perf_counter() - began))
     # The first repeat connects.
     return Links(within, tuple(outward), 1e3 * float(np.median(took_s[1:])))
 
 
 def _shared_gbps(groups: Groups, first: float | None, together: float | None) -> float | None:
-    """GB/s of a link that the ranks of a group share. None where each rank has a link.
+    """Bandwidth in GB/s of the link that a group's ranks share; None where each rank has its own link.
 
     first: of a rank while no other of its group sends.
     together: of a rank while all send.
@@ -241,8 +246,8 @@ def _shared_gbps(groups: Groups, first: float | None, together: float | None) ->
     return together * size
 
 
-def _between(groups: Groups) -> list[tuple[int, int]]:
-    """Pairs of ranks of different groups that send at once. A rank is in one pair at most."""
+def _pairs_between_groups(groups: Groups) -> list[tuple[int, int]]:
+    """Disjoint pairs of ranks of different groups, which can send at once."""
     # With groups of one size in order, two ranks that are half the list apart are in different groups.
     ranks = [rank for group in groups for rank in group]
     half, group_of = len(ranks) // 2, {rank: i for i, group in enumerate(groups) for rank in group}
@@ -250,8 +255,8 @@ def _between(groups: Groups) -> list[tuple[int, int]]:
     return [pair for pair in pairs if group_of[pair[0]] != group_of[pair[1]]]
 
 
-def _one_way(load: torch.Tensor, sender: int, receiver: int) -> None:
-    """One rank sends to another."""
+def _send_one_way(load: torch.Tensor, sender: int, receiver: int) -> None:
+    """Send a tensor from one rank to another."""
     # Never both ways at once: both would share a connection, where gloo's requests wait behind data.
     if dist.get_rank() == sender:
         dist.send(load, receiver)
@@ -261,8 +266,8 @@ def _one_way(load: torch.Tensor, sender: int, receiver: int) -> None:
         torch.cuda.synchronize(load.device)
 
 
-def _slowest(seconds: float) -> float:
-    """The largest value of all ranks."""
+def _max_over_ranks(seconds: float) -> float:
+    """Largest value of a number over all ranks."""
     longest = torch.tensor([seconds], dtype=torch.float64)
     dist.all_reduce(longest, dist.ReduceOp.MAX)
     return longest.item()

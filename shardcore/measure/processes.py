@@ -30,32 +30,37 @@ _QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 """Environment variable that torch reads once. Else each rank in a box warns that host addresses have no names."""
 
 
-def context() -> SpawnContext | ForkServerContext:
-    """Multiprocessing's way to start processes here, which also makes their pipes."""
-    return multiprocessing.get_context("spawn") if _spawns() else multiprocessing.get_context("forkserver")
+def process_context() -> SpawnContext | ForkServerContext:
+    """Context of multiprocessing for starting processes and making their pipes: spawn or forkserver."""
+    return (
+        multiprocessing.get_context("spawn") if _must_spawn() else multiprocessing.get_context("forkserver")
+    )
 
 
-def made(name: str, work: Callable[..., None], arguments: Sequence[Any]) -> BaseProcess:
-    """A process, not yet started, that runs work(*arguments) in the environment that this process has now.
+def make_process(name: str, work: Callable[..., None], arguments: Sequence[Any]) -> BaseProcess:
+    """Make a process, not yet started, that runs work(*arguments) with this process's present environment.
 
     work, arguments: picklable.
     """
     environment = _QUIET | os.environ
-    if not _spawns():
-        _start_server()
+    if not _must_spawn():
+        _start_forkserver()
     # A daemon, so that it ends with this process if nothing else ends it.
-    return context().Process(target=_run, name=name, daemon=True, args=(environment, work, arguments))
+    return process_context().Process(
+        target=_run_with_environment, name=name, daemon=True, args=(environment, work, arguments)
+    )
 
 
 @cache
-def _spawns() -> bool:
+def _must_spawn() -> bool:
     # As torch sees it, like imports in a fork: files of a driver may exist without a GPU, and a GPU without
     # them.
+    """Tell if processes have to be spawned, not forked, as on a machine with CUDA."""
     return torch.cuda.is_available()
 
 
-def _start_server() -> None:
-    """Start the server that forks processes. Does nothing if it runs."""
+def _start_forkserver() -> None:
+    """Start multiprocessing's forkserver, unless it runs already."""
     forkserver.set_forkserver_preload(_IMPORTED)
     added = _QUIET.keys() - os.environ
     # The server inherits the environment. Other threads may read it meanwhile, so all else stays as it is.
@@ -67,16 +72,20 @@ def _start_server() -> None:
             os.environ.pop(name, None)
 
 
-def _run(environment: Mapping[str, str], work: Callable[..., None], arguments: Sequence[Any]) -> None:
+def _run_with_environment(
+    environment: Mapping[str, str], work: Callable[..., None], arguments: Sequence[Any]
+) -> None:
     # A fork has the environment of the server's start. It gets that of its maker.
+    """Entry point of a process: set environment variables, and run work until its end or the parent's."""
     os.environ.clear()
     os.environ |= environment
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
     work(*arguments)
 
 
-def _end_with_parent() -> None:
+def _exit_with_parent() -> None:
     # The sentinel becomes ready when the parent ends, however that happens.
+    """Exit this process when its parent ends."""
     if parent := multiprocessing.parent_process():
         wait([parent.sentinel])
     os._exit(1)

@@ -30,7 +30,7 @@ Groups = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Outward:
-    """Links between the groups of a level that are near each other, or between all.
+    """Bandwidth of links between near groups of ranks at one level, or between all groups.
 
     gbps: GB/s of one rank to another group's, while all ranks send.
     shared_gbps: GB/s of a group to others, where its ranks share a link. None where each rank has one.
@@ -42,7 +42,7 @@ class Outward:
 
 @dataclass(frozen=True)
 class Links:
-    """Bandwidths of links between ranks.
+    """Measured bandwidths of links between ranks.
 
     within_gbps: GB/s of one rank to another of its group, at the first level.
     outward: links of the groups of each level, the first level first. Empty with one group.
@@ -54,8 +54,9 @@ class Links:
     latency_ms: float
 
 
-def levels(pair_ms: np.ndarray) -> list[Groups]:
-    """Levels of groups of ranks that are near each other, the smallest groups first. Empty if all are equally near.
+def find_levels(pair_ms: np.ndarray) -> list[Groups]:
+    """Hierarchical groups of near ranks from pairwise message times, smallest groups first; empty if all ranks are
+    equally near.
 
     pair_ms: [D, D] ms of a message between two ranks. The diagonal does not count.
 
@@ -105,34 +106,34 @@ def levels(pair_ms: np.ndarray) -> list[Groups]:
     return accepted
 
 
-def order(levels: Sequence[Groups], ranks: int) -> tuple[int, ...]:
-    """The ranks in an order in which the members of every group follow one another."""
+def order_ranks(levels: Sequence[Groups], ranks: int) -> tuple[int, ...]:
+    """Ranks in an order in which the members of every group are consecutive."""
 
-    def place(rank: int) -> tuple[int, ...]:
+    def group_numbers(rank: int) -> tuple[int, ...]:
         """Number of the rank's group at each level, from the outermost in."""
         return tuple(next(i for i, g in enumerate(groups) if rank in g) for groups in reversed(levels))
 
     # Outermost groups first, so that groups of inner levels stay together.
-    return tuple(sorted(range(ranks), key=lambda rank: (place(rank), rank)))
+    return tuple(sorted(range(ranks), key=lambda rank: (group_numbers(rank), rank)))
 
 
-def problem_of(levels: Sequence[Groups], links: Links, before: Problem) -> Problem:
-    """The problem on the topology of ranks in `order`. Pinned tables stay on their devices, which are renumbered."""
-    place = {rank: i for i, rank in enumerate(order(levels, len(before.topology)))}
+def reorder_problem(levels: Sequence[Groups], links: Links, before: Problem) -> Problem:
+    """The problem on the measured topology, with ranks in the order of `order_ranks`. Pins follow their devices."""
+    place = {rank: i for i, rank in enumerate(order_ranks(levels, len(before.topology)))}
     pinned = tuple(
-        (name, tuple(sorted(place[d] for d in before.pinned[name])))
+        (name, tuple(sorted(place[d] for d in before.pinned_devices[name])))
         for name, _ in before.constraints.pinned
-        if name in before.pinned
+        if name in before.pinned_devices
     )
     return replace(
         before,
-        topology=topology_of(levels, links, before.topology),
+        topology=measured_topology(levels, links, before.topology),
         constraints=replace(before.constraints, pinned=pinned),
     )
 
 
-def topology_of(levels: Sequence[Groups], links: Links, before: Topology) -> Topology:
-    """The topology of ranks in `order`: groups of the first level as hosts, those of the second as pods.
+def measured_topology(levels: Sequence[Groups], links: Links, before: Topology) -> Topology:
+    """Topology of ranks in the order of `order_ranks`: groups of the first level are hosts, those of the second pods.
 
     Further levels become part of the links between pods.
 
@@ -142,7 +143,7 @@ def topology_of(levels: Sequence[Groups], links: Links, before: Topology) -> Top
     groups = levels[0] if levels else (tuple(range(n)),)
     ranks = sum(map(len, groups))
     require(ranks == n, f"the problem has {n} devices and the gang {ranks} ranks; they need to be as many")
-    arranged = order(levels, n)
+    arranged = order_ranks(levels, n)
     in_order = sorted(groups, key=lambda group: arranged.index(group[0]))
     host = {rank: f"host-{i}" for i, group in enumerate(in_order) for rank in group}
     if len(levels) > 1:
@@ -162,4 +163,4 @@ def topology_of(levels: Sequence[Groups], links: Links, before: Topology) -> Top
         gbps = min(link.shared_gbps, share * n) if link.shared_gbps else fastest
         share = gbps / n if link.shared_gbps else min(share, gbps)
         measured.append(Link(name, gbps, bool(link.shared_gbps), links.latency_ms))
-    return replace(before.of_devices(devices), links=tuple(measured))
+    return replace(before.with_devices(devices), links=tuple(measured))

@@ -42,13 +42,13 @@ from shardcore.core.errors import SettingMismatch
 from shardcore.core.job import Job
 from shardcore.core.step_cost import PARTS
 from shardcore.core.types import Setting, precision_of
-from shardcore.core.validation import differences, require, require_type
+from shardcore.core.validation import describe_differences, require, require_type
 from shardcore.io.dataset import ReferenceOp
 from shardcore.io.measurements import StepSample
 from shardcore.measure import exchanges, id_transfer, local_ranks
-from shardcore.measure.collectives import Rank, wait_and_transfer, wait_until
+from shardcore.measure.collectives import Rank, sleep_until, split_wait_and_transfer
 from shardcore.measure.config import CollectiveConfig
-from shardcore.measure.devices import device_of
+from shardcore.measure.devices import device_by_name
 from shardcore.measure.hosts import Place
 from shardcore.measure.step_compute import (
     Asleep,
@@ -56,12 +56,12 @@ from shardcore.measure.step_compute import (
     Ops,
     ReferenceRuns,
     ReplayConfig,
-    benches_for,
-    full,
+    filled_tensor,
+    make_benches,
     measure_compute,
-    require_room,
+    require_arena_room,
 )
-from shardcore.measure.timing import Caches, spread
+from shardcore.measure.timing import Caches, timing_spread
 from shardcore.measure.transport import LOCAL, Transport
 from shardcore.step.kinds import Layout
 from shardcore.step.lower import Workload
@@ -70,7 +70,7 @@ from shardcore.step.lower import Workload
 def replay(
     workload: Workload, setting: Setting, config: ReplayConfig | None = None, device: str = "cpu"
 ) -> StepSample:
-    """The cost of one step of `workload` on this machine's devices.
+    """Measure the cost of one training step of a plan's `workload` on this machine's devices.
 
     setting: hardware, batch, precision and optimizer of the result.
     config: numbers of steps. None: the defaults.
@@ -91,7 +91,8 @@ def replay_all(
     transport: Transport = LOCAL,
     reference: ReferenceOp | None = None,
 ) -> list[StepSample]:
-    """Replay several plans of one problem, their steps in alternation (A B A B), so that disturbances meet all.
+    """Measure the steps of several plans of one problem, in alternation (A B A B), so that disturbances affect all
+    plans.
 
     transport: where ranks run, on one host. In places of a box, whose hosts are those of the topology, the
         reference op runs while compute is measured. Ranks sleep for the time that compute takes at a slowdown
@@ -108,12 +109,14 @@ def replay_all(
     # Workloads are checked before any process starts, as a gang takes seconds to connect.
     for workload in workloads:
         require_replayable(workload, workloads[0], setting, on)
-    require_room(workloads, setting, config, reference)
+    require_arena_room(workloads, setting, config, reference)
     ranks, topology, compute_ms = len(workloads[0].ops), workloads[0].topology, None
     if on:
         # One process measures all devices' compute, one after another, so it may take longer.
         task, timeout_s = (workloads, setting, config, reference), config.timeout_s * (1 + len(workloads))
-        [(_, (compute_ms, reference_ms))] = local_ranks.run("compute", measure_compute, 1, task, timeout_s)
+        [(_, (compute_ms, reference_ms))] = local_ranks.run_ranks(
+            "compute", measure_compute, 1, task, timeout_s
+        )
         slowdown = float(np.median(reference_ms)) / reference[1] if reference else 1.0
         compute_ms = [of_devices / slowdown for of_devices in compute_ms]
         # Ranks of the topology are host by host, as places are.
@@ -121,33 +124,39 @@ def replay_all(
         transport, reference = Transport(places=places), None
     task = (workloads, setting, config, transport.device, reference, compute_ms)
     # A rank's last message is its result. Earlier ones are progress.
-    last = dict(transport.run("replay", _work, ranks, task, config.timeout_s))
-    costs = combine_all([last[rank] for rank in range(ranks)], reference, workloads[0].job)
+    last = dict(transport.run("replay", _run_rank, ranks, task, config.timeout_s))
+    costs = combine_workload_costs([last[rank] for rank in range(ranks)], reference, workloads[0].job)
     return [replace(cost, oversubscribed=transport.shares_cores(ranks)) for cost in costs]
 
 
-def combine_all(
+def combine_workload_costs(
     ranks: Sequence[tuple[list[np.ndarray], np.ndarray]], reference: ReferenceOp | None, job: Job
 ) -> list[StepSample]:
-    """The cost of each workload. ranks: results of replay_rank, of each rank of one host."""
+    """Measured cost of each workload.
+
+    ranks: results of replay_rank, of each rank of one host.
+    """
     slowdown = 1.0
     if reference:
         # All devices ran the reference op at once, so they have one slowdown: the mean over their medians.
         medians_ms = np.median([reference_ms for _, reference_ms in ranks], axis=1)
         slowdown = float(medians_ms.mean()) / reference[1]
     of_workloads = zip(*(marks for marks, _ in ranks), strict=True)
-    return [replace(combine(marks, job), slowdown=slowdown) for marks in of_workloads]
+    return [replace(combine_marks(marks, job), slowdown=slowdown) for marks in of_workloads]
 
 
-def combine(marks_s: Sequence[np.ndarray], job: Job) -> StepSample:
-    """One workload's cost. marks_s: D arrays [R, 6] of replay_rank, of the ranks of one host."""
+def combine_marks(marks_s: Sequence[np.ndarray], job: Job) -> StepSample:
+    """Measured cost of one workload from the time marks of all ranks.
+
+    marks_s: D arrays [R, 6] of replay_rank, of the ranks of one host.
+    """
     begin, informed, received, updated, pooled, end = np.moveaxis(np.stack(marks_s), -1, 0) * 1e3  # [D, R]
-    _, ids = wait_and_transfer(begin, informed)
+    _, ids = split_wait_and_transfer(begin, informed)
     # Waiting before the backward exchange does not count: it is skew of the barrier and of ids.
-    _, backward_comm = wait_and_transfer(informed, received)
-    waiting, forward_comm = wait_and_transfer(pooled, end)
+    _, backward_comm = split_wait_and_transfer(informed, received)
+    waiting, forward_comm = split_wait_and_transfer(pooled, end)
     # The slowest rank counts for all, as they meet in the exchange that follows.
-    input_ms = np.maximum(0.0, ids - job.hides_ids_ms).max(0, keepdims=True) * np.ones_like(ids)
+    input_ms = np.maximum(0.0, ids - job.id_overlap_ms).max(0, keepdims=True) * np.ones_like(ids)
     # In the order of PARTS.
     parts = np.stack([pooled - updated, updated - received, forward_comm, backward_comm, waiting, input_ms])
     medians = zip(PARTS, np.median(parts, axis=2).tolist(), strict=True)
@@ -156,7 +165,7 @@ def combine(marks_s: Sequence[np.ndarray], job: Job) -> StepSample:
         **timed,
         dense_ms=job.dense_ms,
         # A step takes as long as its slowest device, in each repeat.
-        step=spread(parts.sum(0).max(0) + job.dense_ms),
+        step=timing_spread(parts.sum(0).max(0) + job.dense_ms),
         oversubscribed=False,
     )
 
@@ -164,7 +173,7 @@ def combine(marks_s: Sequence[np.ndarray], job: Job) -> StepSample:
 def require_replayable(
     workload: Workload, first: Workload, setting: Setting, on: Sequence[Place] = ()
 ) -> None:
-    """Raise SettingMismatch or ShardCoreError unless a workload can be replayed in `setting` together with `first`.
+    """Raise SettingMismatch or ShardCoreError unless a workload can be measured in `setting` together with `first`.
 
     on: places of a box to replay it on. Empty: this machine.
     """
@@ -179,8 +188,8 @@ def require_replayable(
     )
     if needed != setting:
         raise SettingMismatch(
-            f"the workload has another setting than the replay: {differences(needed, setting)}; replay it on its own "
-            "hardware and batch"
+            f"the workload has another setting than the replay: {describe_differences(needed, setting)}; "
+            "replay it on its own hardware and batch"
         )
     host_table = next((t.name for t in tables if t.in_host_memory), None)
     require(
@@ -194,7 +203,8 @@ def require_replayable(
     )
     require(
         job == first.job,
-        f"workloads of two jobs cannot be replayed together ({differences(job, first.job)}); give plans of one problem",
+        f"workloads of two jobs cannot be replayed together ({describe_differences(job, first.job)}); "
+        "give plans of one problem",
     )
     require(
         topology == first.topology,
@@ -206,7 +216,7 @@ def require_replayable(
     hosts = f"the box's {len(counts)} hosts of {counts[0]} devices" if on else "one host"
     # All ranks run on this machine, whose devices are equally fast.
     require(
-        [len(devices) for devices in topology.on_hosts] == counts and speeds == [1],
+        [len(devices) for devices in topology.devices_by_host] == counts and speeds == [1],
         f"the topology has hosts {', '.join(topology.hosts)} and speeds {speeds}; a replay needs {hosts} and devices "
         "of speed 1",
     )
@@ -226,7 +236,7 @@ def replay_rank(
     reference: ReferenceOp | None = None,
     compute_ms: ComputeTimes | None = None,
 ) -> tuple[list[np.ndarray], np.ndarray]:
-    """Replay as one rank of a gang. All its ranks need the same arguments.
+    """Measure the steps of workloads as one rank. All ranks need the same arguments.
 
     Returns marks [R, 6] of each workload, in s of the host's monotonic clock: a step's begin, ids received,
     gradients received, weights updated, the next batch pooled, outputs received. Also returns [R] ms of the
@@ -238,7 +248,7 @@ def replay_rank(
         # On a CPU, a device is one core.
         torch.set_num_threads(1)
     # Ranks that sleep have no ops, so no arena.
-    benches = {} if compute_ms else benches_for(workloads, [rank], setting, config, device, reference)
+    benches = {} if compute_ms else make_benches(workloads, [rank], setting, config, device, reference)
     reference_runs, steps = ReferenceRuns(benches, reference, config.seed), []
     for i, workload in enumerate(workloads):
         if compute_ms:
@@ -248,15 +258,15 @@ def replay_rank(
         steps.append(_Step(compute, workload, rank, device))
         # Building ops takes long, so each plan's counts as a sign of life.
         progress()
-    caches = Caches(config.evict_bytes, device_of(device).place)
-    with local_ranks.exchanging():
+    caches = Caches(config.evict_bytes, device_by_name(device).place)
+    with local_ranks.report_lost_ranks():
         limits = CollectiveConfig(timeout_s=config.timeout_s)
         member = Rank(rank, len(workloads[0].ops), init_method, device, limits)
         # Groups are made by all ranks together, so all workloads' channels are needed here.
         used = [channel for workload in workloads for channel in exchanges.used_channels(workload)]
-        groups = exchanges.groups(rank, workloads[0].topology, used)
+        groups = exchanges.make_process_groups(rank, workloads[0].topology, used)
         for step in steps:
-            step.join(groups, member.meet)
+            step.connect(groups, member.wait_for_all_ranks)
     marks: list[list[np.ndarray]] = [[] for _ in steps]
     for index in range(config.warmups + config.repeats):
         progress()
@@ -264,35 +274,38 @@ def replay_rank(
         # process that reads the progress takes a core.
         for i in np.random.default_rng([config.seed, index]).permutation(len(steps)):
             caches.evict()
-            marks[i].append(steps[i].once(index % config.batches))
-        reference_runs.once(caches)
+            marks[i].append(steps[i].run_once(index % config.batches))
+        reference_runs.run_once(caches)
     member.close()
     # The first rounds load code, connect and allocate.
     return [np.array(m[config.warmups :]) for m in marks], np.array(reference_runs.times_ms[config.warmups :])
 
 
 class _Step:
-    """One rank's step of a workload: its compute, and the exchanges with their buffers."""
+    """One rank's training step of a workload: its compute, and the exchanges with their buffers."""
 
     def __init__(self, compute: Ops | Asleep, workload: Workload, rank: int, device: str):
         self._compute, self._workload, self._rank = compute, workload, rank
         self._chains: dict[Layout, list[exchanges.Exchange]] = {}
         self._ids: list[id_transfer.IdTransfer] = []
         self._meet: Callable[[], None] = lambda: None
-        self._on, self._device = device_of(device), device_of(device).place
+        self._on, self._device = device_by_name(device), device_by_name(device).place
 
-    def join(self, groups: exchanges.Groups, meet: Callable[[], None]) -> None:
-        """Make the buffers of the exchanges, once ranks are connected. meet: waits until a step may begin."""
+    def connect(self, groups: exchanges.Groups, meet: Callable[[], None]) -> None:
+        """Make the buffers of the step's exchanges, once ranks are connected.
+
+        meet: waits until a step may begin.
+        """
         self._meet = meet
-        self._chains = exchanges.chains(
-            self._workload, self._rank, lambda shape: full(shape, self._device), groups
+        self._chains = exchanges.make_exchange_chains(
+            self._workload, self._rank, lambda shape: filled_tensor(shape, self._device), groups
         )
-        self._ids = id_transfer.of_workload(self._workload, self._rank, self._device)
+        self._ids = id_transfer.make_step_transfers(self._workload, self._rank, self._device)
 
-    def once(self, batch: int) -> np.ndarray:
-        """Run one step, whose forward pass is over batch number `batch`. Returns [6] marks as in replay_rank."""
+    def run_once(self, batch: int) -> np.ndarray:
+        """Run one step on a batch number. Returns [6] time marks as in replay_rank."""
         mark = self._on.mark
-        with local_ranks.exchanging():
+        with local_ranks.report_lost_ranks():
             self._meet()
             began = time.perf_counter()
             # Without ids, both marks are one: their exchange takes no time.
@@ -301,40 +314,41 @@ class _Step:
                 self._exchange_ids()
                 informed = mark()
             # All ranks run the exchanges in this order, as collectives require.
-            for kind in exchanges.in_order(self._chains):
-                exchanges.backward(self._chains[kind], self._compute.gradients.get(kind))
+            for kind in exchanges.backward_order(self._chains):
+                exchanges.send_gradients(self._chains[kind], self._compute.gradients.get(kind))
             received = mark()
         self._compute.backward()
         updated = mark()
         self._compute.forward(batch)
         pooled = mark()
-        with local_ranks.exchanging():
+        with local_ranks.report_lost_ranks():
             # Detached, as autograd ends at an op's outputs here.
             outputs = {kind: output.detach() for kind, output in self._compute.outputs.items()}
             for kind, chain in self._chains.items():
-                exchanges.forward(chain, outputs.get(kind))
+                exchanges.send_outputs(chain, outputs.get(kind))
             # Read only now, as waiting for each mark would make the device idle.
             marks = [begin, informed, received, updated, pooled, mark()]
             return began + np.cumsum([0.0, *self._on.elapsed_ms(marks)]) / 1e3
 
     def _exchange_ids(self) -> None:
+        """Exchange the ids of the next batch, while the dense part's time passes."""
         job = self._workload.job
-        hides = job.hides_ids_ms > 0
+        hides = job.id_overlap_ms > 0
         for transfer in self._ids:
             transfer.prepare()
-            transfer.announce()
+            transfer.send_sizes()
         # Sleep for the dense part's forward pass, in which the numbers of ids travel.
-        wait_until(time.perf_counter() + hides * (job.dense_forward_ms or 0.0) / 1e3)
+        sleep_until(time.perf_counter() + hides * (job.dense_forward_ms or 0.0) / 1e3)
         for transfer in self._ids:
-            transfer.send()
+            transfer.send_ids()
         # Sleep for its backward pass, in which ids travel.
-        wait_until(time.perf_counter() + hides * (job.dense_backward_ms or 0.0) / 1e3)
+        sleep_until(time.perf_counter() + hides * (job.dense_backward_ms or 0.0) / 1e3)
         for transfer in self._ids:
-            transfer.arrive()
-            transfer.put_in_order()
+            transfer.wait()
+            transfer.order_by_feature()
 
 
-def _work(
+def _run_rank(
     rank: int,
     init_method: str,
     send: Callable[[Any], None],
@@ -345,6 +359,6 @@ def _work(
     reference: ReferenceOp | None,
     compute_ms: ComputeTimes | None,
 ) -> None:
-    """One process of replay_all's gang. Its last message is its result."""
+    """Entry point of one rank's process: measure the workloads' steps, and send the result."""
     arguments = (rank, init_method, workloads, setting, config, device)
     send(replay_rank(*arguments, progress=lambda: send(None), reference=reference, compute_ms=compute_ms))

@@ -25,7 +25,7 @@ from shardcore.measure.kernels import KernelBench, KernelConfig
 from shardcore.measure.timing import Caches
 from shardcore.step.access import output_bytes
 from shardcore.step.lower import Op, Workload
-from shardcore.step.memory import gib
+from shardcore.step.memory import size_text
 
 ComputeTimes = Sequence[np.ndarray]
 """For each workload, [D, 2] ms of a device's forward and backward compute, measured one device at a time."""
@@ -36,34 +36,40 @@ _GRADIENT = 1e-3
 
 
 class Ops:
-    """One rank's compute of a workload: its ops over each batch.
+    """One rank's compute of a workload's step: its fused ops over each batch.
 
     The shards of a run make one op for each precision of their weights, and for each width of sequences.
     Their outputs travel together.
 
-    outputs, gradients: tensors by run (kinds.runs_of). Gradients of sequences have room for the batch with
+    outputs, gradients: tensors by run (kinds.layouts_for_tables). Gradients of sequences have room for the batch with
         most lookups.
     """
 
     def __init__(self, benches: Benches, workload: Workload, rank: int, config: ReplayConfig, device: str):
         own = workload.ops[rank]
 
-        def prepared(op: Op, batch: int) -> list[Any]:
+        def prepare_runs(op: Op, batch: int) -> list[Any]:
             # The seed depends on the batch alone, so that all plans of a problem see the same batches.
-            return [benches[_precision(part)].prepare(part, config.seed + batch) for part in _fused(op)]
+            return [
+                benches[_request_precision(part)].prepare(part, config.seed + batch)
+                for part in _fused_requests(op)
+            ]
 
         # All batches are prepared before timing.
-        self._batches = [{op.run: prepared(op, batch) for op in own} for batch in range(config.batches)]
+        self._batches = [
+            {op.layout: prepare_runs(op, batch) for op in own} for batch in range(config.batches)
+        ]
         self.gradients = {}
         for op in own:
             # As large as the largest batch needs. Others use a part.
-            sizes = [sum(run.gradient.numel() for run in runs[op.run]) for runs in self._batches]
-            self.gradients[op.run] = full(_shape(op, max(sizes)), device)
-        self._flat = {op.run for op in own if _is_flat(op)}
+            sizes = [sum(run.gradient.numel() for run in runs[op.layout]) for runs in self._batches]
+            self.gradients[op.layout] = filled_tensor(_output_shape(op, max(sizes)), device)
+        self._flat = {op.layout for op in own if _has_flat_outputs(op)}
         # The first step begins with a backward pass, which needs outputs.
         self.forward(config.batches - 1)
 
     def forward(self, batch: int) -> None:
+        """Run the lookups of a batch number, into `outputs`."""
         results = {kind: [run.forward() for run in runs] for kind, runs in self._batches[batch].items()}
         self.outputs = {}
         for kind, parts in results.items():
@@ -72,13 +78,14 @@ class Ops:
             self.outputs[kind] = parts[0] if len(parts) == 1 else torch.cat(flat, -1)
 
     def backward(self) -> None:
+        """Run the backward pass and optimizer of all ops."""
         for kind, output in self.outputs.items():
             # A view of as many elements as this batch has outputs.
             output.backward(self.gradients[kind].view(-1)[: output.numel()].view(output.shape))
 
 
 class Asleep:
-    """Compute that was measured before, for which the rank sleeps. It has the interface of Ops.
+    """Stand-in for the compute of a step: the rank sleeps for durations measured before. Same interface as Ops.
 
     compute_ms: [2] duration of forward and backward.
     """
@@ -88,7 +95,7 @@ class Asleep:
         self.outputs = {}
         for op in workload.ops[rank]:
             elements = sum(output_bytes(s, op.batch) for s in op.shards) // OUTPUT_BYTES
-            self.outputs[op.run] = full(_shape(op, elements), device)
+            self.outputs[op.layout] = filled_tensor(_output_shape(op, elements), device)
         self.gradients = {kind: torch.full_like(outputs, _GRADIENT) for kind, outputs in self.outputs.items()}
 
     def forward(self, batch: int) -> None:
@@ -98,35 +105,37 @@ class Asleep:
         time.sleep(self._backward_s)
 
 
-def full(shape: Sequence[int], device: str) -> torch.Tensor:
+def filled_tensor(shape: Sequence[int], device: str) -> torch.Tensor:
+    """Tensor filled with the value of the dense part's gradients."""
     return torch.full(tuple(shape), _GRADIENT, device=device)
 
 
-def _shape(op: Op, elements: int) -> tuple[int, ...]:
+def _output_shape(op: Op, elements: int) -> tuple[int, ...]:
     """Shape of an op's outputs: [B, W], or one flat row."""
-    return (elements,) if _is_flat(op) else (op.batch, elements // op.batch)
+    return (elements,) if _has_flat_outputs(op) else (op.batch, elements // op.batch)
 
 
-def _is_flat(op: Op) -> bool:
-    """True if outputs have no common rows: those of sequences, and of other numbers of values than samples."""
-    return op.run.sequence or any(s.table.is_variable for s in op.shards)
+def _has_flat_outputs(op: Op) -> bool:
+    """True if an op's outputs form no matrix: sequences, or features with other numbers of values than samples."""
+    return op.layout.sequence or any(s.table.has_variable_batch for s in op.shards)
 
 
-def _fused(op: Op) -> list[ComputeRequest]:
-    """The fused ops of FBGEMM that run one op's shards."""
+def _fused_requests(op: Op) -> list[ComputeRequest]:
+    """FBGEMM's fused ops that together run a plan's op: one for each precision, and each width of sequences."""
     shards: dict[tuple[str, int], list[Shard]] = defaultdict(list)
     for shard in op.shards:
         # An op of FBGEMM has one precision, and with sequences one width.
-        shards[shard.table.precision, shard.width if op.run.sequence else 0].append(shard)
+        shards[shard.table.precision, shard.width if op.layout.sequence else 0].append(shard)
     return [ComputeRequest(tuple(group), op.batch) for group in shards.values()]
 
 
-def _precision(request: ComputeRequest) -> str:
+def _request_precision(request: ComputeRequest) -> str:
+    """Precision of a request's weights."""
     return request.shards[0].table.precision
 
 
 class ReferenceRuns:
-    """Runs of a dataset's reference op between steps. Without a reference op, `once` does nothing.
+    """Runs of a dataset's reference op between training steps; none without a reference op.
 
     times_ms: time of each run.
     """
@@ -135,17 +144,18 @@ class ReferenceRuns:
         self.times_ms: list[float] = []
         self._bench = self._run = None
         if reference:
-            self._bench = benches[_precision(reference[0])]
+            self._bench = benches[_request_precision(reference[0])]
             self._run = self._bench.prepare(reference[0], seed)
 
-    def once(self, caches: Caches) -> None:
+    def run_once(self, caches: Caches) -> None:
+        """Run the reference op once with cold caches, and record its time."""
         if self._bench and self._run:
             # The caches are cold before each step, too.
             caches.evict()
-            self.times_ms.append(self._bench.once_ms(self._run))
+            self.times_ms.append(self._bench.run_once_ms(self._run))
 
 
-def benches_for(
+def make_benches(
     workloads: Sequence[Workload],
     ranks: Iterable[int],
     setting: Setting,
@@ -153,52 +163,54 @@ def benches_for(
     device: str,
     reference: ReferenceOp | None,
 ) -> dict[str, KernelBench]:
-    """A bench for each precision, with room for these ranks' largest op.
+    """Make a KernelBench for each precision of weights, with an arena for the largest op of some ranks.
 
     Together they have at most config.arena_bytes, unless the reference op needs more.
     """
-    room = _room(setting, config.arena_bytes, None)
+    room = _arena_bytes_by_precision(setting, config.arena_bytes, None)
     # At least a few bytes, for a precision that no op of these ranks has.
     needed = dict.fromkeys(room, 64)
     for op in (op for w in workloads for rank in ranks for op in w.ops[rank]):
-        for request in _fused(op):
-            precision, cell_bytes = _precision(request), PRECISION_BYTES[_precision(request)]
-            n_bytes = sum(fused_op.aligned(s.rows * s.width) * cell_bytes for s in request.shards)
+        for request in _fused_requests(op):
+            precision, cell_bytes = _request_precision(request), PRECISION_BYTES[_request_precision(request)]
+            n_bytes = sum(fused_op.aligned_size(s.rows * s.width) * cell_bytes for s in request.shards)
             needed[precision] = max(needed[precision], n_bytes)
     # No larger than needed, as each rank has arenas of all precisions.
     sizes = {p: min(room[p], n_bytes) for p, n_bytes in needed.items()}
-    _grow(sizes, reference)
+    _grow_for_reference(sizes, reference)
     return {
         p: KernelBench(replace(setting, precision=p), device, KernelConfig(arena_bytes=n_bytes))
         for p, n_bytes in sizes.items()
     }
 
 
-def require_room(
+def require_arena_room(
     workloads: Sequence[Workload], setting: Setting, config: ReplayConfig, reference: ReferenceOp | None
 ) -> None:
-    """Raise ShardCoreError for a shard that exceeds its bench of `benches_for`."""
-    room = _room(setting, config.arena_bytes, reference)
+    """Raise ShardCoreError for a shard of a workload that is larger than the arena of its precision."""
+    room = _arena_bytes_by_precision(setting, config.arena_bytes, reference)
     for shard in (s for w in workloads for ops in w.ops for op in ops for s in op.shards):
         if shard.bytes > (most := room[shard.table.precision]):
             raise ShardCoreError(
-                f"shard {shard.label} is {gib(shard.bytes)}; the arena holds {gib(most)}: give more (--arena-gib, "
-                "ReplayConfig.arena_bytes), as each rank has memory for"
+                f"shard {shard.label} is {size_text(shard.bytes)}; the arena holds {size_text(most)}: "
+                "give more (--arena-gib, ReplayConfig.arena_bytes), as each rank has memory for"
             )
 
 
-def _room(setting: Setting, arena_bytes: int, reference: ReferenceOp | None) -> dict[str, int]:
-    """Bytes of the arena of each precision: an even share, or what the reference op needs."""
+def _arena_bytes_by_precision(
+    setting: Setting, arena_bytes: int, reference: ReferenceOp | None
+) -> dict[str, int]:
+    """Arena size for each precision of weights: an even share, or what the reference op needs."""
     precisions = setting.precision.split("+")
     room = {precision: arena_bytes // len(precisions) for precision in precisions}
-    _grow(room, reference)
+    _grow_for_reference(room, reference)
     return room
 
 
-def _grow(room: dict[str, int], reference: ReferenceOp | None) -> None:
+def _grow_for_reference(room: dict[str, int], reference: ReferenceOp | None) -> None:
     """Enlarge the arena of the reference op's precision to its largest shard."""
     if reference:
-        precision = _precision(reference[0])
+        precision = _request_precision(reference[0])
         room[precision] = max(room[precision], *(s.bytes for s in reference[0].shards))
 
 
@@ -211,14 +223,14 @@ def measure_compute(
     config: ReplayConfig,
     reference: ReferenceOp | None,
 ) -> None:
-    """Measure the compute of all devices, one after another, as the only rank of a gang.
+    """Measure the compute of all devices of workloads' steps, one after another, in one process.
 
     It sends ComputeTimes, and the ms of each run of the reference op.
     """
     torch.set_num_threads(1)
     # One core, as a rank of a gang has.
-    cores = own_core.take(0)
-    benches = benches_for(workloads, range(len(workloads[0].ops)), setting, config, "cpu", reference)
+    cores = own_core.take_core(0)
+    benches = make_benches(workloads, range(len(workloads[0].ops)), setting, config, "cpu", reference)
     reference_runs, caches, times = (
         ReferenceRuns(benches, reference, config.seed),
         Caches(config.evict_bytes, "cpu"),
@@ -238,7 +250,7 @@ def measure_compute(
                 # Reversed, as forward comes first in the result.
                 took_ms.append(np.diff(marks)[::-1] * 1e3)
             of_devices[device] = np.median(took_ms[config.warmups :], axis=0)
-            reference_runs.once(caches)
+            reference_runs.run_once(caches)
         times.append(of_devices)
-    own_core.give_back(cores)
+    own_core.restore_cores(cores)
     send((times, np.array(reference_runs.times_ms)))

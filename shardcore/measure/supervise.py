@@ -36,11 +36,11 @@ _STARTS = 3
 
 
 class Ended(Exception):
-    """A worker is gone or hangs, or its device no longer works. The message gives the reason."""
+    """Raised when a measuring worker is gone or hangs, or its device no longer works. The message gives the reason."""
 
 
 class Refused(Ended):
-    """A worker cannot measure at all: FBGEMM is missing, the arena does not fit."""
+    """Raised when a worker cannot measure at all: FBGEMM is missing, or the arena does not fit."""
 
 
 class Worker(Protocol):
@@ -52,36 +52,39 @@ class Worker(Protocol):
     counts: Counts
 
     def call(self, method: str, *arguments: Any, label: str = "") -> None:
-        """Begin a call. label: text for people who watch calls."""
+        """Begin a call of a method in the worker.
+
+        label: text for people who watch calls.
+        """
 
     def answer(self) -> Any:
-        """The result of a call that has ended. Raises Ended if the worker is gone."""
+        """Result of the worker's ended call. Raises Ended if the worker is gone."""
 
-    def look(self) -> None:
-        """Update counts, if the worker still sends them."""
+    def update_counts(self) -> None:
+        """Ask the worker for its counts of progress, and update `counts`. Workers that send them anyway do nothing."""
 
     def end(self) -> None: ...
 
 
 class Fleet(Protocol[W]):
-    """Workers of one kind, and how they start."""
+    """A kind of measuring workers, and how to start them."""
 
     spec: BenchSpec
 
     def start(self, name: str, reference_ms: float | None) -> W: ...
 
     def wait(self, workers: Sequence[W], timeout_s: float) -> Sequence[W]:
-        """Workers whose call has ended. Returns once one has, or after timeout_s."""
+        """Workers whose call has ended, after waiting for the first, or for timeout_s."""
         ...
 
-    def room(self) -> str:
-        """A description of its devices, for errors."""
+    def describe_devices(self) -> str:
+        """Description of the available devices, for error messages."""
         ...
 
 
 @dataclass(frozen=True)
 class Finished:
-    """Results of one call to a device.
+    """Results of one call of a measuring worker.
 
     samples: samples of requests and of the reference op.
     settled: number of requests that now have their sample.
@@ -96,7 +99,7 @@ class Finished:
 
 @dataclass(eq=False)
 class _Device(Generic[W]):
-    """A device of the fleet, and its worker.
+    """State of a device of the fleet and its worker.
 
     starts: tries to start the worker. 0 once it runs.
     busy: True while a call runs.
@@ -122,7 +125,7 @@ class _Device(Generic[W]):
 
 
 def chunk_size(waiting: int, devices: int, most: int) -> int:
-    """Number of requests of the next call: each device's share of half of what waits, and `most` at most.
+    """Number of requests for a worker's next call: its share of half of the waiting requests, at most `most`.
 
     So chunks shrink towards the end, and all devices end together.
     """
@@ -130,7 +133,7 @@ def chunk_size(waiting: int, devices: int, most: int) -> int:
 
 
 class Supervisor(Generic[W]):
-    """A context manager that starts and ends `count` workers of a fleet.
+    """Context manager that starts, supervises and ends `count` measuring workers of a fleet.
 
     reference_ms: the reference op's ms at the devices' usual speed. None: call `calibrate` first.
     chunk: most requests of a call.
@@ -166,12 +169,12 @@ class Supervisor(Generic[W]):
                 name = f"device {i}"
                 self._devices.append(_Device(name, self._fleet.start(name, self.reference_ms)))
                 # The first answer shows that the worker runs, and on which hardware.
-                self._call(self._devices[-1], "hardware")
+                self._begin_call(self._devices[-1], "hardware")
             hardware = set()
             while any(d.starts for d in self._devices):
-                for device, name, error in self._answers():
+                for device, name, error in self._wait_for_answers():
                     if error:
-                        self._restart(device, error)
+                        self._restart_worker(device, error)
                     else:
                         device.starts = 0
                         hardware.add(name)
@@ -192,7 +195,7 @@ class Supervisor(Generic[W]):
             device.worker.end()
 
     def calibrate(self, requests: Sequence[ComputeRequest], seconds: float = 5.0) -> float:
-        """The reference op's ms at the devices' usual speed. If it is not known, it is measured for `seconds`.
+        """Reference op's ms at the devices' usual speed; measured for `seconds` if not yet known.
 
         All devices measure at once, and the mean counts. If every worker ends, fresh ones try half of the
         requests.
@@ -213,15 +216,15 @@ class Supervisor(Generic[W]):
                 # One of the requests may end workers. Half of them may do without it.
                 few = few[: len(few) // 2]
             for device in ended:
-                self._restart(device)
+                self._restart_worker(device)
             if measured_ms:
                 # The mean for all devices, so that their timings have one level.
                 for device in self._call_all("use_reference", self.reference_ms)[1]:
-                    self._restart(device)
+                    self._restart_worker(device)
         return self.reference_ms
 
     def measure(self, requests: Iterable[ComputeRequest]) -> Iterator[list[Finished]]:
-        """Measure requests (of different ids) on all devices at once. Yields results as they come.
+        """Measure requests with distinct ids on all devices at once. Yields results as they come.
 
         Requests are read as devices need work. One that ends or hangs its worker, and again when it runs
         alone, has a sample with the reason.
@@ -239,18 +242,19 @@ class Supervisor(Generic[W]):
                     fed = list(itertools.islice(feed, max(0, ahead - len(self._waiting))))
                     self._waiting.extend(fed)
                     self._unfed = max(0, self._unfed - len(fed))
-                    self._hand_out(device)
+                    self._assign_next_call(device)
             if finished:  # after handing out, so that devices work while the caller does
                 yield finished
             if not (self._waiting or self._suspects or any(d.outstanding for d in self._devices)):
                 return
-            finished = self._collect()
+            finished = self._collect_finished()
 
-    def samples(self, requests: Iterable[ComputeRequest]) -> Iterator[ComputeSample]:
+    def measured_samples(self, requests: Iterable[ComputeRequest]) -> Iterator[ComputeSample]:
+        """Measure requests on all devices, and iterate over the samples."""
         return (sample for some in self.measure(requests) for finished in some for sample in finished.samples)
 
-    def _hand_out(self, device: _Device[W]) -> None:
-        """Give an idle device its next call: one suspect, a chunk, or no more requests."""
+    def _assign_next_call(self, device: _Device[W]) -> None:
+        """Give an idle device its next call: a single suspect request, a chunk of requests, or none."""
         # A suspect runs alone, so that the request that ends a worker is found.
         if not device.outstanding:
             device.has_suspect = bool(self._suspects)
@@ -259,45 +263,47 @@ class Supervisor(Generic[W]):
             device.chunk = [] if device.outstanding else [self._suspects.popleft()]
         else:
             device.chunk = [self._waiting.popleft() for _ in range(n)]
-        device.outstanding.update((self._id(r), r) for r in device.chunk)
+        device.outstanding.update((self._request_id(r), r) for r in device.chunk)
         if device.outstanding:
             waiting = self._unfed + len(self._waiting) + len(self._suspects)
             # The last call also runs its requests to their end.
             last = device.has_suspect or not self._waiting
-            self._call(device, "take", device.chunk, last, PART_S, label=f"{waiting} waiting")
+            self._begin_call(
+                device, "measure_for_seconds", device.chunk, last, PART_S, label=f"{waiting} waiting"
+            )
 
-    def _collect(self) -> list[Finished]:
-        """Wait for calls to end. Returns their results."""
+    def _collect_finished(self) -> list[Finished]:
+        """Wait for calls to end, and return their results."""
         finished = []
-        for device, answer, error in self._answers():
+        for device, answer, error in self._wait_for_answers():
             # A device that starts answers with its hardware, not with samples.
             if device.starts:
-                self._started(device, answer, error)
+                self._admit_replacement(device, answer, error)
             elif error:
-                finished += self._replace(device, error)
+                finished += self._replace_worker(device, error)
             else:
                 samples, taken = answer
                 left = device.chunk[taken:]
                 # Requests that the worker had no time for wait again, in their order. They are no suspects.
                 self._waiting.extendleft(reversed(left))
                 for request in left:
-                    del device.outstanding[self._id(request)]
+                    del device.outstanding[self._request_id(request)]
                 settled = sum(device.outstanding.pop(s.id, None) is not None for s in samples)
                 finished.append(Finished(device.name, samples, settled, device.kernel_s))
         return finished
 
     def _call_all(self, method: str, *arguments: Any) -> tuple[list[Any], dict[_Device[W], Ended]]:
-        """Answers to a call of every idle device, and the devices whose worker it ended.
+        """Call a method on every idle device. Returns the answers, and the devices whose worker ended.
 
         If no device is idle, this waits a while for one that starts.
         """
         called, answers, ended = [d for d in self._devices if not d.busy], [], {}
         for device in called:
-            self._call(device, method, *arguments)
+            self._begin_call(device, method, *arguments)
         while True:
-            for device, answer, error in self._answers():
+            for device, answer, error in self._wait_for_answers():
                 if device.starts:
-                    self._started(device, answer, error)
+                    self._admit_replacement(device, answer, error)
                 elif error:
                     ended[device] = error
                 else:
@@ -306,13 +312,14 @@ class Supervisor(Generic[W]):
             if len(answers) + len(ended) == len(called):
                 return answers, ended
 
-    def _call(self, device: _Device[W], method: str, *arguments: Any, label: str = "") -> None:
+    def _begin_call(self, device: _Device[W], method: str, *arguments: Any, label: str = "") -> None:
+        """Begin a call on a device, and set the time of its next check."""
         device.busy, device.seen, device.kernel_s = True, None, 0.0
         device.due = time.monotonic() + (START_S if device.starts else self.hang_s)
         device.worker.call(method, *arguments, label=label)
 
-    def _answers(self) -> list[tuple[_Device[W], Any, Ended | None]]:
-        """Wait until a call ends, or a second. Each device whose call ended, with its answer or its error."""
+    def _wait_for_answers(self) -> list[tuple[_Device[W], Any, Ended | None]]:
+        """Wait up to a second for calls to end. Returns each device whose call ended, with its answer or error."""
         working = {d.worker: d for d in self._devices if d.busy}
         ended, answers = self._fleet.wait(list(working), 1.0), []
         for worker, device in working.items():
@@ -321,29 +328,30 @@ class Supervisor(Generic[W]):
                     device.busy = False
                     answers.append((device, worker.answer(), None))
                 else:
-                    self._look(device)
+                    self._check_progress(device)
             except Ended as error:
                 device.busy = False
                 answers.append((device, None, error))
-            self._count(device)
+            self._add_counts(device)
         return answers
 
-    def _look(self, device: _Device[W]) -> None:
-        """Raise Ended if a worker takes too long to start, or ran no kernel and drew no ids since the last check."""
+    def _check_progress(self, device: _Device[W]) -> None:
+        """Raise Ended if a worker takes too long to start, or made no progress since the last check."""
         if (now := time.monotonic()) < device.due:
             return
         # A Ray actor without a free device just does not start.
         if device.starts:
             late = sum(d.starts > 0 and now >= d.due for d in self._devices)
             raise Refused(
-                f"{late} measuring workers found no free device in {START_S:g} s; {self._fleet.room()}"
+                f"{late} measuring workers found no free device in {START_S:g} s; {self._fleet.describe_devices()}"
             )
-        device.worker.look()
+        device.worker.update_counts()
         if device.worker.counts == device.seen:
             raise Ended(f"it hung: no op ended for {self.hang_s:g} s")
         device.seen, device.due = device.worker.counts, now + self.hang_s
 
-    def _count(self, device: _Device[W]) -> None:
+    def _add_counts(self, device: _Device[W]) -> None:
+        """Add the new counts of a device's worker to the totals."""
         counts, before = device.worker.counts, device.counted
         # A worker counts from its start, so the difference is what is new.
         self.kernel_s += counts.kernel_s - before.kernel_s
@@ -351,8 +359,9 @@ class Supervisor(Generic[W]):
         device.kernel_s += counts.kernel_s - before.kernel_s
         device.counted = counts
 
-    def _replace(self, device: _Device[W], reason: Ended) -> list[Finished]:
-        """Start a fresh worker for one that ended. Outstanding requests become suspects, a suspect a failed sample."""
+    def _replace_worker(self, device: _Device[W], reason: Ended) -> list[Finished]:
+        """Replace a worker that ended. Its requests are measured again one by one; a request that ran alone has
+        failed."""
         failed, samples, setting = device.outstanding, [], self.spec.setting
         # A suspect runs alone, so it is what ended its worker.
         if device.has_suspect:
@@ -364,11 +373,13 @@ class Supervisor(Generic[W]):
             self._warn("%s: %s; %d samples are measured again one by one", device.name, reason, len(failed))
             self._suspects.extend(failed.values())
         kernel_s = device.kernel_s
-        self._restart(device)
+        self._restart_worker(device)
         return [Finished(device.name, [sample], 1, kernel_s) for sample in samples]
 
-    def _restart(self, device: _Device[W], error: Ended | None = None) -> None:
-        """Start a fresh worker, while the others go on. error: the reason why the last one did not start.
+    def _restart_worker(self, device: _Device[W], error: Ended | None = None) -> None:
+        """Start a new worker for a device.
+
+        error: the reason why the last one did not start.
 
         Raises ShardCoreError after a refusal, which will not change, and after _STARTS failed starts.
         """
@@ -378,13 +389,13 @@ class Supervisor(Generic[W]):
         # A fresh worker counts from 0.
         device.outstanding, device.counted, device.starts = {}, Counts(), device.starts + 1
         device.worker = self._fleet.start(device.name, self.reference_ms)
-        self._call(device, "hardware")
+        self._begin_call(device, "hardware")
 
-    def _started(self, device: _Device[W], hardware: str | None, error: Ended | None) -> None:
-        """Take in a replacement that has started, or start another. A device without one is left out."""
+    def _admit_replacement(self, device: _Device[W], hardware: str | None, error: Ended | None) -> None:
+        """Admit a replacement worker that has started, or start another; drop the device if none can start."""
         try:
             if error:
-                self._restart(device, error)
+                self._restart_worker(device, error)
             elif hardware != self._hardware:
                 raise ShardCoreError(f"it is {hardware}, the others {self._hardware}")
             else:
@@ -399,5 +410,6 @@ class Supervisor(Generic[W]):
                 ) from None
             self._warn("%s is left out: %s", device.name, reason)
 
-    def _id(self, request: ComputeRequest) -> str:
+    def _request_id(self, request: ComputeRequest) -> str:
+        """Sample id of a request."""
         return dataset.compute_id(self.spec.setting, request)

@@ -11,7 +11,7 @@ NAMES = {"compute": "groups", "comm": "exchanges", "steps": "steps of plans"}
 
 
 class Tally:
-    """Samples of a kind, or parts of other work, that are done.
+    """Progress counter of samples of a kind, or of other work.
 
     kind: "compute", "comm" or "steps", or the name of the parts.
     total: number of samples to measure. None: as many as the time allows.
@@ -35,7 +35,7 @@ class Tally:
         self._began = clock()
 
     def add(self, device: str, samples: int, kernel_s: float | None = None) -> None:
-        """Count samples of a device, and its seconds in kernels if they are known."""
+        """Count samples of a device, and its seconds in kernels if known."""
         self.done += samples
         self.by_device[device] += samples
         if kernel_s is not None:
@@ -46,49 +46,49 @@ class Tally:
         return max(1e-6, self._clock() - self._began)
 
     @property
-    def share(self) -> float:
-        """Share that is done. 0 if the total is not known, 1 if it is 0."""
+    def done_share(self) -> float:
+        """Fraction of the samples that are done: 0 if the total is unknown, 1 if the total is 0."""
         return self.done / self.total if self.total else float(self.total == 0)
 
     @property
-    def rate(self) -> float:
-        """Samples a second, of all devices together."""
+    def samples_per_s(self) -> float:
+        """Samples per second, of all devices together."""
         return self.done / self.elapsed_s
 
     @property
-    def left_s(self) -> float | None:
-        """Seconds to the end at this rate. None: not known."""
-        return (self.total - self.done) / self.rate if self.total and self.done else None
+    def remaining_s(self) -> float | None:
+        """Estimated seconds to the end; None if unknown."""
+        return (self.total - self.done) / self.samples_per_s if self.total and self.done else None
 
     @property
     def kernel_shares(self) -> dict[str, float]:
-        """Share of each device's time in kernels."""
+        """Fraction of time in kernels, by device."""
         return {device: seconds / self.elapsed_s for device, seconds in self._kernel_s.items()}
 
     @property
-    def line(self) -> str:
-        """The progress in one line."""
+    def progress_line(self) -> str:
+        """Progress of the samples in one line of text."""
         name = f"{NAMES.get(self.kind, self.kind)}{' that were disturbed' if self.again else ''}"
         failed = f" ({self.failed} failed)" if self.failed else ""
-        line = f"{name}: {pace(self.done, self.total, self.elapsed_s)}{failed}"
+        line = f"{name}: {progress_text(self.done, self.total, self.elapsed_s)}{failed}"
         if shares := self.kernel_shares:
             line += f", {sum(shares.values()) / len(shares):.0%} of the time in kernels"
         return f"{line}; {self.words}" if self.words else line
 
 
-def pace(done: int, total: int | None, seconds: float) -> str:
-    """Parts that are done, their rate and the time left: "160 of 400, 10.2 a second, 24 s left"."""
+def progress_text(done: int, total: int | None, seconds: float) -> str:
+    """Progress in words, with rate and remaining time: "160 of 400, 10.2 a second, 24 s left"."""
     parts = f"{done}" if total is None else f"{done} of {total}"
     if not done or seconds <= 0:
         return parts
     a_second = done / seconds
     rate = f"{a_second:.1f} a second" if a_second >= 0.1 else f"{60 * a_second:.1f} a minute"
-    left = "" if total is None else f", {duration((total - done) / a_second)} left"
+    left = "" if total is None else f", {duration_text((total - done) / a_second)} left"
     return f"{parts}, {rate}{left}"
 
 
-def duration(seconds: float) -> str:
-    """Seconds in words: "89 s", "2 min", "1.5 h"."""
+def duration_text(seconds: float) -> str:
+    """Duration in words: "89 s", "2 min", "1.5 h"."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

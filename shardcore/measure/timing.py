@@ -13,14 +13,15 @@ import torch
 from shardcore.io.measurements import Spread
 
 
-def spread(values_ms: Sequence[float] | np.ndarray) -> Spread:
+def timing_spread(values_ms: Sequence[float] | np.ndarray) -> Spread:
     # Quartiles, as the outliers of timings are all on one side.
+    """Median and quartiles of repeated timings."""
     q1, median, q3 = np.percentile(np.asarray(values_ms), [25, 50, 75])
     return Spread(float(median), float(q1), float(q3), len(values_ms))
 
 
 def relative_ci(values_ms: Sequence[float] | np.ndarray) -> float:
-    """Half the width of a median's 95% interval, relative to the median. No distribution is assumed.
+    """Half the width of the 95% confidence interval of a median, relative to the median; distribution-free.
 
     Infinite for fewer than six values: even from the least to the largest, they make no 95% interval.
     """
@@ -37,7 +38,7 @@ def relative_ci(values_ms: Sequence[float] | np.ndarray) -> float:
 
 
 class SlowdownLog:
-    """The machine's slowdown at each of many runs of different ops in turn, from the runs themselves.
+    """Estimate of the machine's slowdown over time from many runs of different ops in turn.
 
     A shared machine's speed wanders by tens of percent within milliseconds to minutes, for all ops by nearly
     the same factor. Each op has a level: its log ms at the usual speed. A run's excess over the level of its
@@ -68,13 +69,14 @@ class SlowdownLog:
         self._kernel = np.where(distance == 0, 0.0, np.exp(-np.abs(distance) / self.REACH))
 
     def add(self, op: Hashable, ms: float) -> int:
-        """Add a run. Returns its number, from 0."""
+        """Add the timing of a run of an op. Returns the run's number, from 0."""
         self._runs.append((op, math.log(max(ms, 1e-6))))
         self._added += 1
         return self._added - 1
 
     def fit(self) -> Callable[[int], float]:
-        """A function from a run's number to the slowdown at that run. 1: usual speed. 1.2: all took 20% longer.
+        """Fit the machine's slowdown over time. Returns a function from a run's number to the slowdown; 1.2: 20% slower
+        than usual.
 
         It raises KeyError for runs that are no longer kept.
         """
@@ -87,13 +89,13 @@ class SlowdownLog:
         # An op's level starts at the mean of its runs.
         levels = np.bincount(op, log) / count
         # [N] total weight of each run's neighbours. It is less at both ends, where some are missing.
-        weight = self._around(np.ones(len(log)))
+        weight = self._weighted_neighbours(np.ones(len(log)))
         # Anchored ops that are among the kept runs.
         tied = [(numbers[o], level) for o, level in self.anchors.items() if o in numbers]
         slowdown = np.zeros(len(log))
         for _ in range(8):
             excess = slowdown + np.clip(log - levels[op] - slowdown, -self._OUTLIER, self._OUTLIER)
-            around = self._around(excess) / np.maximum(weight, 1e-9)
+            around = self._weighted_neighbours(excess) / np.maximum(weight, 1e-9)
             # Only deviations from the mean show agreement. The mean itself is a common factor, fixed below.
             centred = around - around.mean()
             # Regression slope of a run's excess on that of its neighbours: 0 if they predict nothing.
@@ -108,24 +110,29 @@ class SlowdownLog:
         # Number of the oldest run kept.
         first = self._added - len(slowdown)
 
-        def slowdown_of(number: int) -> float:
+        def slowdown_at(number: int) -> float:
             if number < first:
                 raise KeyError(number)
             return float(slowdown[number - first])
 
-        return slowdown_of
+        return slowdown_at
 
-    def _around(self, values: np.ndarray) -> np.ndarray:
+    def _weighted_neighbours(self, values: np.ndarray) -> np.ndarray:
+        """Weighted sum of each run's neighbours in time."""
         reach = len(self._kernel) // 2
         return np.convolve(values, self._kernel)[reach : reach + len(values)]
 
 
 class Caches:
-    """A device's caches, which `evict` overwrites as other layers would. n_bytes: memory for that, larger than they."""
+    """A device's caches, evicted by overwriting a buffer larger than the caches.
+
+    n_bytes: size of the buffer.
+    """
 
     def __init__(self, n_bytes: int, device: str):
         # float32: four bytes each.
         self._written = torch.zeros(max(1, n_bytes // 4), device=device)
 
     def evict(self) -> None:
+        """Overwrite the device's caches."""
         self._written.add_(1)

@@ -14,19 +14,19 @@ import torch
 from shardcore.core.errors import ShardCoreError
 from shardcore.measure import hardware, local_ranks
 from shardcore.measure.device_bench import BenchSpec
-from shardcore.measure.devices import device_of
+from shardcore.measure.devices import device_by_name
 from shardcore.measure.hosts import Place
 from shardcore.measure.local_workers import LocalFleet
 from shardcore.measure.supervise import Fleet
 
 
 class NoRoom(ShardCoreError):
-    """Ranks find no free devices. It would be so for any work."""
+    """Raised when there are too few free devices for the ranks. Any work would fail alike."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """A host on which measuring may run.
+    """A host with devices for measuring.
 
     devices: number of its devices.
     memory_bytes: memory for measuring processes. Infinite: not known.
@@ -37,7 +37,7 @@ class Host:
 
 
 class Transport:
-    """Processes of this machine. Subclasses have them elsewhere.
+    """Starter of measuring processes on this machine. Subclasses start processes elsewhere, as on a Ray cluster.
 
     device: kind of the devices, "cpu" or "cuda".
     places: emulated host of each rank. Empty: hosts are real.
@@ -47,15 +47,15 @@ class Transport:
         self.device, self.places = device, places
 
     def hardware(self) -> str:
-        """Name of the devices' product."""
+        """Hardware name of the transport's devices."""
         return hardware.hardware_name(self.device)
 
     def hosts(self) -> Sequence[Host]:
-        """Hosts, those with most devices first."""
-        return [Host(device_of(self.device).count())]
+        """Hosts with devices for measuring, those with most devices first."""
+        return [Host(device_by_name(self.device).count())]
 
     def fleet(self, spec: BenchSpec, hang_s: float) -> Fleet[Any]:
-        """Workers for a Supervisor."""
+        """Fleet of workers that measure single ops, for a Supervisor."""
         return LocalFleet(spec, hang_s)
 
     def run(
@@ -67,7 +67,7 @@ class Transport:
         timeout_s: float,
         hosts: int | None = 1,
     ) -> Generator[tuple[int, Any]]:
-        """Run work(rank, init_method, send, *arguments) in one process a rank (see local_ranks.run).
+        """Run work(rank, init_method, send, *arguments) in one process for each rank (see local_ranks.run_ranks).
 
         hosts: number of hosts, each with equally many ranks. None: as few as have room.
 
@@ -75,23 +75,24 @@ class Transport:
         """
         hardware.require_device(self.device)
         if self.device == "cuda":
-            if (there := device_of(self.device).count()) < ranks:
+            if (there := device_by_name(self.device).count()) < ranks:
                 raise NoRoom(f"{name}: {ranks} ranks need as many GPUs; here are {there}")
             # A rehearsal's stand-in for GPUs has its place on the CPU.
-            work = partial(_on_own_gpu, work) if device_of(self.device).place == "cuda" else work
-        return local_ranks.run(name, work, ranks, arguments, timeout_s, self.places or None)
+            work = partial(_run_on_own_gpu, work) if device_by_name(self.device).place == "cuda" else work
+        return local_ranks.run_ranks(name, work, ranks, arguments, timeout_s, self.places or None)
 
     def prepare(self, ranks: int, hosts: int | None = 1) -> None:
-        """Start processes of ranks that are soon needed, as far as that saves time. Here each work starts its own."""
+        """Start processes of ranks in advance where this saves time; a no-op on this machine."""
 
     def shares_cores(self, ranks: int) -> bool:
-        """Tell if so many ranks on one host would share cores."""
+        """Tell if ranks on one host would have to share CPU cores."""
         return ranks > len(os.sched_getaffinity(0))
 
 
 LOCAL = Transport()
 
 
-def _on_own_gpu(work: Callable[..., None], rank: int, *arguments: Any) -> None:
+def _run_on_own_gpu(work: Callable[..., None], rank: int, *arguments: Any) -> None:
+    """Run work of a rank on the GPU with the rank's number."""
     torch.cuda.set_device(rank)
     work(rank, *arguments)

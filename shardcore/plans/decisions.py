@@ -74,32 +74,32 @@ class Decision(Record):
     @property
     def id(self) -> str:
         # The id covers all fields, so an edited decision no longer matches its name.
-        return files.digest(self.document())
+        return files.digest(self.to_json())
 
     @property
     def total_ms(self) -> float | None:
-        """Cost of the chosen version, under the model of that time."""
+        """Cost of the chosen version, under the cost model at the time of the decision."""
         # The chosen version is either the candidate or the one before.
         return self.candidate_ms if self.current == self.candidate else self.previous_ms
 
-    def repeats(self, other: Decision | None) -> bool:
-        """Compare all but time and parent, which differ between any two decisions."""
+    def is_repeat_of(self, other: Decision | None) -> bool:
+        """Tell if a decision equals another one in all but time and parent."""
         if other is None:
             return False
         # Time and parent are copied from the other, so that == compares the rest.
         return dataclasses.replace(self, decided_at=other.decided_at, parent=other.parent) == other
 
-    def document(self) -> dict[str, Any]:
-        """The decision as JSON."""
-        return envelope.document("decision", dataclasses.asdict(self))
+    def to_json(self) -> dict[str, Any]:
+        """Decision as JSON."""
+        return envelope.with_schema("decision", dataclasses.asdict(self))
 
 
-def from_document(data: Any, where: str) -> Decision:
-    """The decision in a file. Raises ShardCoreError if the file has another form.
+def decision_from_json(data: Any, where: str) -> Decision:
+    """Decision read from JSON. Raises ShardCoreError if the JSON has another form.
 
     where: the file, for the message.
     """
-    decision = schema.build(Decision, envelope.opened(data, "decision", where), where)
+    decision = schema.build_record(Decision, envelope.document_body(data, "decision", where), where)
     # Reports read these keys as texts.
     files.require_provenance(decision.provenance, f"{where}: provenance")
     return decision
@@ -120,5 +120,5 @@ class Version:
 
 
 def version_name(version: str) -> str:
-    """The name of a published version, for people."""
+    """Name of a published version, for people."""
     return f"version {version}"

@@ -25,7 +25,7 @@ import numpy as np
 
 from shardcore.core.catalog import DENSE_OPTIMIZERS, OPTIMIZERS
 from shardcore.core.types import Placement, Plan, Problem, Shard
-from shardcore.step.kinds import WHOLE_ROWS, layout_of, shards_on
+from shardcore.step.kinds import WHOLE_ROWS, layout_of_kind, shards_by_device
 
 NOTHING = "nothing, as the optimizer keeps no state"
 ALL_LOADS = "nothing"
@@ -72,29 +72,29 @@ class Diff:
 
     @property
     def bytes(self) -> int:
-        """Bytes of weights that move."""
+        """Bytes of weights that move between devices."""
         return sum(m.bytes for m in self.moves)
 
     @property
-    def forced(self) -> Diff:
-        """The moves that could not be avoided."""
+    def forced_moves(self) -> Diff:
+        """Moves of a plan difference that could not be avoided."""
         return Diff(tuple(m for m in self.moves if m.forced), (), ())
 
     @property
-    def chosen(self) -> Diff:
-        """The moves that could be avoided."""
+    def voluntary_moves(self) -> Diff:
+        """Moves of a plan difference that could be avoided."""
         return Diff(tuple(m for m in self.moves if not m.forced), (), ())
 
     @property
-    def new_bytes(self) -> int:
-        """Bytes of weights of new rows and columns."""
+    def new_cell_bytes(self) -> int:
+        """Bytes of weights in new rows and columns of resized tables."""
         return sum(self.resized.values())
 
-    def document(self) -> dict[str, Any]:
-        """The moves as JSON, for a plan's provenance."""
+    def to_json(self) -> dict[str, Any]:
+        """Moves as JSON, for a plan's provenance."""
         chosen, forced = (
             {"tables": [m.table for m in of_kind.moves], "bytes": of_kind.bytes}
-            for of_kind in (self.chosen, self.forced)
+            for of_kind in (self.voluntary_moves, self.forced_moves)
         )
         return {
             "chosen": chosen,
@@ -102,7 +102,7 @@ class Diff:
             "added": list(self.added),
             "removed": list(self.removed),
             "resized": list(self.resized),
-            "new_bytes": self.new_bytes,
+            "new_bytes": self.new_cell_bytes,
             "checkpoint_loses": {m.table: m.loses for m in self.moves if m.loses},
         }
 
@@ -110,14 +110,14 @@ class Diff:
         return bool(self.moves or self.added or self.removed or self.resized)
 
 
-def diff(old: Plan, new: Plan, problem: Problem | None = None, forced: Collection[str] = ()) -> Diff:
-    """The moves from an old plan to a new one.
+def diff_plans(old: Plan, new: Plan, problem: Problem | None = None, forced: Collection[str] = ()) -> Diff:
+    """Difference between two plans: the moves from the old plan to the new one.
 
-    problem: has the optimizers, whose state a checkpoint may lose (see `lost`).
+    problem: has the optimizers, whose state a checkpoint may lose (see `checkpoint_loss`).
     forced: names of tables that could not stay.
     """
     # Matched by name, as shapes and statistics of a table may change between plans.
-    before, after = old.by_table(), new.by_table()
+    before, after = old.placements_by_table(), new.placements_by_table()
     moves, resized = [], {}
     for name in before.keys() & after.keys():
         was, now = before[name], after[name]
@@ -125,12 +125,12 @@ def diff(old: Plan, new: Plan, problem: Problem | None = None, forced: Collectio
         moved = _moved_bytes(was, now)
         # Another kind changes a checkpoint even where no cell moves.
         if moved or {p.kind for p in was} != {p.kind for p in now}:
-            loses = lost(was, now, problem)
+            loses = checkpoint_loss(was, now, problem)
             moves.append(Move(name, moved, tuple(was), tuple(now), name in forced, loses))
         if (old_table.rows, old_table.dim) != (new_table.rows, new_table.dim):
             # Weights that the old table did not have, counted once per device.
-            known = common_cells([(0, Shard.whole(old_table))], shards_of(now))
-            resized[name] = sum(s.bytes for _, s in shards_of(now)) - sum(
+            known = common_cells([(0, Shard.whole(old_table))], device_shard_pairs(now))
+            resized[name] = sum(s.bytes for _, s in device_shard_pairs(now)) - sum(
                 cells.bytes for _, _, cells in known
             )
     return Diff(
@@ -142,13 +142,13 @@ def diff(old: Plan, new: Plan, problem: Problem | None = None, forced: Collectio
     )
 
 
-def lost(old: Sequence[Placement], new: Sequence[Placement], problem: Problem | None) -> str:
-    """The loss of a table's checkpoint between its old placements and its new ones. "": nothing changes.
+def checkpoint_loss(old: Sequence[Placement], new: Sequence[Placement], problem: Problem | None) -> str:
+    """What a checkpoint of a table loses between the table's old and new placements; "" if nothing changes.
 
     problem: has the optimizers. None: state by rows is assumed, which loses most.
     """
     # [old, new]: True if some placement is a replica, whose state is in the dense optimizer.
-    replicas = [any(layout_of(p.kind).dense_gradient for p in plan) for plan in (old, new)]
+    replicas = [any(layout_of_kind(p.kind).dense_gradient for p in plan) for plan in (old, new)]
     # Parts of columns: one for each group of devices. State by rows is kept for each part.
     parts = [len({p.devices for p in plan}) for plan in (old, new)]
     if {p.kind for p in old} == {p.kind for p in new} and parts[0] == parts[1]:
@@ -164,7 +164,7 @@ def lost(old: Sequence[Placement], new: Sequence[Placement], problem: Problem | 
 
 
 def relabel_devices(new: Plan, old: Plan, problem: Problem) -> Plan:
-    """The new plan with equal devices renumbered, so that most weights stay in place. It costs the same.
+    """New plan with equal devices renumbered, at the same cost, so that most weights stay in place.
 
     The renumbering is an assignment problem. Columns are reordered too (see `reorder_columns`).
     Devices keep their numbers if tables are pinned. They also keep them if rows are divided, because row
@@ -174,13 +174,15 @@ def relabel_devices(new: Plan, old: Plan, problem: Problem) -> Plan:
 
     # Columns may be reordered in any case. Devices may be renumbered only if none is special.
     unchanged = reorder_columns(new, old)
-    if problem.pinned or any(layout_of(p.kind).divides_rows for p in new.placements):
+    if problem.pinned_devices or any(layout_of_kind(p.kind).divides_rows for p in new.placements):
         return unchanged
     # stay[i, j] is the gain of giving new device i the number j: maximize the sum.
-    devices, before = problem.topology.devices, old.by_table()
+    devices, before = problem.topology.devices, old.placements_by_table()
     stay = np.zeros((len(devices), len(devices)))
-    for name, placements in new.by_table().items():
-        for was, now, cells in common_cells(shards_of(before.get(name, ())), shards_of(placements)):
+    for name, placements in new.placements_by_table().items():
+        for was, now, cells in common_cells(
+            device_shard_pairs(before.get(name, ())), device_shard_pairs(placements)
+        ):
             if was < len(devices):  # others are gone
                 stay[now, was] += cells.bytes
     place = np.arange(len(devices))
@@ -195,19 +197,19 @@ def relabel_devices(new: Plan, old: Plan, problem: Problem) -> Plan:
     )
     # The assignment ignores column order, so it can lose to the plan as it was.
     relabelled = reorder_columns(Plan(exchanged, new.provenance), old)
-    return min(unchanged, relabelled, key=lambda plan: diff(old, plan).bytes)
+    return min(unchanged, relabelled, key=lambda plan: diff_plans(old, plan).bytes)
 
 
 def reorder_columns(new: Plan, old: Plan) -> Plan:
-    """The new plan with each table's columns in the old plan's order of devices, where that moves less.
+    """New plan with each table's columns in the old plan's order of devices, where that moves fewer bytes.
 
     It costs the same, since every device keeps as many columns. Tables that are divided by rows or replicated
     stay as they are.
     """
-    before, placements = old.by_table(), list[Placement]()
-    for name, now in new.by_table().items():
+    before, placements = old.placements_by_table(), list[Placement]()
+    for name, now in new.placements_by_table().items():
         was = before.get(name, [])
-        if was and len(now) > 1 and all(layout_of(p.kind) is WHOLE_ROWS for p in now):
+        if was and len(now) > 1 and all(layout_of_kind(p.kind) is WHOLE_ROWS for p in now):
             # Columns are interchangeable in cost, so only their order on devices matters for moves.
             # Devices without an old shard come last.
             first, last = {p.devices[0]: p.shard.col_lo for p in was}, now[0].shard.table.dim
@@ -223,22 +225,26 @@ def reorder_columns(new: Plan, old: Plan) -> Plan:
 
 
 def _moved_bytes(old: Sequence[Placement], new: Sequence[Placement]) -> int:
-    """Weights of a table that move to a device which did not have them, counted once per device."""
+    """Bytes of a table's weights that move to a device which did not have them, counted once per device."""
     # Cells that are new in the table do not move: nobody had them.
-    known = common_cells([(0, Shard.whole(old[0].shard.table))], shards_of(new))
-    stay = (cells.bytes for was, now, cells in common_cells(shards_of(old), shards_of(new)) if was == now)
+    known = common_cells([(0, Shard.whole(old[0].shard.table))], device_shard_pairs(new))
+    stay = (
+        cells.bytes
+        for was, now, cells in common_cells(device_shard_pairs(old), device_shard_pairs(new))
+        if was == now
+    )
     return sum(cells.bytes for _, _, cells in known) - sum(stay)
 
 
-def shards_of(placements: Iterable[Placement]) -> list[tuple[int, Shard]]:
-    """Devices with their shards."""
-    return [pair for p in placements for pair in shards_on(p)]
+def device_shard_pairs(placements: Iterable[Placement]) -> list[tuple[int, Shard]]:
+    """Pairs of a device and its shard, of several placements."""
+    return [pair for p in placements for pair in shards_by_device(p)]
 
 
 def common_cells(
     old: Iterable[tuple[int, Shard]], new: Sequence[tuple[int, Shard]]
 ) -> Iterator[tuple[int, int, Shard]]:
-    """Cells of a table that an old shard and a new one have: the old device, the new device, and the cells.
+    """Cells of a table that are both in an old shard and in a new one: the old device, the new device, and the cells.
 
     The table is the new one: shapes and precisions may differ.
     """

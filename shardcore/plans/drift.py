@@ -9,12 +9,12 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Plan, Problem, Table
 from shardcore.core.validation import require
 from shardcore.cost.model import CostModel, price_plan
-from shardcore.io.files import parts_of, parts_that_differ
-from shardcore.plans.diff import Diff, diff
-from shardcore.plans.gain import Gain, gain
-from shardcore.plans.replan import ReplanConfig, forced_moves, replan
+from shardcore.io.files import describe_changed_parts, problem_part_digests
+from shardcore.plans.diff import Diff, diff_plans
+from shardcore.plans.gain import Gain, plan_gain
+from shardcore.plans.replan import ReplanConfig, replan, tables_forced_to_move
 from shardcore.search.anneal.reshard import rebind_tables
-from shardcore.search.ties import least
+from shardcore.search.ties import cheapest_item
 
 _FRESH = ("rows", "dim", "features", "pooling", "access")
 """Fields of a Table that change while a job runs, as pools have them."""
@@ -50,20 +50,20 @@ class Drift:
     threshold: float
 
     @property
-    def behind(self) -> float:
-        """Extra cost over the best plan, as a share of the best plan's cost."""
+    def cost_above_best(self) -> float:
+        """Extra cost of the plan over the best plan found, as a share of the best plan's cost."""
         return self.now_ms / self.best_ms - 1 if self.best_ms > 0 else 0.0
 
     @property
-    def pays(self) -> bool:
-        """True if the re-plan is worth its moves."""
-        return self.gain.worth_it(self.threshold)
+    def is_replan_worthwhile(self) -> bool:
+        """True if the gain of the re-plan exceeds its margin and the threshold."""
+        return self.gain.exceeds_margin(self.threshold)
 
 
-def drift(
+def plan_drift(
     plan: Plan, problem: Problem, now: Problem, model: CostModel, config: ReplanConfig, threshold: float = 0.0
 ) -> Drift:
-    """The drift of a plan of `problem` from the best plan of `now`.
+    """Drift of a plan of `problem` from the best plan of the same tables with newer statistics, `now`.
 
     Tables may have grown. Each search gets the config's budget. Neither result is dearer than the plan
     itself.
@@ -76,11 +76,11 @@ def drift(
 
     # No limit on moves: the best plan is a yardstick, not a proposal.
     free = replace(config, max_moved_tables=None, max_moved_bytes=None)
-    searches = (config, free) if config.limited else (config,)
+    searches = (config, free) if config.limits_moves else (config,)
     plans = [price_plan(replan(plan, now, model, limits), now, model) for limits in searches]
     replanned = plans[0]
     # The unlimited search is heuristic. It can lose to the limited one.
-    best = least(plans, lambda x: x.cost.total_ms)
+    best = cheapest_item(plans, lambda x: x.cost.total_ms)
     return Drift(
         planned_ms=planned.cost.total_ms,
         now_ms=current.cost.total_ms,
@@ -88,23 +88,23 @@ def drift(
         best=best.plan,
         replan_ms=replanned.cost.total_ms,
         replan=replanned.plan,
-        moves=diff(plan, replanned.plan, now, forced_moves(plan, now)),
-        gain=gain(current, replanned, now, model),
+        moves=diff_plans(plan, replanned.plan, now, tables_forced_to_move(plan, now)),
+        gain=plan_gain(current, replanned, now, model),
         most_tables=config.max_moved_tables,
         threshold=threshold,
     )
 
 
-def refreshed_by(problem: Problem, fresh: Problem) -> Problem:
-    """The problem with the shapes and all statistics of a fresh one.
+def with_fresh_problem(problem: Problem, fresh: Problem) -> Problem:
+    """Problem with the shapes and all statistics of a fresh problem of the same tables.
 
     Raises ShardCoreError if they differ otherwise, too: in tables, devices, batch, job.
     """
-    now = refreshed(problem, fresh.tables, _MEASURED)
+    now = with_fresh_tables(problem, fresh.tables, _MEASURED)
     # Names, shapes, devices and job have to agree. The order of tables does not matter.
-    parts = parts_of(now)
+    parts = problem_part_digests(now)
     del parts["order of tables"]
-    if differ := parts_that_differ(parts, fresh):
+    if differ := describe_changed_parts(parts, fresh):
         raise ShardCoreError(
             f"problem {fresh.name!r} has more than fresh statistics for the plan of "
             f"{problem.name!r}{differ}. Re-plan it: plan --start, with --start-problem"
@@ -112,8 +112,8 @@ def refreshed_by(problem: Problem, fresh: Problem) -> Problem:
     return now
 
 
-def refreshed(problem: Problem, tables: Iterable[Table], fields: Sequence[str] = _FRESH) -> Problem:
-    """The problem with the shapes, features, pooling and access statistics of fresh `tables`.
+def with_fresh_tables(problem: Problem, tables: Iterable[Table], fields: Sequence[str] = _FRESH) -> Problem:
+    """Problem with the shapes, features, pooling and access statistics of fresh `tables`.
 
     fields: fields of a Table, to take from the fresh ones.
 

@@ -20,7 +20,7 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Plan, Problem
 from shardcore.core.validation import Record, require_path_name
 from shardcore.io import schema, writing
-from shardcore.io.envelope import document, open_document, seal, unseal
+from shardcore.io.envelope import add_digest, open_document, remove_digest, with_schema
 from shardcore.plans import places, store
 
 SCHEMA = "job-report"
@@ -89,8 +89,8 @@ class Followed:
     most_ratio: float | None
 
 
-def process_name() -> str:
-    """A name for this process that no other one on any host has."""
+def unique_process_name() -> str:
+    """Name for this process that no other process on any host has."""
     host = re.sub("[^A-Za-z0-9.-]", "-", socket.gethostname())
     return f"job-{host[:60]}-{os.getpid()}"
 
@@ -106,16 +106,18 @@ class StoredPlans:
 
     root: str | Path
     name: str
-    job: str = field(default_factory=process_name)
+    job: str = field(default_factory=unique_process_name)
 
     def version(self) -> str:
-        """The current version. Raises ShardCoreError if nothing was published, or the store is not reached."""
-        return store.current(self.root, self.name)
+        """Current version of the problem's plan. Raises ShardCoreError if nothing was published, or the store is not
+        reached.
+        """
+        return store.current_version(self.root, self.name)
 
     def read(self, version: str) -> Followed:
-        """Raises ShardCoreError for a version that is not there or not valid."""
+        """Read a version of the plan. Raises ShardCoreError for a version that is missing or not valid."""
         plan, problem = store.load_plan(self.root, self.name, version)
-        decision, most_ratio = store.adoption(self.root, self.name, version), None
+        decision, most_ratio = store.adopting_decision(self.root, self.name, version), None
         # A first plan replaced none, so a job has no step time to compare with.
         if decision and decision.previous_ms and decision.candidate_ms is not None:
             # With the margin: a step slower than that is beyond the model's error.
@@ -123,29 +125,33 @@ class StoredPlans:
         return Followed(plan, problem, most_ratio)
 
     def roll_back(self, version: str, reason: str) -> str:
-        """Make the version before current again. Returns it. Raises ShardCoreError as `store.roll_back`."""
-        return store.roll_back(self.root, self.name, version, reason).current
+        """Make the version before a given one current again, and return it. Raises ShardCoreError as
+        `store.roll_back_version`.
+        """
+        return store.roll_back_version(self.root, self.name, version, reason).current
 
     def report(self, report: Mapping[str, Any]) -> None:
-        """Write a job's report next to the plans. Raises ShardCoreError if it cannot be written.
+        """Write a job's report next to the plans. Raises ShardCoreError if the report cannot be written.
 
         report: fields of a JobReport, without the job's name.
         """
-        checked = schema.build(JobReport, report, "a job's report", job=self.job)
-        content = writing.json_bytes(document(SCHEMA, seal(asdict(checked))))
-        places.write(store.jobs_folder(self.root, self.name) / f"{self.job}{_SUFFIX}", content)
+        checked = schema.build_record(JobReport, report, "a job's report", job=self.job)
+        content = writing.json_bytes(with_schema(SCHEMA, add_digest(asdict(checked))))
+        places.write_file(store.jobs_folder(self.root, self.name) / f"{self.job}{_SUFFIX}", content)
 
 
 # --- read by people ---------------------------------------------------------------------------------------
 
 
 def read_reports(root: str | Path, name: str) -> list[JobReport | ShardCoreError]:
-    """Reports of all jobs that follow a problem's plan, by the jobs' names. One that is damaged is its error."""
+    """Reports of all jobs that follow a problem's plan, by the jobs' names; an error in place of a damaged report."""
     folder = store.jobs_folder(root, name)
     reports: list[JobReport | ShardCoreError] = []
-    for at in (folder / file for file in places.listed(folder) if file.endswith(_SUFFIX)):
+    for at in (folder / file for file in places.list_names(folder) if file.endswith(_SUFFIX)):
         try:
-            reports.append(schema.build(JobReport, unseal(open_document(at, SCHEMA), at), str(at)))
+            reports.append(
+                schema.build_record(JobReport, remove_digest(open_document(at, SCHEMA), at), str(at))
+            )
         except ShardCoreError as error:
             reports.append(error)
     return reports

@@ -23,10 +23,10 @@ from math import sqrt
 from typing import Any
 
 from shardcore.core.types import Plan, Problem, Shard
-from shardcore.cost.known_errors import errors_of
+from shardcore.cost.known_errors import known_model_errors
 from shardcore.cost.model import CostModel, PricedPlan
 from shardcore.step.access import access_share, output_bytes
-from shardcore.step.kinds import shards_on
+from shardcore.step.kinds import shards_by_device
 
 CONFIDENCE = 0.9
 CALIBRATION = 0.56
@@ -45,8 +45,8 @@ class Gain:
     margin_ms: float
     before_ms: float
 
-    def worth_it(self, threshold: float = 0.0) -> bool:
-        """Compare it with its margin and with a share of the cost before. It has to exceed both."""
+    def exceeds_margin(self, threshold: float = 0.0) -> bool:
+        """Tell if the gain exceeds both its margin of error and a share of the cost before."""
         return self.ms > max(self.margin_ms, threshold * self.before_ms)
 
     def __str__(self) -> str:
@@ -54,13 +54,13 @@ class Gain:
         return f"gain {self.ms / before_ms:.1%} ± {self.margin_ms / before_ms:.1%}"
 
 
-def gain(before: PricedPlan, now: PricedPlan, problem: Problem, model: CostModel) -> Gain:
-    """The gain of a plan over another one of the same tables. Costs are the model's."""
+def plan_gain(before: PricedPlan, now: PricedPlan, problem: Problem, model: CostModel) -> Gain:
+    """Predicted gain of a plan over another plan of the same tables, with the cost model's margin of error."""
     plans, costs = (before.plan, now.plan), (before.cost, now.cost)
     # Work of lookups: a range of rows counts by its share of them.
-    lookups = _changed(*plans, lambda s: s.table.looked_up * s.width * access_share(s))
+    lookups = _changed_work_share(*plans, lambda s: s.table.lookups_per_sample * s.width * access_share(s))
     # Bytes of outputs stand for those of all exchanges.
-    sent = _changed(*plans, lambda s: output_bytes(s, problem.global_batch))
+    sent = _changed_work_share(*plans, lambda s: output_bytes(s, problem.global_batch))
     compute = [max(cost.compute_ms) for cost in costs]
     # Exchanges here are all of the step but the slowest compute and the dense model.
     exchanges = [cost.total_ms - cost.dense_ms - ms for cost, ms in zip(costs, compute, strict=True)]
@@ -68,25 +68,25 @@ def gain(before: PricedPlan, now: PricedPlan, problem: Problem, model: CostModel
     variance = sum(
         error**2 * (a * a + b * b - 2 * (1 - changed) * a * b)
         for error, changed, (a, b) in zip(
-            errors_of(model), (lookups, sent), (compute, exchanges), strict=True
+            known_model_errors(model), (lookups, sent), (compute, exchanges), strict=True
         )
     )
     totals = [cost.total_ms for cost in costs]
     return Gain(totals[0] - totals[1], CALIBRATION * sqrt(max(0.0, variance)), totals[0])
 
 
-def _changed(old: Plan, new: Plan, work: Callable[[Shard], float]) -> float:
-    """The share of work that one plan has where the other has not, 0 to 1."""
+def _changed_work_share(old: Plan, new: Plan, work: Callable[[Shard], float]) -> float:
+    """Share of work, 0 to 1, that one of two plans has on devices where the other has not."""
     # Work is summed over both plans, so that a plan which moved everything has a share of 1.
-    before, after = _work_on(old, work), _work_on(new, work)
+    before, after = _work_by_placement(old, work), _work_by_placement(new, work)
     total = sum(before.values()) + sum(after.values())
     return sum(abs(before[k] - after[k]) for k in before.keys() | after.keys()) / total if total else 0.0
 
 
-def _work_on(plan: Plan, work: Callable[[Shard], float]) -> dict[Any, float]:
-    """Work by device, kind, table and rows. Which columns of a table a device has does not matter."""
+def _work_by_placement(plan: Plan, work: Callable[[Shard], float]) -> dict[Any, float]:
+    """Work of a plan by device, kind, table and rows. Which columns of a table a device has does not matter."""
     placed: dict[Any, float] = defaultdict(float)
     for p in plan.placements:
-        for device, shard in shards_on(p):
+        for device, shard in shards_by_device(p):
             placed[device, p.kind, shard.table.name, shard.row_lo] += work(shard)
     return placed

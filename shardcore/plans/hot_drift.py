@@ -16,7 +16,7 @@ from shardcore.core.types import Problem, Table
 from shardcore.core.validation import require
 from shardcore.io.hot_ids import HotIds
 from shardcore.io.row_counts import RowCounts
-from shardcore.step.id_bytes import lookup_bytes
+from shardcore.step.id_bytes import id_bytes_per_lookup
 from shardcore.tables.hot_rows import COLD, HOT, cold_part_names
 
 
@@ -45,8 +45,8 @@ class HotDrift:
     moved_bytes: int
 
 
-def hot_drift(problem: Problem, hot: Mapping[str, HotIds], counts: RowCounts) -> list[HotDrift]:
-    """The drift of each table with hot rows, those first that other hot ids would save most.
+def hot_row_drifts(problem: Problem, hot: Mapping[str, HotIds], counts: RowCounts) -> list[HotDrift]:
+    """Drift of each table with hot rows, sorted by the bytes that newer hot ids would save.
 
     problem: with hot rows (see `with_hot_rows`).
     hot: the ids that are hot now, by table.
@@ -67,12 +67,17 @@ def hot_drift(problem: Problem, hot: Mapping[str, HotIds], counts: RowCounts) ->
             f"{'no ' * (name not in cold)}hot rows in problem {problem.name!r}; it has them of {sorted(cold)[:5]}"
         )
     tables = {table.name: table for table in problem.tables}
-    drifts = [_drift(hot[name], tables[name + HOT], tables[cold[name]], counts, problem) for name in cold]
+    drifts = [
+        _table_drift(hot[name], tables[name + HOT], tables[cold[name]], counts, problem) for name in cold
+    ]
     return sorted(drifts, key=lambda x: -x.saved_bytes)
 
 
-def _drift(now: HotIds, hot_part: Table, cold_part: Table, counts: RowCounts, problem: Problem) -> HotDrift:
+def _table_drift(
+    now: HotIds, hot_part: Table, cold_part: Table, counts: RowCounts, problem: Problem
+) -> HotDrift:
     # Hot ids of another version would count other rows as hot.
+    """Drift of one table's hot rows."""
     name, rows = now.table, hot_part.rows + cold_part.rows
     require(
         (now.rows, len(now.ids)) == (rows, hot_part.rows),
@@ -80,18 +85,18 @@ def _drift(now: HotIds, hot_part: Table, cold_part: Table, counts: RowCounts, pr
         f"{hot_part.rows} of {rows}: they are of another table or version",
     )
     # [R] lookups of each row in the samples of now.
-    of_rows = counts.of(name, now.rows)
+    of_rows = counts.table_counts(name, now.rows)
     total = int(of_rows.sum())
     require(
         total > 0,
         f"table {name!r} has no access statistics: its row counts are all 0; it needs some lookups",
     )
-    new, n_devices = _hottest(now, of_rows), len(problem.topology)
+    new, n_devices = _hottest_ids(now, of_rows), len(problem.topology)
     # As many rows leave as enter: the number of hot rows stays.
     entering = len(np.setdiff1d(new.ids, now.ids, assume_unique=True))
     share, best_share = (float(of_rows[hot.ids].sum()) / total for hot in (now, new))
     planned = hot_part.pooling + cold_part.pooling
-    payload_bytes = hot_part.dim * FP32_BYTES * sum(codec.share for codec in problem.codecs)
+    payload_bytes = hot_part.dim * FP32_BYTES * sum(codec.size_ratio for codec in problem.codecs)
     # Lookups in a step that `new` makes hot. Of a cold one, (D - 1) / D come from another device.
     saved_lookups = (best_share - share) * total / counts.samples * problem.global_batch
     sent_share = (n_devices - 1) / n_devices
@@ -103,14 +108,16 @@ def _drift(now: HotIds, hot_part: Table, cold_part: Table, counts: RowCounts, pr
         planned_share=hot_part.pooling / planned if planned else 0.0,
         share=share,
         best_share=best_share,
-        saved_bytes=saved_lookups * (lookup_bytes(cold_part, problem.job) + payload_bytes) * sent_share,
+        saved_bytes=saved_lookups
+        * (id_bytes_per_lookup(cold_part, problem.job) + payload_bytes)
+        * sent_share,
         # A row that enters goes to every device. One that leaves goes to one.
         moved_bytes=entering * hot_part.bytes // hot_part.rows * (n_devices + 1),
     )
 
 
-def _hottest(now: HotIds, counts: np.ndarray) -> HotIds:
-    """The ids with the most lookups, as many as are hot now. Of equal ones, those that are hot stay."""
+def _hottest_ids(now: HotIds, counts: np.ndarray) -> HotIds:
+    """Hottest ids of a table, as many as are hot now. Among equally hot ids, those that are hot now stay."""
     was = np.zeros(len(counts), dtype=bool)
     was[now.ids] = True
     # lexsort sorts by its last key first: most lookups, then those that are hot now.

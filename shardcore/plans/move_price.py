@@ -29,10 +29,10 @@ from shardcore.core.types import Placement, Plan, Problem, Shard
 from shardcore.core.validation import require
 from shardcore.cost.model import CostModel
 from shardcore.cost.move_rates import MoveRates
-from shardcore.plans.diff import common_cells, shards_of
-from shardcore.step.exchange_lines import total_line
-from shardcore.step.kinds import Channel, layout_of, shards_on
-from shardcore.step.memory import gib
+from shardcore.plans.diff import common_cells, device_shard_pairs
+from shardcore.step.exchange_lines import total_linear_cost
+from shardcore.step.kinds import Channel, layout_of_kind, shards_by_device
+from shardcore.step.memory import size_text
 
 _LARGE_BYTES, _LEAST_BYTE_MS = 2.0**26, 1e-15
 """Bytes of a device in the exchanges that give the rates."""
@@ -53,12 +53,13 @@ class MovePrice:
 
     @property
     def pause_s(self) -> float:
+        """Seconds that a job stands still while its tables move; 0 if nothing moves."""
         if not sum(self.bytes.values()):
             return 0.0
         return sum(self.overhead_s.values()) + max(self.seconds.values(), default=0.0)
 
-    def pays_back_s(self, before_ms: float, now_ms: float) -> float:
-        """Seconds after which the job has done as many steps as without the move. Infinite without a gain.
+    def payback_s(self, before_ms: float, now_ms: float) -> float:
+        """Seconds until the job has done as many steps as without the move. Infinite without a gain.
 
         The new plan has done (t - pause) / now steps by then, the old one t / before.
         """
@@ -66,12 +67,12 @@ class MovePrice:
             return 0.0
         return self.pause_s * before_ms / (before_ms - now_ms) if before_ms > now_ms else inf
 
-    def document(self) -> dict[str, Any]:
-        """The price as JSON, for a plan's provenance."""
+    def to_json(self) -> dict[str, Any]:
+        """Price of a move as JSON, for a plan's provenance."""
         return {**asdict(self), "pause_s": self.pause_s}
 
     def __str__(self) -> str:
-        ways = [f"{gib(n)} {LEVELS[level].words}" for level, n in self.bytes.items() if n]
+        ways = [f"{size_text(n)} {LEVELS[level].words}" for level, n in self.bytes.items() if n]
         what = f"{', '.join(ways) or 'nothing on links'}, with optimizer state"
         if not self.seconds and not self.overhead_s:
             return f"the move takes {what}; its pause is not known without rates"
@@ -81,7 +82,7 @@ class MovePrice:
 def price_move(
     old: Plan, new: Plan, problem: Problem, model: CostModel | None = None, rates: MoveRates | None = None
 ) -> MovePrice:
-    """The price of a move between two plans of a problem. New tables, rows and columns are not sent.
+    """Price of moving a job between two plans of a problem. New tables, rows and columns are not sent.
 
     Raises ShardCoreError for links that carry bytes, and that neither the rates nor a model knows.
     """
@@ -113,30 +114,30 @@ def price_move(
 
 def moved_bytes(old: Plan, new: Plan, problem: Problem) -> np.ndarray:
     """[D, D] bytes of weights and optimizer state that device i sends to device j."""
-    n, before = len(problem.topology), old.by_table()
+    n, before = len(problem.topology), old.placements_by_table()
     sent = np.zeros((n, n), dtype=np.int64)
     states = OPTIMIZERS[problem.optimizer]
-    for name, now in new.by_table().items():
+    for name, now in new.placements_by_table().items():
         was = before.get(name, [])
         # Each device has all rows of a replica.
-        if was == now or _replicated(was):
+        if was == now or _has_replica(was):
             continue
-        for source, device, cells in common_cells(shards_of(was), shards_of(now)):
+        for source, device, cells in common_cells(device_shard_pairs(was), device_shard_pairs(now)):
             # Devices beyond the problem's are gone.
             if source != device and source < n:
-                sent[source, device] += _bytes(cells, states)
+                sent[source, device] += _bytes_with_optimizer_state(cells, states)
     return sent
 
 
 def _overhead_s(
     old: Plan, new: Plan, problem: Problem, rates: MoveRates, received: np.ndarray
 ) -> dict[str, float]:
-    """Seconds of all phases but links, by phase: of the device that takes longest.
+    """Seconds of each phase of a move other than transfers over links, of the device that takes longest.
 
     received: [D] bytes that come over links.
     """
     n, states = len(problem.topology), OPTIMIZERS[problem.optimizer]
-    before, now = old.by_table(), new.by_table()
+    before, now = old.placements_by_table(), new.placements_by_table()
     changed = {t.collection for t in problem.tables if before.get(t.name) != now.get(t.name)}
     names = [t.name for t in problem.tables if t.collection in changed]
     # A shard has a tensor of weights, and one of each state of its optimizer.
@@ -145,11 +146,11 @@ def _overhead_s(
     held, digest_ns = np.zeros((2, n)), np.zeros(n)
     for i, plan in enumerate((before, now)):
         for placement in (p for name in names for p in plan.get(name, ())):
-            for device, shard in shards_on(placement):
+            for device, shard in shards_by_device(placement):
                 if device < n:
-                    held[i, device] += _bytes(shard, states)
+                    held[i, device] += _bytes_with_optimizer_state(shard, states)
                     # Of old replicas one device takes the digest.
-                    if i or device == 0 or not _replicated([placement]):
+                    if i or device == 0 or not _has_replica([placement]):
                         numbers = shard.rows * (shard.width * (1 + per.count("cell")) + per.count("row"))
                         digest_ns[device] += numbers * rates.digest_ns
                         digest_ns[device] += shard.rows * (1 + len(per)) * rates.digest_row_ns
@@ -164,24 +165,24 @@ def _overhead_s(
     }
 
 
-def _replicated(placements: Iterable[Placement]) -> bool:
-    return any(layout_of(p.kind).dense_gradient for p in placements)
+def _has_replica(placements: Iterable[Placement]) -> bool:
+    return any(layout_of_kind(p.kind).dense_gradient for p in placements)
 
 
-def _bytes(shard: Shard, states: Optimizer) -> int:
+def _bytes_with_optimizer_state(shard: Shard, states: Optimizer) -> int:
     """Bytes of a shard's weights and optimizer state."""
     cells = shard.rows * shard.width
     return shard.bytes + cells * states.state_bytes("cell") + shard.rows * states.state_bytes("row")
 
 
 def _link_levels(topology: Topology) -> np.ndarray:
-    """[D, D] number in LEVELS of the innermost level that joins two devices. -1: they are one."""
-    together = topology.units[:, :, None] == topology.units[:, None, :]
+    """[D, D] number in LEVELS of the innermost link level that joins two devices; -1 for the same device."""
+    together = topology.unit_numbers[:, :, None] == topology.unit_numbers[:, None, :]
     return np.where(np.eye(len(topology), dtype=bool), -1, together.argmax(0))
 
 
 def link_gbps(model: CostModel, topology: Topology) -> dict[str, float]:
-    """GB/s of a device on each level, as a cost model prices large exchanges of outputs.
+    """GB/s of a device on each link level, as a cost model prices large exchanges of outputs.
 
     Of the innermost level it is the rate among devices of one host. Of each further one it is the rate of
     what crosses it in an exchange among all. Levels that no exchange crosses are left out.
@@ -190,13 +191,13 @@ def link_gbps(model: CostModel, topology: Topology) -> dict[str, float]:
     levels = _link_levels(topology)
     for k, level in enumerate(LEVELS):
         # Devices that this level and those within it join.
-        members = np.flatnonzero(topology.units[k] == topology.units[k, 0])
+        members = np.flatnonzero(topology.unit_numbers[k] == topology.unit_numbers[k, 0])
         crossing = float(np.mean(levels[0, members] == k))
         if not crossing:
             continue
-        part = topology.of_devices([topology.devices[d] for d in members])
+        part = topology.with_devices([topology.devices[d] for d in members])
         # The slope of an even exchange is a rate without latencies.
-        line = total_line(
+        line = total_linear_cost(
             model, {Channel("all_to_all"): 1.0}, part, (_LARGE_BYTES, _LARGE_BYTES), ("forward",)
         )
         gbps[level] = crossing / max(line[:-1].sum(), _LEAST_BYTE_MS) / BYTES_PER_MS_PER_GBPS

@@ -19,14 +19,22 @@ from shardcore.cost.model import CostModel, PricedPlan, is_less, price_plan
 from shardcore.io import files
 from shardcore.plans import store
 from shardcore.plans.decisions import ROLLED_BACK, Decision, Version, version_name
-from shardcore.plans.diff import Diff, diff, relabel_devices
-from shardcore.plans.gain import CONFIDENCE, Gain, gain
-from shardcore.plans.replan import ReplanConfig, forced_moves, replan
-from shardcore.plans.what_if import what_if
-from shardcore.plans.words import moves_text, threshold_words, when
-from shardcore.search import BASELINES, DEFAULT_SHARDER, SHARDERS, SPACE_OF, compare, known, sharder
+from shardcore.plans.diff import Diff, diff_plans, relabel_devices
+from shardcore.plans.gain import CONFIDENCE, Gain, plan_gain
+from shardcore.plans.replan import ReplanConfig, replan, tables_forced_to_move
+from shardcore.plans.what_if import price_single_moves
+from shardcore.plans.words import moves_summary, threshold_text, time_text
+from shardcore.search import (
+    BASELINES,
+    DEFAULT_SHARDER,
+    SHARDERS,
+    SPACE_OF,
+    compare,
+    require_known_sharder,
+    sharder,
+)
 from shardcore.search.anneal.reshard import rebind_tables
-from shardcore.search.budget import Budget, cores
+from shardcore.search.budget import Budget, usable_cores
 from shardcore.search.explain import Explanation, explain
 from shardcore.search.learned.policy import Policy
 from shardcore.search.portfolio import DEFAULT_EVALS
@@ -45,7 +53,7 @@ Page = Callable[[Version, Problem, Explanation, Sequence[Decision], Diff | None,
 """Renderer of a plan's page: report.plan_page.published_version_page."""
 
 
-def _is_place(text: str) -> bool:
+def _is_folder_or_url(text: str) -> bool:
     return bool(text) and text.isprintable()
 
 
@@ -73,13 +81,13 @@ class PublishConfig(Record):
     threshold: Annotated[float, within(0, 1, such_as="0.01")] = 0.0
     keep_versions: Annotated[int, within(store.FEWEST_KEPT, MOST_COUNT)] = 20
     max_moved_tables: Annotated[int | None, within(0, MOST_COUNT)] = None
-    plans: Annotated[str, Rule(_is_place, "it needs a folder or URL, such as 'plans'")] = "plans"
+    plans: Annotated[str, Rule(_is_folder_or_url, "it needs a folder or URL, such as 'plans'")] = "plans"
     torchrec_s: Annotated[float, within(0, MOST_COUNT)] = 10.0
     processes: Count | None = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        known(self.algorithm)
+        require_known_sharder(self.algorithm)
         require(
             # Other sharders cannot start from a plan, so they cannot limit moves either.
             self.max_moved_tables is None or self.algorithm in SPACE_OF,
@@ -89,8 +97,8 @@ class PublishConfig(Record):
 
     @property
     def budget(self) -> Budget:
-        """Budget of each search. Processes share the cores."""
-        return Budget(self.budget_evals, threads=max(1, cores() // (self.processes or cores())))
+        """Budget of each search. Processes that search at once share the cores."""
+        return Budget(self.budget_evals, threads=max(1, usable_cores() // (self.processes or usable_cores())))
 
 
 @dataclass(frozen=True)
@@ -126,11 +134,11 @@ class _Previous:
     priced: PricedPlan | None
     reason: str = ""
 
-    def moves(self, plan: Plan, problem: Problem) -> Diff | None:
-        """The moves from it to a plan. None: its files are damaged."""
+    def moves_to_plan(self, plan: Plan, problem: Problem) -> Diff | None:
+        """Moves from the previous plan to a new plan. None if the previous plan's files are damaged."""
         if self.published is None:
             return None
-        return diff(self.published, plan, problem, forced_moves(self.published, problem))
+        return diff_plans(self.published, plan, problem, tables_forced_to_move(self.published, problem))
 
 
 @dataclass(frozen=True)
@@ -156,24 +164,25 @@ class Publisher:
         sharder(self.config.algorithm, self.policy)  # refused here, not at the first problem
 
     def publish(self, problem: Problem) -> Published:
-        """Decide on one problem's plan. Raises Infeasible if no plan is found."""
+        """Decide on the plan of one problem, and publish it. Raises Infeasible if no plan is found."""
         # Another publisher must not decide between our read and our write.
-        with store.turn(self.plans, problem.name):
-            previous, others = self._previous(problem), self._others(problem)
+        with store.publishing_lock(self.plans, problem.name):
+            previous, others = self._previous_plan(problem), self._baseline_outcomes(problem)
             restored = self._restored_decision(problem, previous)
             decision, cost = restored or self._searched_decision(problem, previous, others)
             # A run that changes nothing leaves no decision, so history stays short.
-            if not decision.repeats(previous and previous.decision):
-                store.record(self.plans, decision)
+            if not decision.is_repeat_of(previous and previous.decision):
+                store.record_decision(self.plans, decision)
             try:
-                store.prune(self.plans, problem.name, self.config.keep_versions)
+                store.prune_versions(self.plans, problem.name, self.config.keep_versions)
             except ShardCoreError as error:
                 # The decision stands. Versions that are not needed harm nobody.
                 _logger.warning("problem %r: old versions stay for now: %s", problem.name, error)
-        return Published(problem, decision, cost, _totals(others))
+        return Published(problem, decision, cost, _total_ms_by_sharder(others))
 
-    def _previous(self, problem: Problem) -> _Previous | None:
-        decision = store.last(self.plans, problem.name)
+    def _previous_plan(self, problem: Problem) -> _Previous | None:
+        """Last published plan of a problem, priced under the current model; None if nothing was published."""
+        decision = store.last_decision(self.plans, problem.name)
         if decision is None:
             return None
         # A plan that no longer fits is loaded too: the decision says why it is replaced.
@@ -188,8 +197,8 @@ class Publisher:
         except ShardCoreError as error:
             return _Previous(decision, published, plan, None, str(error))
 
-    def _decision(self, problem: Problem, previous: _Previous | None, **fields: Any) -> Decision:
-        """A decision of `fields` and those that all decisions share."""
+    def _make_decision(self, problem: Problem, previous: _Previous | None, **fields: Any) -> Decision:
+        """Decision from `fields` and from those fields that all decisions of this publisher share."""
         return Decision(
             problem=problem.name,
             problem_digest=files.problem_digest(problem),
@@ -206,17 +215,18 @@ class Publisher:
     def _restored_decision(
         self, problem: Problem, previous: _Previous | None
     ) -> tuple[Decision, PredictedCost] | None:
-        """The plan that was current when this model version was champion before, and its cost. None: no such plan.
+        """Decision to restore the plan that was current under the same model version before, with its cost; None
+        without one.
 
         It must be of the same problem, and its version must still be stored.
         """
-        now = _model_of(self.provenance), files.problem_digest(problem)
+        now = _model_identity(self.provenance), files.problem_digest(problem)
         # Same model as last time: nothing to roll back to.
-        if previous is None or _model_of(previous.decision.provenance) == now[0]:
+        if previous is None or _model_identity(previous.decision.provenance) == now[0]:
             return None
         # A rollback of the champion brings back its plan instead of a new search.
-        recent = islice(store.history(self.plans, problem.name), self.config.keep_versions)
-        then = next((x for x in recent if (_model_of(x.provenance), x.problem_digest) == now), None)
+        recent = islice(store.decision_history(self.plans, problem.name), self.config.keep_versions)
+        then = next((x for x in recent if (_model_identity(x.provenance), x.problem_digest) == now), None)
         if then is None:
             return None
         # The version may have been pruned, or be invalid for today's problem: search then.
@@ -225,12 +235,12 @@ class Publisher:
             cost = price_plan(rebind_tables(plan, problem), problem, self.model).cost
         except ShardCoreError:
             return None
-        decision = self._decision(
+        decision = self._make_decision(
             problem,
             previous,
             outcome="restored",
             reason=f"the model is version {self.provenance['model_version']} again, under which this plan was "
-            f"current on {when(then.decided_at)}",
+            f"current on {time_text(then.decided_at)}",
             current=then.current,
             candidate=then.current,
             candidate_ms=cost.total_ms,
@@ -242,36 +252,36 @@ class Publisher:
     def _searched_decision(
         self, problem: Problem, previous: _Previous | None, others: Mapping[str, compare.Outcome]
     ) -> tuple[Decision, PredictedCost]:
-        """The decision between a new plan and the published one, and the cost of the plan that is current then."""
-        candidate = self._candidate(problem, previous, others)
+        """Decision between a newly searched plan and the published one, and the cost of the chosen plan."""
+        candidate = self._candidate_plan(problem, previous, others)
         outcome, reason, gained, chosen = "first", "no plan was published for this problem", None, candidate
         if previous and previous.priced:
             # The gain counts only against a plan that is still valid.
-            gained = gain(previous.priced, candidate, problem, self.model)
-            outcome, reason = self._judged(candidate.plan, previous, gained, problem)
-            if outcome == "better" and (why := self._slower_in_a_job(candidate.plan, problem)):
+            gained = plan_gain(previous.priced, candidate, problem, self.model)
+            outcome, reason = self._judge_candidate(candidate.plan, previous, gained, problem)
+            if outcome == "better" and (why := self._rollback_reason(candidate.plan, problem)):
                 outcome, reason = "kept", f"the plan that the search finds was rolled back: {why}"
             chosen = previous.priced if outcome == "kept" else candidate
         elif previous:
             outcome, reason = "no longer fits", f"of the plan before: {previous.reason}"
-        decision = self._decision(
+        decision = self._make_decision(
             problem,
             previous,
             outcome=outcome,
             reason=reason,
             # The old plan for the problem as it is now: the same version where that has not changed.
-            current=store.version_of(chosen.plan, problem),
-            candidate=store.version_of(candidate.plan, problem),
+            current=store.plan_version(chosen.plan, problem),
+            candidate=store.plan_version(candidate.plan, problem),
             candidate_ms=candidate.cost.total_ms,
             margin_ms=gained and gained.margin_ms,
         )
         # Versions before the decision: a decision must not name what is not stored.
         for version, plan in {decision.candidate: candidate, decision.current: chosen}.items():
-            self._add(problem, plan, version, decision, previous, others)
+            self._store_version(problem, plan, version, decision, previous, others)
         return decision, chosen.cost
 
-    def _others(self, problem: Problem) -> dict[str, compare.Outcome]:
-        """Plans to compare with: by BASELINES, NeuroShard's beam, and TorchRec's planner if it may run."""
+    def _baseline_outcomes(self, problem: Problem) -> dict[str, compare.Outcome]:
+        """Plans to compare with, by sharder: of BASELINES, NeuroShard's beam, and TorchRec's planner if it may run."""
         budgets: dict[str, Budget | None] = {
             **dict.fromkeys(BASELINES),
             "neuroshard": self.config.budget,
@@ -288,16 +298,16 @@ class Publisher:
         outcomes = {}
         for name, budget in budgets.items():
             try:
-                outcomes[name] = compare.run(name, problem, self.model, self.config.seed, budget)
+                outcomes[name] = compare.run_sharder(name, problem, self.model, self.config.seed, budget)
             except ShardCoreError as error:
                 # A failure of a baseline must not keep our plan from being published.
                 outcomes[name] = compare.Outcome(name, 0.0, error=str(error))
         return outcomes
 
-    def _candidate(
+    def _candidate_plan(
         self, problem: Problem, previous: _Previous | None, others: Mapping[str, compare.Outcome]
     ) -> PricedPlan:
-        """A plan by the config's algorithm, with the publisher's provenance, or the published one.
+        """Plan by the config's algorithm, with the publisher's provenance; or the published plan if no other is found.
 
         A baseline's plan is taken where it is cheaper by more than CONCESSION, unless moves are limited.
 
@@ -324,7 +334,7 @@ class Publisher:
                 if previous.priced or config.max_moved_tables is None:
                     raise
 
-        def priced(plan: Plan) -> PricedPlan:
+        def price_or_previous(plan: Plan) -> PricedPlan:
             # The same placements keep their provenance, hence their version.
             if previous and previous.priced and set(plan.placements) == set(previous.priced.plan.placements):
                 return previous.priced
@@ -332,9 +342,11 @@ class Publisher:
 
         algorithm = config.algorithm
         if replanned:
-            found = priced(replanned)
+            found = price_or_previous(replanned)
         else:
-            outcome = compare.run(algorithm, problem, self.model, config.seed, config.budget, self.policy)
+            outcome = compare.run_sharder(
+                algorithm, problem, self.model, config.seed, config.budget, self.policy
+            )
             if outcome.priced is None:
                 raise Infeasible(outcome.error or f"{algorithm} finds no plan")
             found = outcome.priced
@@ -346,27 +358,31 @@ class Publisher:
                 found, algorithm = other.priced, name
         if old and not (replanned and algorithm == config.algorithm):
             # A fresh search ignores where tables were, so devices are renumbered to move less.
-            found = priced(relabel_devices(found.plan, old, problem))
+            found = price_or_previous(relabel_devices(found.plan, old, problem))
         if found.plan is old:
             return found
         # Signed with the origin of model and data, which is part of the version.
         origin = {**found.plan.provenance, **self.provenance, "algorithm": algorithm}
         return dataclasses.replace(found, plan=Plan(found.plan.placements, origin))
 
-    def _judged(self, plan: Plan, previous: _Previous, gained: Gain, problem: Problem) -> tuple[str, str]:
-        """The outcome of a candidate with its reason. gained: over a plan that is still valid."""
+    def _judge_candidate(
+        self, plan: Plan, previous: _Previous, gained: Gain, problem: Problem
+    ) -> tuple[str, str]:
+        """Outcome of a candidate plan, "better" or "kept", with the reason. gained: over a plan that is still valid."""
         if plan is previous.plan:
             return "kept", "the search finds no other plan"
-        moves, is_better = previous.moves(plan, problem), gained.worth_it(self.config.threshold)
+        moves, is_better = previous.moves_to_plan(plan, problem), gained.exceeds_margin(self.config.threshold)
         return "better" if is_better else "kept", (
-            f"{gained} at {CONFIDENCE:.0%} confidence{threshold_words(self.config.threshold)}: "
+            f"{gained} at {CONFIDENCE:.0%} confidence{threshold_text(self.config.threshold)}: "
             f"{'replaced' if is_better else 'kept'}; {gained.before_ms - gained.ms:.3f} ms instead of "
-            f"{gained.before_ms:.3f} ms; {moves_text(moves) if moves else ''}"
+            f"{gained.before_ms:.3f} ms; {moves_summary(moves) if moves else ''}"
         )
 
-    def _slower_in_a_job(self, plan: Plan, problem: Problem) -> str:
-        """The reason why a job rolled back a plan of the same placements. "": none did."""
-        for decision in (x for x in store.history(self.plans, problem.name) if x.outcome == ROLLED_BACK):
+    def _rollback_reason(self, plan: Plan, problem: Problem) -> str:
+        """Reason why a job rolled back a plan with the same placements; "" if no job did."""
+        for decision in (
+            x for x in store.decision_history(self.plans, problem.name) if x.outcome == ROLLED_BACK
+        ):
             try:
                 measured, _ = store.read_plan(self.plans, problem.name, decision.candidate)
             except ShardCoreError:  # pruned
@@ -376,7 +392,7 @@ class Publisher:
                 return decision.reason
         return ""
 
-    def _add(
+    def _store_version(
         self,
         problem: Problem,
         priced: PricedPlan,
@@ -385,38 +401,42 @@ class Publisher:
         previous: _Previous | None,
         others: Mapping[str, compare.Outcome],
     ) -> None:
-        """Store a plan as a version with its report page, unless it is stored already."""
+        """Store a plan as a version with its report page, unless the version is stored already."""
         # Immutable versions: one that is whole is never written again.
-        if store.is_whole(self.plans, problem.name, version):
+        if store.is_version_intact(self.plans, problem.name, version):
             return
         cost = priced.cost
         page = self.page(
-            dataclasses.replace(_version(version, priced), what_if=what_if(priced, problem, self.model)),
+            dataclasses.replace(
+                _stored_version(version, priced), what_if=price_single_moves(priced, problem, self.model)
+            ),
             problem,
             # Explaining searches alternatives, so it runs only for a new version.
             explain(priced, problem, self.model, _EXPLAIN, others),
-            [decision, *islice(store.history(self.plans, problem.name), _EARLIER)],
-            previous.moves(priced.plan, problem) if previous else None,
-            _version(previous.decision.current, previous.priced) if previous and previous.priced else None,
+            [decision, *islice(store.decision_history(self.plans, problem.name), _EARLIER)],
+            previous.moves_to_plan(priced.plan, problem) if previous else None,
+            _stored_version(previous.decision.current, previous.priced)
+            if previous and previous.priced
+            else None,
         )
         numbers = {
             "predicted": dataclasses.asdict(cost),
             "total_ms": cost.total_ms,
             "memory_bytes": list(priced.workload.memory_bytes),
-            "baselines": _totals(others),
+            "baselines": _total_ms_by_sharder(others),
             "extrapolated": list(cost.extrapolated),
         }
-        store.add(self.plans, problem, priced.plan, numbers, page)
+        store.add_version(self.plans, problem, priced.plan, numbers, page)
 
 
-def _version(version: str, priced: PricedPlan) -> Version:
+def _stored_version(version: str, priced: PricedPlan) -> Version:
     return Version(version_name(version), priced.plan, priced.cost, priced.workload.memory_bytes)
 
 
-def _model_of(provenance: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The model's version. Another registry counts versions from 1 too, so its data tells."""
+def _model_identity(provenance: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Identity of a cost model in a provenance: name, version and data. Each registry counts versions from 1."""
     return tuple(provenance.get(key) for key in ("model", "model_version", "data"))
 
 
-def _totals(outcomes: Mapping[str, compare.Outcome]) -> dict[str, float | str]:
+def _total_ms_by_sharder(outcomes: Mapping[str, compare.Outcome]) -> dict[str, float | str]:
     return {name: o.cost.total_ms if o.cost else o.error or "" for name, o in outcomes.items()}

@@ -22,20 +22,20 @@ from shardcore.core.validation import (
 )
 from shardcore.cost.model import CostModel
 from shardcore.cost.move_rates import MoveRates
-from shardcore.plans.diff import Diff, diff, relabel_devices, reorder_columns, shards_of
+from shardcore.plans.diff import Diff, device_shard_pairs, diff_plans, relabel_devices, reorder_columns
 from shardcore.plans.move_price import MovePrice, price_move
 from shardcore.search.anneal.reshard import Reshard, rebind_tables
 from shardcore.search.budget import Budget
 from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
-from shardcore.search.portfolio import annealing
+from shardcore.search.portfolio import search_with_annealing
 from shardcore.search.sharders import DEFAULT_SHARDER, SPACE_OF
 from shardcore.search.state.column_parts import parts_of_plan
-from shardcore.search.state.packing import roomiest
-from shardcore.search.state.shards import CONCESSION, priced
+from shardcore.search.state.packing import least_excess_plan
+from shardcore.search.state.shards import CONCESSION, priced_plan
 from shardcore.step.kinds import WHOLE_ROWS, device_names
-from shardcore.step.lower import require_plan
-from shardcore.step.memory import fits, held_bytes, used_bytes
-from shardcore.step.ways import on_all_devices
+from shardcore.step.lower import require_valid_plan
+from shardcore.step.memory import plan_fits, usable_bytes, used_bytes
+from shardcore.step.ways import must_be_on_all_devices
 from shardcore.tables.hot_rows import rename_to_cold_parts
 
 _TRIES = 4
@@ -66,32 +66,32 @@ class ReplanConfig(Record, noun="re-plan config"):
     budget: Budget | None = None
 
     @property
-    def limited(self) -> bool:
-        """True if moves are limited."""
+    def limits_moves(self) -> bool:
+        """True if the tables or bytes that may move are limited."""
         return self.max_moved_tables is not None or self.max_moved_bytes is not None
 
-    def accepts(self, price: MovePrice, before_ms: float, now_ms: float) -> bool:
-        """True if a move pauses, and pays back, within the limits."""
+    def accepts_move(self, price: MovePrice, before_ms: float, now_ms: float) -> bool:
+        """Tell if a move pauses the job, and pays back, within the limits."""
         return (self.max_pause_s is None or price.pause_s <= self.max_pause_s) and (
-            self.pay_back_in_s is None or price.pays_back_s(before_ms, now_ms) <= self.pay_back_in_s
+            self.pay_back_in_s is None or price.payback_s(before_ms, now_ms) <= self.pay_back_in_s
         )
 
     @property
-    def limits(self) -> str:
-        """The limits on tables and bytes in words."""
+    def limits_text(self) -> str:
+        """Limits on moved tables and bytes, in words."""
         limits = {"tables": self.max_moved_tables, "bytes": self.max_moved_bytes}
         return " and ".join(f"{most} {unit}" for unit, most in limits.items() if most is not None)
 
-    def exceeded_by(self, moved: Diff) -> tuple[int, int]:
-        """Tables and bytes that move beyond the limits. 0 or less: none."""
+    def moves_beyond_limits(self, moved: Diff) -> tuple[int, int]:
+        """Number of tables, and of bytes, by which moves exceed the limits; 0 or less within the limits."""
         return (
             0 if self.max_moved_tables is None else len(moved.moves) - self.max_moved_tables,
             0 if self.max_moved_bytes is None else moved.bytes - self.max_moved_bytes,
         )
 
 
-def without_devices(old: Plan, before: Problem, now: Problem, gone: Sequence[int]) -> tuple[Plan, Problem]:
-    """The old plan with its devices numbered as they are now, and the problem to re-plan.
+def renumber_devices(old: Plan, before: Problem, now: Problem, gone: Sequence[int]) -> tuple[Plan, Problem]:
+    """Old plan with its devices numbered as in the new problem, and the problem to re-plan.
 
     Devices that stay keep their order and come first, those that are gone last. Where the problem still has
     as many devices as before, numbers stay, and no table may live on those that are gone.
@@ -167,15 +167,15 @@ class Start(Decision, noun="a plan to start from"):
     def proposals(
         self, problem: Problem, model: CostModel, seconds: float | None
     ) -> Generator[Proposal, Outcome, None]:
-        """The problem, searched from the plan.
+        """Problem to be searched from the old plan.
 
-        Raises ShardCoreError for a plan with towers where the problem has none, as `without_devices`, and
+        Raises ShardCoreError for a plan with towers where the problem has none, as `renumber_devices`, and
         where moves are limited and groups are others.
         """
-        if self.group and not (problem.name == self.group.name and _same_devices(problem, self.group)):
+        if self.group and not (problem.name == self.group.name and _have_same_topology(problem, self.group)):
             require(
-                not self.config.limited,
-                f"at most {self.config.limits} may move; in groups of another size or layout every table does",
+                not self.config.limits_moves,
+                f"at most {self.config.limits_text} may move; in groups of another size or layout every table does",
             )
             yield Proposal(words="afresh", problem=problem)
             return
@@ -185,7 +185,7 @@ class Start(Decision, noun="a plan to start from"):
             "the plan to start from has towers; give the towers, too",
         )
         # Numbers and names of the old plan are brought to the new problem first.
-        old, now = self.numbered(problem)
+        old, now = self.renumbered_plan(problem)
 
         def search(
             problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None
@@ -195,53 +195,53 @@ class Start(Decision, noun="a plan to start from"):
 
         yield Proposal(words="from the plan before", problem=problem, search=search)
 
-    def numbered(self, problem: Problem) -> tuple[Plan, Problem]:
-        """The old plan with devices and tables as the problem has them, and the problem to re-plan."""
-        return without_devices(
+    def renumbered_plan(self, problem: Problem) -> tuple[Plan, Problem]:
+        """Old plan with devices and tables numbered and named as in the new problem, and the problem to re-plan."""
+        return renumber_devices(
             rename_to_cold_parts(self.old, problem), self.before, problem, sorted({*self.gone})
         )
 
-    def moved(self, plan: Plan, problem: Problem) -> Diff:
-        """The moves from the old plan to a new one."""
-        old, now = self.numbered(problem)
-        return diff(old, plan, problem, forced_moves(old, now))
+    def moves_to_plan(self, plan: Plan, problem: Problem) -> Diff:
+        """Moves from the old plan to a new one."""
+        old, now = self.renumbered_plan(problem)
+        return diff_plans(old, plan, problem, tables_forced_to_move(old, now))
 
-    def price(self, plan: Plan, problem: Problem, model: CostModel) -> MovePrice:
-        """The price of moving a running job from the old plan to a new one."""
-        old, _ = self.numbered(problem)
+    def move_price(self, plan: Plan, problem: Problem, model: CostModel) -> MovePrice:
+        """Price of moving a running job from the old plan to a new one."""
+        old, _ = self.renumbered_plan(problem)
         return price_move(old, plan, problem, model.for_problem(problem), self.config.move_rates)
 
     def adopt(self, proposal: Proposal, found: Found, problem: Problem, model: CostModel) -> Found:
         if proposal.search is None:
             # A search afresh starts from no plan, so it has no moves to record.
             return found
-        moved = self.moved(found.plan, found.problem).document()
-        if not self.gone and _same_devices(found.problem, self.before):  # a job that runs can be moved
-            moved["price"] = self.price(found.plan, found.problem, model).document()
+        moved = self.moves_to_plan(found.plan, found.problem).to_json()
+        if not self.gone and _have_same_topology(found.problem, self.before):  # a job that runs can be moved
+            moved["price"] = self.move_price(found.plan, found.problem, model).to_json()
         provenance = {**found.plan.provenance, "moved": moved}
         return replace(found, plan=replace(found.plan, provenance=provenance))
 
 
-def _same_devices(a: Problem, b: Problem) -> bool:
-    """Tell if two problems have the same topology. One may leave open over which units rows are divided."""
+def _have_same_topology(a: Problem, b: Problem) -> bool:
+    """Tell if two problems have the same topology, apart from the unit over which rows are divided."""
     one, other = (replace(x.topology, rows_over=None) for x in (a, b))
     return one == other
 
 
-def forced_moves(old: Plan, problem: Problem) -> frozenset[str]:
-    """Names of the old plan's tables that cannot keep their places.
+def tables_forced_to_move(old: Plan, problem: Problem) -> frozenset[str]:
+    """Names of the old plan's tables that cannot keep their places under the new problem.
 
     Their device is gone or has too little memory, or constraints or their kind forbid it.
     """
     # Tables that are new have no place to keep.
-    known = old.by_table().keys() & {t.name for t in problem.tables}
-    return frozenset(known - _staying_plan(old, problem).by_table().keys())
+    known = old.placements_by_table().keys() & {t.name for t in problem.tables}
+    return frozenset(known - _staying_plan(old, problem).placements_by_table().keys())
 
 
 def replan(old: Plan, problem: Problem, model: CostModel, config: ReplanConfig) -> Plan:
-    """The best plan that annealing finds from the valid placements of the old plan.
+    """Best plan that annealing finds from the old plan's valid placements, within limits on moves.
 
-    New tables, and those of `forced_moves`, are placed freely, outside the move limit.
+    New tables, and those of `tables_forced_to_move`, are placed freely, outside the move limit.
     Without a limit, a new search replaces an old plan that cannot be a start. An old plan that still is one
     of the problem and of the space stays, if none cheaper is found.
 
@@ -260,7 +260,7 @@ def replan(old: Plan, problem: Problem, model: CostModel, config: ReplanConfig) 
     if pauses and budget is not None and budget.seconds is not None:
         budget = replace(budget, seconds=budget.seconds / _TRIES)
 
-    search = partial(annealing, problem, model, seed=config.seed, budget=budget, space=space)
+    search = partial(search_with_annealing, problem, model, seed=config.seed, budget=budget, space=space)
     for _ in range(_TRIES):
         try:
             plan = _searched_plan(old, problem, limits, search)
@@ -273,13 +273,13 @@ def replan(old: Plan, problem: Problem, model: CostModel, config: ReplanConfig) 
         if kept and before_ms <= (1 + CONCESSION) * now_ms:
             return kept
         # Forced moves do not count.
-        forced = forced_moves(old, problem) if config.limited else ()
-        moved = diff(old, plan, forced=forced).chosen
-        too_many, too_much = (max(0, excess) for excess in config.exceeded_by(moved))
+        forced = tables_forced_to_move(old, problem) if config.limits_moves else ()
+        moved = diff_plans(old, plan, forced=forced).voluntary_moves
+        too_many, too_much = (max(0, excess) for excess in config.moves_beyond_limits(moved))
         tables, n_bytes = limits.max_moved_tables, limits.max_moved_bytes
         if too_many or too_much:
             tables, n_bytes = tables and max(0, tables - too_many), n_bytes and max(0, n_bytes - too_much)
-        elif not pauses or config.accepts(
+        elif not pauses or config.accepts_move(
             price_move(old, plan, problem, model, config.move_rates), before_ms, now_ms
         ):
             return plan
@@ -288,28 +288,28 @@ def replan(old: Plan, problem: Problem, model: CostModel, config: ReplanConfig) 
             n_bytes = moved.bytes // 2
         limits = replace(limits, max_moved_tables=tables, max_moved_bytes=n_bytes)
     if kept is None:
-        raise Infeasible(f"no plan was found that moves at most {config.limits}; allow more to move")
+        raise Infeasible(f"no plan was found that moves at most {config.limits_text}; allow more to move")
     return kept
 
 
 def _kept_plan(old: Plan, problem: Problem, model: CostModel, space: str) -> Plan | None:
-    """The old plan, priced anew. None if it is not valid for the problem, or not in the space."""
+    """Old plan with its current price; None if the plan is not valid for the problem, or not in the search space."""
     try:
-        left = _remaining_plan(old, problem)
-        require_plan(left, problem)
+        left = _plan_of_remaining_tables(old, problem)
+        require_valid_plan(left, problem)
     except ShardCoreError:
         return None
     # Other kinds are in a space of columns only where a table has no choice.
     others = [p.shard.table for p in left.placements if p.kind != WHOLE_ROWS.name]
-    if space != "all" and not all(on_all_devices(table, problem) for table in others):
+    if space != "all" and not all(must_be_on_all_devices(table, problem) for table in others):
         return None
-    price = priced(left.placements, problem, model).provenance
+    price = priced_plan(left.placements, problem, model).provenance
     # The old origin stays, and the new price replaces the old one. Columns stay where they are, in any order.
     return replace(left, provenance={**old.provenance, **price})
 
 
 def _searched_plan(old: Plan, problem: Problem, limits: ReplanConfig, search: Callable[..., Plan]) -> Plan:
-    """The plan of a search from what stays of the old one. Without limits, of a fresh search where that fails.
+    """Plan searched from the part of the old plan that stays. Without limits on moves, of a fresh search if that fails.
 
     search: of the problem, afresh or from a `reshard`.
     """
@@ -320,22 +320,24 @@ def _searched_plan(old: Plan, problem: Problem, limits: ReplanConfig, search: Ca
             searched = search(reshard=Reshard(stays, tables, n_bytes) if stays.placements else None)
         except Infeasible:
             # Annealing places the other tables uncut. Where they find no room so, a packing cuts them.
-            packed = _packed_plan(stays, problem) if limits.limited else None
+            packed = _packed_plan(stays, problem) if limits.limits_moves else None
             if packed is None:
                 raise
             searched = search(reshard=Reshard(packed, tables, n_bytes))
     except ShardCoreError:
         # A fresh search cannot respect a limit on moves.
-        if limits.limited:
+        if limits.limits_moves:
             raise
         searched = search()
     # Devices that are renumbered could move more than the limits allow.
-    return reorder_columns(searched, old) if limits.limited else relabel_devices(searched, old, problem)
+    return reorder_columns(searched, old) if limits.limits_moves else relabel_devices(searched, old, problem)
 
 
 def _packed_plan(stays: Plan, problem: Problem) -> Plan | None:
-    """The plan with its missing tables packed into the memory that it leaves. None: there are none, or no room."""
-    there = stays.by_table()
+    """Partial plan completed by packing its missing tables into free memory; None if none are missing or they do not
+    fit.
+    """
+    there = stays.placements_by_table()
     missing = tuple(t for t in problem.tables if t.name not in there)
     if not stays.placements or not missing:
         return None
@@ -343,15 +345,17 @@ def _packed_plan(stays: Plan, problem: Problem) -> Plan | None:
         replace(device, memory_bytes=max(1, device.memory_bytes - used))
         for device, used in zip(problem.topology.devices, used_bytes(stays, problem), strict=True)
     )
-    constraints = problem.constraints.among({t.name for t in missing})
-    topology = problem.topology.of_devices(devices)
-    packing, _ = roomiest(replace(problem, tables=missing, topology=topology, constraints=constraints))
+    constraints = problem.constraints.restricted_to({t.name for t in missing})
+    topology = problem.topology.with_devices(devices)
+    packing, _ = least_excess_plan(
+        replace(problem, tables=missing, topology=topology, constraints=constraints)
+    )
     packed = Plan((*stays.placements, *(packing.placements if packing else ())))
-    return packed if fits(packed, problem) else None
+    return packed if plan_fits(packed, problem) else None
 
 
-def _remaining_plan(old: Plan, problem: Problem) -> Plan:
-    """The old plan's placements of tables that the problem still has, with all of their devices."""
+def _plan_of_remaining_tables(old: Plan, problem: Problem) -> Plan:
+    """Old plan's placements of tables that the problem still has and whose devices all remain."""
     rebound, n_devices = rebind_tables(old, problem).placements, len(problem.topology)
     # A placement on a device that is gone takes its whole table along.
     tables = set(problem.tables) - {p.shard.table for p in rebound if max(p.devices) >= n_devices}
@@ -359,23 +363,23 @@ def _remaining_plan(old: Plan, problem: Problem) -> Plan:
 
 
 def _staying_plan(old: Plan, problem: Problem) -> Plan:
-    """The placements of the old plan that can stay, without tables of a fixed kind.
+    """Old plan's placements that can stay, without tables of a fixed kind.
 
     Where a device would hold more than it may, tables leave it: the smallest that is enough, or the largest.
     """
-    remaining = _remaining_plan(old, problem)
-    tables, parts = remaining.by_table(), parts_of_plan(remaining, problem)
-    fixed = [p for t in problem.tables if on_all_devices(t, problem) for p in tables.pop(t.name, [])]
-    searched = parts.split(Plan(tuple(chain(*tables.values()))))
-    for table in Reshard(searched).old_places(parts.problem).new:
+    remaining = _plan_of_remaining_tables(old, problem)
+    tables, parts = remaining.placements_by_table(), parts_of_plan(remaining, problem)
+    fixed = [p for t in problem.tables if must_be_on_all_devices(t, problem) for p in tables.pop(t.name, [])]
+    searched = parts.split_plan(Plan(tuple(chain(*tables.values()))))
+    for table in Reshard(searched).tables_in_old_plan(parts.problem).new:
         tables.pop(parts.tables[table.name][0].name if table.name in parts.tables else table.name, None)
     while tables:
         stays = tuple(chain(*tables.values()))
         # The device with the largest excess gives up tables first.
-        excess = np.subtract(used_bytes(Plan((*fixed, *stays)), problem), held_bytes(problem))
+        excess = np.subtract(used_bytes(Plan((*fixed, *stays)), problem), usable_bytes(problem))
         worst = int(np.argmax(excess))
         there = {
-            name: sum(shard.bytes for device, shard in shards_of(placements) if device == worst)
+            name: sum(shard.bytes for device, shard in device_shard_pairs(placements) if device == worst)
             for name, placements in tables.items()
         }
         if excess[worst] <= 0 or not any(there.values()):

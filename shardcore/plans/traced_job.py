@@ -11,14 +11,14 @@ import numpy as np
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Plan, Problem, Setting
 from shardcore.cost import traced_factors
-from shardcore.cost.model import CostModel, PricedPlan, price_plan, total_ms
+from shardcore.cost.model import CostModel, PricedPlan, predicted_total_ms, price_plan
 from shardcore.cost.traced_factors import Correction
 from shardcore.io import job_folder
 from shardcore.io.traced_samples import TracedSample
 from shardcore.io.traced_steps import TracedJob
-from shardcore.measure.traces.job import read_job
-from shardcore.plans.diff import Diff, diff
-from shardcore.plans.gain import Gain, gain
+from shardcore.measure.traces.job import read_traced_job
+from shardcore.plans.diff import Diff, diff_plans
+from shardcore.plans.gain import Gain, plan_gain
 from shardcore.plans.move_price import price_move
 from shardcore.plans.replan import ReplanConfig, replan
 from shardcore.step.lower import lower
@@ -48,7 +48,7 @@ class ReadJob:
 
     @property
     def total_ms(self) -> float:
-        """The ms of a step: without tracing if such were timed, or else the median of the traced ones."""
+        """ms of a step of the job: timed without tracing where available, else the median of the traced steps."""
         return self.step_ms or float(np.median([step.total_ms for step in self.traced.steps]))
 
 
@@ -87,15 +87,15 @@ class Proposal:
     seconds: float
 
 
-def read(folder: str | Path, problem: Problem | None = None, plan: Plan | None = None) -> ReadJob:
-    """The newest traced step of a job's folder, or the traces in any folder.
+def read_job_traces(folder: str | Path, problem: Problem | None = None, plan: Plan | None = None) -> ReadJob:
+    """Newest traced step of a job's folder, or the traces in any folder.
 
     problem, plan: problem and plan of traces in a folder that names none.
 
     Raises ShardCoreError where no trace can be read.
     """
     # A folder of a job has a folder for each traced step. The newest counts.
-    folder = job_folder.newest_step(Path(folder))
+    folder = job_folder.newest_step_folder(Path(folder))
     of_job, remarks = None, ()
     if (folder / job_folder.JOB_JSON).exists():
         of_job = job_folder.read_step(folder)
@@ -104,20 +104,22 @@ def read(folder: str | Path, problem: Problem | None = None, plan: Plan | None =
     elif not plan:
         # Traces can be read without a plan, but not compared with one.
         remarks = ("the folder has no plan: give --problem and --plan, or use ShardCoreProfiler",)
-    traced = read_job(folder, len(problem.topology) if problem else None)
+    traced = read_traced_job(folder, len(problem.topology) if problem else None)
     where = folder.resolve()
-    job = where.parent.name if job_folder.is_step(where.name) else where.name
+    job = where.parent.name if job_folder.is_step_folder_name(where.name) else where.name
     return ReadJob(job, where.name, traced, problem, plan, of_job and of_job.total_ms, remarks)
 
 
-def sample(job: ReadJob, hardware: str) -> TracedSample:
-    """The job's traced steps as a sample of a dataset.
+def traced_sample(job: ReadJob, hardware: str) -> TracedSample:
+    """Job's traced steps as a sample of a dataset.
 
     Raises ShardCoreError for a job whose plan is not known.
     """
-    problem, plan = _known(job)
+    problem, plan = _require_problem_and_plan(job)
     number = (
-        job_folder.step_number(Path(job.name)) if job_folder.is_step(job.name) else job.traced.steps[0].number
+        job_folder.step_number(Path(job.name))
+        if job_folder.is_step_folder_name(job.name)
+        else job.traced.steps[0].number
     )
     return TracedSample(
         Setting(hardware, problem.global_batch, problem.precision, problem.optimizer),
@@ -131,19 +133,19 @@ def sample(job: ReadJob, hardware: str) -> TracedSample:
     )
 
 
-def _known(job: ReadJob) -> tuple[Problem, Plan]:
+def _require_problem_and_plan(job: ReadJob) -> tuple[Problem, Plan]:
     if job.problem is None or job.plan is None:
         raise ShardCoreError(f"traces in {job.name} come without a problem and a plan; give both")
     return job.problem, job.plan
 
 
-def check(job: ReadJob, model: CostModel) -> CheckedJob:
-    """A job's plan under a model, and the model corrected by the job's traces.
+def check_traced_job(job: ReadJob, model: CostModel) -> CheckedJob:
+    """Job's plan priced under a cost model, and under the model corrected by the job's traces.
 
     Raises ShardCoreError for a job whose plan is not known, a model of another setting, and traces that tell
     nothing or are of another plan.
     """
-    given, plan = _known(job)
+    given, plan = _require_problem_and_plan(job)
     given.require_setting(model.for_problem(given).setting)
     traced = [step.without_tracing(job.step_ms) for step in job.traced.steps]
     # What a rank does around its embeddings, in every traced step.
@@ -153,23 +155,23 @@ def check(job: ReadJob, model: CostModel) -> CheckedJob:
     before = price_plan(plan, problem, ours, fits=False)
     workload = before.workload
     for step in traced:
-        if wrong := traced_factors.mismatches(workload, step):
+        if wrong := traced_factors.describe_mismatches(workload, step):
             raise ShardCoreError(f"{wrong[0]}: nothing is corrected by it")
-    with_slow, slow = traced_factors.with_speeds(given, ours, [(workload, step) for step in traced])
+    with_slow, slow = traced_factors.with_traced_speeds(given, ours, [(workload, step) for step in traced])
     if slow:  # factors are those of all ranks, and a slow one is no part of them
         workload = lower(plan, replace(problem, topology=with_slow.topology), fits=False)
-    correction = traced_factors.correction(ours, [(workload, step) for step in traced], job.step_ms)
+    correction = traced_factors.fit_correction(ours, [(workload, step) for step in traced], job.step_ms)
     # Which traces it was corrected by, as cost/traced_training.py has it: they correct it once.
-    of = sample(job, model.setting.hardware)
+    of = traced_sample(job, model.setting.hardware)
     lineage = {
         "job": job.name,
         "steps": [of.name],
         "traces": {of.name: dict(of.traces)},
-        **correction.document(),
+        **correction.to_json(),
     }
     corrected = traced_factors.corrected_model(model, correction.factors, lineage)
     # The correction may find another dense part than the trace shows.
-    problem = traced_factors.with_around(with_slow, correction.around_ms)
+    problem = traced_factors.with_dense_ms(with_slow, correction.around_ms)
     after = price_plan(plan, problem, corrected.for_problem(problem), fits=False)
     return CheckedJob(
         before,
@@ -177,23 +179,23 @@ def check(job: ReadJob, model: CostModel) -> CheckedJob:
         problem,
         corrected,
         correction,
-        interval_ms(plan, problem, model, correction),
+        step_interval_ms(plan, problem, model, correction),
         (*slow, *correction.refused),
     )
 
 
-def interval_ms(plan: Plan, problem: Problem, model: Any, correction: Correction) -> tuple[float, float]:
-    """The interval of a step, from factors drawn from their posterior."""
+def step_interval_ms(plan: Plan, problem: Problem, model: Any, correction: Correction) -> tuple[float, float]:
+    """Interval of a step's predicted ms, with correction factors drawn from their posterior."""
     # A fixed seed, so that the same traces give the same interval.
     rng, workload = np.random.default_rng(0), lower(plan, problem, fits=False)
-    models = (traced_factors.corrected_model(model, correction.drawn(rng)) for _ in range(DRAWS))
-    totals = [total_ms(workload, drawn.for_problem(problem)) for drawn in models]
+    models = (traced_factors.corrected_model(model, correction.sample_factors(rng)) for _ in range(DRAWS))
+    totals = [predicted_total_ms(workload, drawn.for_problem(problem)) for drawn in models]
     low, high = np.quantile(totals, INTERVAL).tolist()
     return low, high
 
 
-def propose(checked: CheckedJob, model: CostModel, config: ReplanConfig) -> Proposal | None:
-    """A plan that is cheaper under the corrected model. None where none is found.
+def propose_plan(checked: CheckedJob, model: CostModel, config: ReplanConfig) -> Proposal | None:
+    """Plan that is cheaper for a job under the corrected cost model; None if none is found.
 
     model: the one before its correction.
     """
@@ -201,14 +203,14 @@ def propose(checked: CheckedJob, model: CostModel, config: ReplanConfig) -> Prop
     # Under the corrected model, which is the one that the job's steps agree with.
     plan = replan(checked.after.plan, checked.problem, ours, config)
     now = price_plan(plan, checked.problem, ours)
-    moved = diff(checked.after.plan, plan, checked.problem)
+    moved = diff_plans(checked.after.plan, plan, checked.problem)
     # No move, or no gain under the model: nothing to propose.
     if not moved or now.cost.total_ms >= checked.after.cost.total_ms:
         return None
     return Proposal(
         now,
-        interval_ms(plan, checked.problem, model, checked.correction),
-        gain(checked.after, now, checked.problem, ours),
+        step_interval_ms(plan, checked.problem, model, checked.correction),
+        plan_gain(checked.after, now, checked.problem, ours),
         moved,
         price_move(checked.after.plan, plan, checked.problem, ours).pause_s,
     )

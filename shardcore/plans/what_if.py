@@ -18,9 +18,9 @@ import numpy as np
 
 from shardcore.core.types import Problem, Shard, Table
 from shardcore.cost.model import CostModel, PricedPlan, step_ms
-from shardcore.step.kinds import WHOLE_ROWS, merged
+from shardcore.step.kinds import WHOLE_ROWS, merged_placements
 from shardcore.step.lower import traffic_of_outputs
-from shardcore.step.memory import account_of, gib, sums_of
+from shardcore.step.memory import memory_account, shard_sums, size_text
 from shardcore.tables.host_rows import with_shared_cache_load_factors
 
 BEST, OF_TABLE = 20, 3
@@ -81,18 +81,18 @@ class WhatIf:
     heaviest: tuple[str, float] | None = None
 
 
-def what_if(priced: PricedPlan, problem: Problem, model: CostModel) -> WhatIf:
-    """The best moves of single shards of a plan.
+def price_single_moves(priced: PricedPlan, problem: Problem, model: CostModel) -> WhatIf:
+    """Price moves of single shards of a plan to other devices, and return the best.
 
     In very large plans, only moves to the devices that are ready first are priced.
 
-    problem: with the plan's towers, if it has some (decisions.towers.as_planned).
+    problem: with the plan's towers, if it has some (decisions.towers.with_towers_of_plan).
     model: what prices the plan.
     """
     if all(op.kind != WHOLE_ROWS.name for ops in priced.workload.ops for op in ops):
         return WhatIf()
     plan = _PlanSums(priced, problem, model)
-    stays = {s.table.name: why for s in plan.shards if (why := _stays(s.table, problem))}
+    stays = {s.table.name: why for s in plan.shards if (why := _reason_to_stay(s.table, problem))}
     free = [i for i, shard in enumerate(plan.shards) if shard.table.name not in stays]
     ordered = sorted(
         plan.priced_moves(plan.possible_moves(free)), key=lambda move: (bool(move.refused), move.total_ms)
@@ -104,17 +104,17 @@ def what_if(priced: PricedPlan, problem: Problem, model: CostModel) -> WhatIf:
         tuple(move for move in ordered[:BEST] if not move.refused),
         {name: tuple(moves[:OF_TABLE]) for name, moves in of_table.items()},
         stays,
-        plan.heaviest(),
+        plan.heaviest_table(),
     )
 
 
-def _stays(table: Table, problem: Problem) -> str:
-    """Reason why no shard of a table may move alone, or why its moves cannot be priced. "": it may move."""
-    others = [name for name in problem.bundle_of.get(table.name, ()) if name != table.name]
+def _reason_to_stay(table: Table, problem: Problem) -> str:
+    """Reason why no shard of a table may move alone, or why its moves cannot be priced; "" if the table may move."""
+    others = [name for name in problem.group_by_table.get(table.name, ()) if name != table.name]
     if others:
         return f"it needs to stay together with {others[0]} (constraints.together)"
-    # A codec may refuse the columns that are left on a device (lower.require_plan).
-    codecs = "the job's codecs carry only some columns of a device" if problem.codecs_fail else ""
+    # A codec may refuse the columns that are left on a device (lower.require_valid_plan).
+    codecs = "the job's codecs carry only some columns of a device" if problem.codecs_may_fail else ""
     return "some of its rows are not in device memory" if table.in_host_memory else codecs
 
 
@@ -132,13 +132,13 @@ class _PlanSums:
 
     def __init__(self, plan: PricedPlan, problem: Problem, model: CostModel) -> None:
         self.plan, self.problem, self.model = plan, problem, model
-        work, placements = plan.workload, merged(plan.plan.placements)
+        work, placements = plan.workload, merged_placements(plan.plan.placements)
         self.runs, n = list(work.lanes), len(problem.topology)
         ops = [(d, op) for d, ops in enumerate(work.ops) for op in ops if op.kind == WHOLE_ROWS.name]
         op_of = np.repeat(range(len(ops)), [len(op.shards) for _, op in ops])
         self.shards = [shard for _, op in ops for shard in op.shards]
         self.at = np.array([d for d, _ in ops])[op_of]
-        self.run = np.array([self.runs.index(op.run) for _, op in ops])[op_of]
+        self.run = np.array([self.runs.index(op.layout) for _, op in ops])[op_of]
         as_cached = [with_shared_cache_load_factors(op.shards, op.batch) for _, op in ops]
         self.codes = model.encode([shard for of_op in as_cached for shard in of_op], problem.global_batch)
         number = self.run * n + self.at
@@ -148,30 +148,30 @@ class _PlanSums:
         self.op_ms = self._ops_ms(self.sums, self.counts, np.arange(len(self.sums)))
         without_ms = self._ops_ms(self.sums[number] - self.codes, self.counts[number] - 1, number)
         self.saved_ms = self.op_ms[:, number] - without_ms
-        account = account_of(placements, problem)
-        amounts = [sums_of(self.runs[r], s, problem) for r, s in zip(self.run, self.shards, strict=True)]
+        account = memory_account(placements, problem)
+        amounts = [shard_sums(self.runs[r], s, problem) for r, s in zip(self.run, self.shards, strict=True)]
         self.carried = np.array([(of.entered, of.arrived) for of in amounts], float).T
         self.columns = np.array(
             [
-                account.vector(self.runs[r], s, of)
+                account.bytes_by_phase(self.runs[r], s, of)
                 for r, s, of in zip(self.run, self.shards, amounts, strict=True)
             ]
         )
         self.limits, self.phases = account.limits, account.phases
-        self.memory = account.base + account.loads(placements)
+        self.memory = account.base + account.device_loads(placements)
         # What caches round up stays, as their tables do.
         peaks = self.memory[:, : self.phases].max(1)
         self.memory[:, : self.phases] += (work.memory_bytes - peaks)[:, None]
 
     def _ops_ms(self, sums: np.ndarray, counts: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-        """[3, K] ms of ops with summed encodings [K, F]: forward, backward, and on slower links."""
+        """[3, K] ms of ops with summed encodings [K, F]: forward and backward compute, and time on slower links."""
         devices = self.problem.topology.devices
         speed = np.array([d.speed for d in devices])[numbers % len(devices)]
         # An empty op costs nothing. Differences of sums may leave it some rounding.
         return np.where(counts > 0, self.model.parts(sums).T / speed, 0.0)
 
     def possible_moves(self, free: Sequence[int]) -> np.ndarray:
-        """[K, 2] numbers of a shard and of a device that it may move to.
+        """[K, 2] possible moves: the number of a shard, and of a device that it may move to.
 
         A device with other columns of the table is none: the two shards would become one.
 
@@ -180,7 +180,7 @@ class _PlanSums:
         cost, traffic = self.plan.cost, self.plan.workload.traffic
         most = max(OF_TABLE, _WORK // max(1, len(free) * traffic.size))
         first = np.argsort(np.array(cost.compute_ms) + cost.backward_comm_ms, kind="stable").tolist()
-        placements, moves = self.plan.plan.by_table(), []
+        placements, moves = self.plan.plan.placements_by_table(), []
         for i in free:
             name = self.shards[i].table.name
             taken = {p.devices[0] for p in placements[name] if p.kind == WHOLE_ROWS.name}
@@ -189,13 +189,13 @@ class _PlanSums:
         return np.array(moves, dtype=int).reshape(-1, 2)
 
     def priced_moves(self, moves: np.ndarray) -> Iterator[Move]:
-        """Moves [K, 2], priced in parts that are small enough for one call."""
+        """Moves [K, 2] of shards to devices, priced in chunks that bound the memory."""
         at_once = max(1, _AT_ONCE // self.plan.workload.traffic.size)
         for k in range(0, len(moves), at_once):
-            yield from self._priced_at_once(*moves[k : k + at_once].T)
+            yield from self._price_moves_in_one_call(*moves[k : k + at_once].T)
 
-    def _priced_at_once(self, i: np.ndarray, to: np.ndarray) -> Iterator[Move]:
-        """Moves of shards i [K] to devices [K], priced in one call."""
+    def _price_moves_in_one_call(self, i: np.ndarray, to: np.ndarray) -> Iterator[Move]:
+        """Moves of shards i [K] to devices [K], priced in one call of the cost model."""
         cost, work, topology = self.plan.cost, self.plan.workload, self.problem.topology
         k, at, run = np.arange(len(i)), self.at[i], self.run[i]
         # [3, K, D] forward and backward compute, and time on slower links.
@@ -224,7 +224,7 @@ class _PlanSums:
         for k, (shard, *devices) in enumerate(zip(i.tolist(), at.tolist(), to.tolist(), strict=True)):
             refused = "an op would have more ids or features than FBGEMM runs" if beyond[k] else ""
             if lacks[k].max() > 0:
-                refused = f"device {lacks[k].argmax()} lacks {gib(lacks[k].max())}"
+                refused = f"device {lacks[k].argmax()} lacks {size_text(lacks[k].max())}"
             changed = (
                 Changed(d, float(busy_ms[k, d]), round(used[k, d]))
                 for d in dict.fromkeys((*devices, last[k]))
@@ -238,8 +238,8 @@ class _PlanSums:
                 last[k],
             )
 
-    def heaviest(self) -> tuple[str, float] | None:
-        """See WhatIf."""
+    def heaviest_table(self) -> tuple[str, float] | None:
+        """Name and ms of the table with the costliest shard on the bottleneck device; None if there is none."""
         ready = np.array(self.plan.cost.compute_ms) + self.plan.cost.backward_comm_ms
         saved_ms = self.saved_ms[:2].sum(0).tolist()
         # The encoding of a cached table depends on those that share its cache.

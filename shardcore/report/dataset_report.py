@@ -12,7 +12,7 @@ import numpy as np
 from shardcore.io.dataset import has_reference_op
 from shardcore.io.measurements import CollectiveSample, ComputeSample
 from shardcore.report.figures import figure_with_panels
-from shardcore.step.memory import gib
+from shardcore.step.memory import size_text
 from shardcore.step.scopes import WORLD
 
 if TYPE_CHECKING:
@@ -39,8 +39,11 @@ def dataset_summary(
         rows += [
             ("shards an op", _range_text([len(s.request.shards) for s in timed])),
             ("widths", _range_text([x.width for x in shards])),
-            ("shard weights", f"{gib(min(x.bytes for x in shards))} to {gib(max(x.bytes for x in shards))}"),
-            ("row ranges", f"{np.mean([not x.full_rows for x in shards]):.0%} of shards"),
+            (
+                "shard weights",
+                f"{size_text(min(x.bytes for x in shards))} to {size_text(max(x.bytes for x in shards))}",
+            ),
+            ("row ranges", f"{np.mean([not x.has_all_rows for x in shards]):.0%} of shards"),
             ("batches", ", ".join(map(str, sorted({s.request.batch for s in timed})))),
             ("total ms", _range_text([s.total_ms for s in timed])),
             ("repeats", _range_text([s.forward.repeats for s in timed if s.forward])),
@@ -87,7 +90,9 @@ def exchange_summary(samples: Sequence[CollectiveSample]) -> list[tuple[str, str
     kinds = Counter(
         f"{r.collective}{f' {r.group}' * (r.group != WORLD)} {r.payload}" for r in (s.request for s in timed)
     )
-    emulated = Counter(f"{s.request.hosts} {s.request.emulated.words}" for s in timed if s.request.emulated)
+    emulated = Counter(
+        f"{s.request.hosts} {s.request.emulated.description}" for s in timed if s.request.emulated
+    )
     rows = [("exchanges", f"{len(timed)} timed, {len(samples) - len(timed)} failed")]
     if timed:
         transfers = [

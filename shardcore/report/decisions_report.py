@@ -12,9 +12,9 @@ from shardcore.plans.hot_drift import HotDrift
 from shardcore.report.figures import figure_with_panels
 from shardcore.report.text import records_table, text_table
 from shardcore.search.decisions.driver import Entry, Found, Ledger, Outcome
-from shardcore.search.decisions.memory_tiers import gains_ms, link_ms, tiers_of
-from shardcore.search.decisions.provision import Provision, best_of_each
-from shardcore.step.memory import gib
+from shardcore.search.decisions.memory_tiers import least_link_ms, link_ms_savings, tiers_of_tables
+from shardcore.search.decisions.provision import Provision, best_cluster_of_each_offer
+from shardcore.step.memory import size_text
 from shardcore.tables.hot_rows import HOT
 
 if TYPE_CHECKING:
@@ -105,14 +105,14 @@ def hot_row_drift_table(drifts: Sequence[HotDrift]) -> str:
             "with other ids": f"{x.best_share:.1%}",
             "rows that enter": f"{x.entering:,}",
             "MB saved a step": f"{x.saved_bytes / 1e6:,.3f}",
-            "moves": gib(x.moved_bytes),
+            "moves": size_text(x.moved_bytes),
         }
         for x in drifts
     ]
     saved, moved = sum(x.saved_bytes for x in drifts), sum(x.moved_bytes for x in drifts)
     return (
         f"{records_table(rows)}\n\n"
-        f"Other hot ids would save {saved / 1e6:,.3f} MB a step between devices, and move {gib(moved)} of "
+        f"Other hot ids would save {saved / 1e6:,.3f} MB a step between devices, and move {size_text(moved)} of "
         "weights once."
     )
 
@@ -125,7 +125,7 @@ def memory_tiers_text(problem: Problem) -> str:
 
     A second table has the ms that more memory would save.
     """
-    tiers = tiers_of(problem)
+    tiers = tiers_of_tables(problem)
     below = sorted((t for t in tiers if t.table.in_host_memory), key=lambda t: -t.link_bytes)
     if not below:
         return "All rows fit in device memory."
@@ -133,20 +133,23 @@ def memory_tiers_text(problem: Problem) -> str:
         {
             "table": t.table.name,
             "kernel": t.table.kernel,
-            "weights": gib(t.table.bytes),
+            "weights": size_text(t.table.bytes),
             "rows cached": f"{t.table.load_factor:.2%}",
             "MB over the link": f"{t.link_bytes / 1e6:,.3f}",
         }
         for t in below
     ]
-    more = [(f"{n} GiB", f"{ms:,.3f}") for n, ms in zip(_MORE_GIB, gains_ms(problem, _MORE_GIB), strict=True)]
+    more = [
+        (f"{n} GiB", f"{ms:,.3f}")
+        for n, ms in zip(_MORE_GIB, link_ms_savings(problem, _MORE_GIB), strict=True)
+    ]
     return "\n".join(
         [
             records_table(rows),
             "",
             f"{len(below)} of {len(problem.tables)} tables are not all in device memory. Each step "
-            f"{sum(t.link_bytes for t in tiers) / 1e6:,.1f} MB cross the link: {link_ms(problem):,.3f} ms at least, at "
-            f"{' and '.join(f'{x.gbps:g}' for x in problem.topology.memory)} GB/s a device (given).",
+            f"{sum(t.link_bytes for t in tiers) / 1e6:,.1f} MB cross the link: {least_link_ms(problem):,.3f} ms at "
+            f"least, at {' and '.join(f'{x.gbps:g}' for x in problem.topology.memory)} GB/s a device (given).",
             "",
             text_table(("more device memory", "ms saved"), more),
         ]
@@ -173,7 +176,7 @@ def _cluster_record(outcome: Outcome) -> dict[str, Any]:
 def cluster_lines(decision: Provision, result: Found) -> Iterator[str]:
     """Lines on provisioned clusters: the chosen one, the best of each offer, and those without a plan."""
     outcomes = result.outcomes
-    best = best_of_each(outcomes, decision.target)
+    best = best_cluster_of_each_offer(outcomes, decision.target)
     chosen = best[0].proposal
     yield (
         f"{chosen.words}, {chosen.price_per_hour:,.2f} an hour, {result.ms:.3f} ms a step; {len(outcomes)} "
@@ -195,11 +198,11 @@ def clusters_figure(outcomes: Sequence[Outcome], chosen: Outcome | None) -> Figu
     chosen: None if none meets the target.
     """
 
-    def points(of: Sequence[Outcome]) -> tuple[list[float], list[float]]:
+    def prices_and_rates(of: Sequence[Outcome]) -> tuple[list[float], list[float]]:
         return [x.proposal.price_per_hour for x in of], [x.proposal.samples_per_s(x.ms) for x in of]
 
     made, [axes] = figure_with_panels((8, 5))
-    prices, rates = points(
+    prices, rates = prices_and_rates(
         sorted((x for x in outcomes if x.found), key=lambda x: (x.proposal.price_per_hour, x.ms))
     )
     axes.step(
@@ -212,10 +215,15 @@ def clusters_figure(outcomes: Sequence[Outcome], chosen: Outcome | None) -> Figu
     )
     for name in dict.fromkeys(x.proposal.offer.name for x in outcomes):
         of = [x for x in outcomes if x.proposal.offer.name == name and x.found]
-        axes.plot(*points(of), marker="o", markersize=4, linewidth=1, label=name)
+        axes.plot(*prices_and_rates(of), marker="o", markersize=4, linewidth=1, label=name)
     if chosen:
         axes.scatter(
-            *points([chosen]), s=120, facecolors="none", edgecolors="black", label="chosen", zorder=3
+            *prices_and_rates([chosen]),
+            s=120,
+            facecolors="none",
+            edgecolors="black",
+            label="chosen",
+            zorder=3,
         )
     axes.set(xlabel="price per hour", ylabel="samples per second", ylim=(0, None), xlim=(0, None))
     axes.legend(frameon=False)

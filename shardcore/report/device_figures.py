@@ -17,7 +17,7 @@ from shardcore.io.writing import write_atomic
 from shardcore.report.figures import figure_with_panels, png_bytes, svg_text
 from shardcore.report.plan_explorer import PARTS
 from shardcore.step.lower import lower
-from shardcore.step.memory import held_bytes
+from shardcore.step.memory import usable_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -77,7 +77,7 @@ def plot(plan: Plan, problem: Problem, model: CostModel, before: Plan | None = N
         shardcore.plot(plan, problem, model)
         shardcore.plot(plan, problem, model).save("plan.svg")
     """
-    free, loads = held_bytes(problem), []
+    free, loads = usable_bytes(problem), []
     for shown, name in ((before, "before"), (plan, "after")):
         if shown is not None:
             workload = lower(shown, problem)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardcore.core.extras import MissingExtra, extras_named
+from shardcore.core.extras import MissingExtra, explain_missing_extras
 from shardcore.io.writing import write_atomic
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def png_bytes(figure: Figure) -> bytes:
 def write_png(path: Path, draw: Callable[[], Figure]) -> str:
     """Draw a figure and write it as PNG. Returns the path, or a sentence if matplotlib is missing."""
     try:
-        with extras_named():
+        with explain_missing_extras():
             write_atomic(path, png_bytes(draw()))
     except MissingExtra as error:
         return f"{path} was not drawn: {error}"

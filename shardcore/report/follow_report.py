@@ -5,12 +5,12 @@ from __future__ import annotations
 from shardcore.core.links import LEVELS
 from shardcore.plans.decisions import Decision
 from shardcore.plans.followed import JobEvent, JobReport
-from shardcore.plans.words import count, when
-from shardcore.step.memory import gib
+from shardcore.plans.words import count_text, time_text
+from shardcore.step.memory import size_text
 
 
 def current_version_text(x: Decision) -> str:
-    return f"{x.problem}: version {x.current} is current since {when(x.decided_at)} ({x.outcome}): {x.reason}"
+    return f"{x.problem}: version {x.current} is current since {time_text(x.decided_at)} ({x.outcome}): {x.reason}"
 
 
 def job_text(report: JobReport, now_s: float) -> str:
@@ -24,11 +24,11 @@ def event_text(event: JobEvent) -> str:
     words = [f"step {event.step:,}: {event.outcome}, version {event.version}"]
     if event.pause_s is not None:
         ways = [
-            f"{gib(n)} {LEVELS[way].words if way in LEVELS else 'within ranks'}"
+            f"{size_text(n)} {LEVELS[way].words if way in LEVELS else 'within ranks'}"
             for way, n in (event.bytes or {}).items()
             if n
         ]
-        words.append(f"{count(event.tables, 'table')} in {event.pause_s:.3g} s ({', '.join(ways)})")
+        words.append(f"{count_text(event.tables, 'table')} in {event.pause_s:.3g} s ({', '.join(ways)})")
     if event.after_ms is not None and event.before_ms:
         change = event.after_ms / event.before_ms - 1
         most = f", predicted at most {event.expected_ms:.3g}" if event.expected_ms is not None else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from shardcore.core.types import Problem
 from shardcore.core.validation import require
 from shardcore.report.text import records_table
-from shardcore.step.access import lookups
+from shardcore.step.access import lookup_count
 from shardcore.tables.hash_tables import row_division_imbalance
 from shardcore.tables.heat import heat_of_tables
 
@@ -20,7 +20,7 @@ def heat_table(problem: Problem, held: float) -> str:
     require(0 <= held <= 1, f"the cache holds a share of {held:g} of the rows; it needs to be within 0 and 1")
     heats, batch = [], problem.global_batch
     for table in problem.tables:
-        if lookups(table, batch) == 0:
+        if lookup_count(table, batch) == 0:
             heats.append((0.0, 0.0, table, 0.0))
             continue
         [heat] = heat_of_tables([table], batch, unseen=True)

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote
 
-from shardcore.core.html import Link, table
+from shardcore.core.html import Link, html_table
 from shardcore.plans import store
 from shardcore.plans.decisions import Decision
-from shardcore.plans.words import when
+from shardcore.plans.words import time_text
 from shardcore.report.html import html_page, note_html
 
 _HEADERS = ("problem", "ms of a step", "model", "decided", "outcome")
@@ -27,7 +27,7 @@ def store_index_page(decisions: Mapping[str, Decision | None]) -> str:
             "<h1>Published plans</h1>",
             f'<p><a href="{store.MODELS}">Versions of the cost model</a> · '
             f'<a href="{store.REPORT}">The last publish</a></p>',
-            table(_HEADERS, rows, words=(2, 3, 4)),
+            html_table(_HEADERS, rows, words=(2, 3, 4)),
             note_html("Costs are those that the model of that time predicted."),
         ],
     )
@@ -42,6 +42,6 @@ def _problem_row(name: str, decision: Decision | None) -> tuple[Any, ...]:
         Link(name, f"{quote(name)}/versions/{quote(decision.current)}/{store.PAGE}"),
         "-" if decision.total_ms is None else f"{decision.total_ms:.2f}",
         by,
-        when(decision.decided_at),
+        time_text(decision.decided_at),
         decision.outcome,
     )

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from shardcore.core.html import table
-from shardcore.plans.words import when
+from shardcore.core.html import html_table
+from shardcore.plans.words import time_text
 from shardcore.report.figures import figure_with_panels, svg_text
 from shardcore.report.html import html_page, note_html
 from shardcore.report.text import percent_change
@@ -57,7 +57,7 @@ def traced_step_rows(records: Sequence[JobRecord]) -> list[tuple[str, ...]]:
     return [
         (
             f"{x.number:,}",
-            when(x.at),
+            time_text(x.at),
             f"{x.measured_ms:.1f}",
             f"{x.predicted_ms:.1f}",
             percent_change(x.predicted_ms, x.measured_ms),
@@ -85,13 +85,13 @@ def traced_job_page(job: str, records: Sequence[JobRecord], first: Sequence[str]
                 "Each step was predicted before it was read: by the champion of its time, with what earlier steps took "
                 "around the embeddings. Below: by what each part differs from that model."
             ),
-            f"<figure>{svg_text(traced_job_figure(records))}</figure>",
-            table(HEADERS, traced_step_rows(records), words=(1, 7)),
+            f"<figure>{svg_text(step_times_figure(records))}</figure>",
+            html_table(HEADERS, traced_step_rows(records), words=(1, 7)),
         ],
     )
 
 
-def traced_job_figure(records: Sequence[JobRecord]) -> Figure:
+def step_times_figure(records: Sequence[JobRecord]) -> Figure:
     """Figure of a job's measured and predicted step ms over time, with the cost model's correction factors below."""
     from datetime import UTC, datetime
 

@@ -34,7 +34,7 @@ def traced_step_text(job: TracedJob) -> str:
         if any(rank.ms.get(name) for rank in shown)
     ]
     rows.append(["step", *(f"{rank.total_ms:.2f}" for rank in shown)])
-    rows.append(["named", *(f"{rank.named_share:.1%}" for rank in shown)])
+    rows.append(["named", *(f"{rank.recognised_share:.1%}" for rank in shown)])
     rows.append(["hidden transfers", *(f"{rank.hidden_ms:.2f}" for rank in shown)])
     table = text_table(["ms", *(f"rank {rank.rank}" for rank in shown)], rows)
     left = len(step.ranks) - len(shown)
@@ -62,8 +62,8 @@ def prediction_text(step: TracedStep, before: StepCost, after: StepCost, ranks: 
 
 def _missing_ranks_text(step: TracedStep, before: str) -> str:
     """Sentence on ranks without a trace, after a separator; "" if all ranks have one."""
-    words = f"{before}{step.missing_ranks.capitalize()} missing: exchanges hold the waiting for them, uncorrected."
-    return words if step.missing_ranks else ""
+    words = f"{before}{step.missing_ranks_text.capitalize()} missing: exchanges hold the waiting for them, uncorrected."
+    return words if step.missing_ranks_text else ""
 
 
 def bottleneck_sentence(step: TracedStep) -> str:

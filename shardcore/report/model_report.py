@@ -17,7 +17,7 @@ from shardcore.cost.metrics import kendall_tau, mape
 from shardcore.cost.neural import NeuralModel
 from shardcore.report.figures import figure_with_panels
 from shardcore.report.text import markdown_table
-from shardcore.step.kinds import CHANNELS, kinds_of
+from shardcore.step.kinds import CHANNELS, kinds_of_channel
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -107,7 +107,7 @@ def replay_scatter_figure(rows: Sequence[replay_metrics.ReplayRecord], title: st
     predicted, replayed, noise = (
         np.array([getattr(r, k) for r in rows]) for k in ("predicted_ms", "replayed_ms", "noise_ms")
     )
-    found = replay_metrics.figures(rows)
+    found = replay_metrics.flat_metrics(rows)
     tau = f"\nKendall tau within problems {found['kendall_tau']:.2f}" if "kendall_tau" in found else ""
     _draw_equality(
         axes,
@@ -214,7 +214,7 @@ def doubling_gain_sentence(curve: LearningCurve, repeatability: float | None) ->
     floor = f"; a timing itself is off by {repeatability:.1f}%" if repeatability is not None else ""
     return (
         f"Twice the groups ({2 * most:,} instead of {most:,}) would take {curve.gain:.1f} points off the learning "
-        f"curve's held-out error of {curve.at(most):.1f}%, of own groups alone{floor}."
+        f"curve's held-out error of {curve.error_at(most):.1f}%, of own groups alone{floor}."
     )
 
 
@@ -247,8 +247,8 @@ def model_card(model: NeuralModel, studied: StudyResults, name: str) -> str:
     return "\n\n".join(
         [
             f"# Cost model of {model.setting.hardware}",
-            *(f"**{x}.**" for x in known_errors.worse_than_usual(model)),
-            known_errors.label(model),
+            *(f"**{x}.**" for x in known_errors.error_warnings(model)),
+            known_errors.model_label(model),
             "Predicts what the embedding tables of a recommendation model cost in one training step: the ms of fused "
             f"FBGEMM lookups, forward and backward, and of exchanges between devices. Valid for ({model.setting}); "
             "what is in another setting is refused. A group that grows never costs less, and an empty one costs "
@@ -296,9 +296,9 @@ def _training_table(model: NeuralModel) -> str:
 
 def _step_factors_text(model: NeuralModel) -> str:
     factors = [
-        f"{channel.words} {way} {collective_model.in_step(model.weights, channel, way):.2f}"
+        f"{channel.description} {way} {collective_model.step_factor(model.weights, channel, way):.2f}"
         for channel in CHANNELS
-        for way in channel.row.ways
+        for way in channel.definition.ways
         if collective_model.step_factor_name(channel, way) in model.weights
     ]
     return f"{model.meta['steps']:,}: {', '.join(factors)}"
@@ -323,15 +323,15 @@ def _training_ranges_text(model: NeuralModel) -> str:
 def _proxy_names(model: NeuralModel) -> list[str]:
     """Names of quantities that a cost model prices without measurements of their own."""
     measured = [c for c in CHANNELS if collective_model.is_measured(model.weights, c)]
-    known = [collective_model.measured_links(model.weights, c) for c in measured]
+    known = [collective_model.measured_link_levels(model.weights, c) for c in measured]
     return [
         words
         for words, applies in (
             ("all exchanges, from the links' bandwidth, which a topology has to give", not measured),
             *(
                 (
-                    f"the {c.words} of {kinds_of(c)} shards, with the rates of "
-                    f"{collective_model.stands_for(model.weights, c)}",
+                    f"the {c.description} of {kinds_of_channel(c)} shards, with the rates of "
+                    f"{collective_model.substitute_words(model.weights, c)}",
                     c not in measured,
                 )
                 for c in CHANNELS
@@ -358,7 +358,7 @@ def _accuracy_text(studied: StudyResults) -> str:
         "Errors are mean absolute ones, relative to measurements of this machine; brackets hold numbers of samples. "
         "No model can be shown to err less than a timing itself is off. The test split is held out: no training sees "
         "it, and it decides on promotion. Own groups are those of train and validation. With 95% intervals: "
-        f"{accuracy.summary(studied.metrics['test'])}."
+        f"{accuracy.accuracy_summary(studied.metrics['test'])}."
     ]
     if studied.unseen_tables is not None:
         sentences.append(

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
-from shardcore.core.html import table
-from shardcore.plans.words import when
+from shardcore.core.html import html_table
+from shardcore.plans.words import time_text
 from shardcore.report.figures import figure_with_panels, svg_text
 from shardcore.report.html import html_page, note_html
 
@@ -68,12 +68,12 @@ def model_version_rows(records: Sequence[ModelRecord]) -> list[tuple[str, ...]]:
     return [
         (
             x.version,
-            when(x.registered_at),
+            time_text(x.registered_at),
             _percent_text(x.error),
             _percent_text(x.noise),
             _percent_text(x.replay_error),
             _percent_text(x.replay_noise),
-            "; ".join(f"{when(begin)} to {when(end) if end else 'now'}" for begin, end in x.reigns)
+            "; ".join(f"{time_text(begin)} to {time_text(end) if end else 'now'}" for begin, end in x.reigns)
             or "never",
             x.gate or "-",
             x.setting,
@@ -109,7 +109,7 @@ def model_versions_page(name: str, records: Sequence[ModelRecord], first: Sequen
             ),
             *(f"<p>{escape(errors_sentence(x))}.</p>" for x in newest if x.accuracy or x.replays),
             f"<figure>{svg_text(model_errors_figure(records))}</figure>",
-            table(HEADERS, model_version_rows(records), words=(1, 6, 7, 8)),
+            html_table(HEADERS, model_version_rows(records), words=(1, 6, 7, 8)),
         ],
     )
 
@@ -123,7 +123,7 @@ def model_errors_figure(records: Sequence[ModelRecord]) -> Figure:
     made, [axes] = figure_with_panels((11, 3.2))
     axes.xaxis_date()
 
-    def at(unix_s: float) -> datetime:
+    def utc_datetime(unix_s: float) -> datetime:
         return datetime.fromtimestamp(unix_s, UTC)
 
     ordered = sorted(records, key=lambda x: x.registered_at)
@@ -131,7 +131,7 @@ def model_errors_figure(records: Sequence[ModelRecord]) -> Figure:
     last = max((*(x.registered_at for x in records), *times), default=0.0)
     for x in ordered:
         for begin, end in x.reigns:
-            days = (float(date2num(at(unix_s))) for unix_s in (begin, end or last))
+            days = (float(date2num(utc_datetime(unix_s))) for unix_s in (begin, end or last))
             axes.axvspan(*days, color="#228833", alpha=0.15, linewidth=0)
     for label, color, errors, noises in (
         ("held-out groups and exchanges", "#4477aa", [x.error for x in ordered], [x.noise for x in ordered]),
@@ -139,7 +139,7 @@ def model_errors_figure(records: Sequence[ModelRecord]) -> Figure:
     ):
         for values, style, name in ((errors, "o-", label), (noises, ".--", f"noise of {label}")):
             known = [
-                (date2num(at(x.registered_at)), v)
+                (date2num(utc_datetime(x.registered_at)), v)
                 for x, v in zip(ordered, values, strict=True)
                 if v is not None
             ]

@@ -15,9 +15,9 @@ from typing import Any
 
 from shardcore.core.types import Placement, Problem
 from shardcore.plans.decisions import Version
-from shardcore.plans.diff import diff
+from shardcore.plans.diff import diff_plans
 from shardcore.plans.what_if import OF_TABLE, WhatIf
-from shardcore.step.memory import held_bytes
+from shardcore.step.memory import usable_bytes
 
 PARTS = (
     ("forward compute", "forward_compute_ms", "#4477aa"),
@@ -99,7 +99,7 @@ def explorer_html(now: Version, problem: Problem, before: Version | None = None)
     )
     against = f" The line on a bar is {escape(before.name)}." if before else ""
     highest_ms = max(sum(parts) for v in (now, before) if v for parts in _device_parts_ms(v))
-    shares = [u / max(f, 1) for u, f in zip(now.memory_bytes, held_bytes(problem), strict=True)]
+    shares = [u / max(f, 1) for u, f in zip(now.memory_bytes, usable_bytes(problem), strict=True)]
     legend = "".join(f'<span><i style="background:{color}"></i>{words}</span>' for words, _, color in PARTS)
     return "\n".join(
         [
@@ -152,8 +152,8 @@ def _device_parts_ms(version: Version) -> Iterable[tuple[float, ...]]:
 
 
 def _page_data(now: Version, problem: Problem, before: Version | None) -> dict[str, Any]:
-    is_, was = now.plan.by_table(), before.plan.by_table() if before else {}
-    changed = diff(before.plan, now.plan) if before else None
+    is_, was = now.plan.placements_by_table(), before.plan.placements_by_table() if before else {}
+    changed = diff_plans(before.plan, now.plan) if before else None
     moved = {m.table for m in changed.moves} | {*changed.added} if changed else set()
     n = len(problem.topology)
     return {
@@ -229,7 +229,7 @@ def _device_records(version: Version, problem: Problem) -> list[dict[str, Any]]:
             problem.topology.devices,
             _device_parts_ms(version),
             version.memory_bytes,
-            held_bytes(problem),
+            usable_bytes(problem),
             strict=True,
         )
     ]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from shardcore.core.html import table
+from shardcore.core.html import html_table
 from shardcore.core.types import Problem
 from shardcore.plans.decisions import Decision, Version, version_name
-from shardcore.plans.diff import Diff, diff
-from shardcore.plans.words import moves_text, when
+from shardcore.plans.diff import Diff, diff_plans
+from shardcore.plans.words import moves_summary, time_text
 from shardcore.report import plan_report
 from shardcore.report.device_figures import DeviceLoad, device_figure
 from shardcore.report.figures import svg_text
@@ -17,7 +17,7 @@ from shardcore.report.html import html_page, note_html
 from shardcore.report.plan_explorer import STYLE, bottleneck_sentence, explorer_html, script_policy
 from shardcore.report.text import percent_change
 from shardcore.search.explain import Explanation
-from shardcore.step.memory import gib
+from shardcore.step.memory import size_text
 
 MOST_ROWS = 12
 """Rows of a table. The page says how many more there are."""
@@ -48,7 +48,7 @@ def published_version_page(
         f"{problem.name}, {now.name}",
         [
             f"<h1>{escape(problem.name)}</h1>\n"
-            f'<p class="note">{now.name}{refused}, {when(decision.decided_at)}</p>',
+            f'<p class="note">{now.name}{refused}, {time_text(decision.decided_at)}</p>',
             f"<p><b>{explained.total_ms:.2f} ms</b> predicted for {what} of one training step: "
             f"{len(problem.tables)} tables on {len(problem.topology)} devices, global batch "
             f"{problem.global_batch:,}.<br>{escape(decision.outcome.capitalize())}: "
@@ -64,13 +64,13 @@ def published_version_page(
             _alternatives_html(explained),
             *(["<h2>Against the version before</h2>", _moves_html(moves)] if moves is not None else []),
             "<h2>Decisions</h2>",
-            table(
+            html_table(
                 plan_report.DECISION_HEADERS,
                 map(plan_report.decision_row, decisions[:MOST_ROWS]),
                 words=(1, 2, 6),
             ),
             "<h2>Where it comes from</h2>",
-            table(("", ""), {**decision.provenance, **now.plan.provenance}.items(), words=(1,)),
+            html_table(("", ""), {**decision.provenance, **now.plan.provenance}.items(), words=(1,)),
         ],
         script_policy(),
         STYLE,
@@ -79,7 +79,7 @@ def published_version_page(
 
 def plan_comparison_page(problem: Problem, now: Version, before: Version) -> str:
     """HTML page that compares two plans of a problem."""
-    summary = moves_text(diff(before.plan, now.plan, problem))
+    summary = moves_summary(diff_plans(before.plan, now.plan, problem))
     title = f"{problem.name}: {now.name} against {before.name}"
     ms, was = now.cost.total_ms, before.cost.total_ms
     totals = f"<b>{ms:.2f} ms</b> predicted for a step, {percent_change(ms, was)} against {was:.2f} ms"
@@ -109,7 +109,7 @@ def unpublished_plan_page(problem: Problem, now: Version) -> str:
             f'<p class="glance">{escape(bottleneck_sentence(now))}</p>',
             explorer_html(now, problem),
             "<h2>Where it comes from</h2>",
-            table(("", ""), now.plan.provenance.items(), words=(1,)),
+            html_table(("", ""), now.plan.provenance.items(), words=(1,)),
         ],
         script_policy(),
         STYLE,
@@ -125,24 +125,26 @@ def _extrapolation_warning(extrapolated: Sequence[str]) -> str:
 
 
 def _shards_html(x: Explanation) -> str:
-    shown = [(s.shard, s.kind, f"{s.saves_ms:.3f}", gib(s.bytes)) for s in x.shards[:MOST_ROWS]]
+    shown = [(s.shard, s.kind, f"{s.saves_ms:.3f}", size_text(s.bytes)) for s in x.shards[:MOST_ROWS]]
     headers = (f"on device {x.device}", "kind", "without it, ms less", "weights")
-    return table(headers, shown) + _remaining_rows_note(len(x.shards))
+    return html_table(headers, shown) + _remaining_rows_note(len(x.shards))
 
 
 def _memory_html(x: Explanation) -> str:
-    rows = table(plan_report.MEMORY_HEADERS, plan_report.memory_rows(x))
+    rows = html_table(plan_report.MEMORY_HEADERS, plan_report.memory_rows(x))
     return rows + note_html(plan_report.peak_moment_text(x))
 
 
 def _alternatives_html(x: Explanation) -> str:
-    return table(("", "ms", "against this plan"), plan_report.alternative_rows(x)) + note_html(x.searched)
+    return html_table(("", "ms", "against this plan"), plan_report.alternative_rows(x)) + note_html(
+        x.searched
+    )
 
 
 def _moves_html(moves: Diff) -> str:
     rows = plan_report.move_rows(moves)[:MOST_ROWS]
-    listed = table(plan_report.MOVES_HEADERS, rows, words=(2, 3, 4)) if rows else ""
-    summary = moves_text(moves)
+    listed = html_table(plan_report.MOVES_HEADERS, rows, words=(2, 3, 4)) if rows else ""
+    summary = moves_summary(moves)
     return (
         f"<p>{escape(summary[0].upper() + summary[1:])}.</p>{listed}{_remaining_rows_note(len(moves.moves))}"
     )

@@ -10,12 +10,12 @@ from shardcore.plans.decisions import Decision, Version
 from shardcore.plans.diff import Diff
 from shardcore.plans.drift import Drift
 from shardcore.plans.replan import ReplanConfig
-from shardcore.plans.words import count, moves_text, moves_words, threshold_words, when
+from shardcore.plans.words import count_text, moves_phrases, moves_summary, threshold_text, time_text
 from shardcore.report.plan_explorer import PARTS, bottleneck_sentence
 from shardcore.report.text import device_table, percent_change, text_table
 from shardcore.search.explain import Explanation
-from shardcore.step.kinds import device_names, layout_of
-from shardcore.step.memory import gib, held_bytes
+from shardcore.step.kinds import device_names, layout_of_kind
+from shardcore.step.memory import size_text, usable_bytes
 
 MOST_SHARDS = 8
 """Shards of the bottleneck device that are shown."""
@@ -37,10 +37,10 @@ def explanation_sentences(x: Explanation) -> tuple[str, str, str, str]:
 def _explanation_paragraphs(x: Explanation) -> Iterator[str]:
     yield "\n".join(explanation_sentences(x))
     shown, rest = x.shards[:MOST_SHARDS], x.shards[MOST_SHARDS:]
-    rows = [(s.shard, s.kind, f"{s.saves_ms:.3f}", gib(s.bytes)) for s in shown]
+    rows = [(s.shard, s.kind, f"{s.saves_ms:.3f}", size_text(s.bytes)) for s in shown]
     if rest:
         saves_ms, n_bytes = sum(s.saves_ms for s in rest), sum(s.bytes for s in rest)
-        rows.append((f"{len(rest)} more", "", f"{saves_ms:.3f}", gib(n_bytes)))
+        rows.append((f"{len(rest)} more", "", f"{saves_ms:.3f}", size_text(n_bytes)))
     if rows:
         yield text_table((f"on device {x.device}", "kind", "without it, ms less", "weights"), rows)
     if x.cuts_ms:
@@ -94,14 +94,10 @@ def _exchange_text(x: Explanation) -> str:
         return "Nothing is exchanged."
     mean = total / len(x.exchange_bytes)
     most = x.exchange_bytes[x.widest]
-    message = (
-        f"Device {x.widest} has most to exchange: {gib(most)} each way, {most / mean:.2f} times the mean."
-    )
+    message = f"Device {x.widest} has most to exchange: {size_text(most)} each way, {most / mean:.2f} times the mean."
     ids = max(x.input_bytes)
     if ids:
-        message += (
-            f"\nDevice {x.input_bytes.index(ids)} receives most ids: {gib(ids)} a step with their lengths."
-        )
+        message += f"\nDevice {x.input_bytes.index(ids)} receives most ids: {size_text(ids)} a step with their lengths."
     return f"{message}\n{_towers_text(x)}" if x.without_towers_ms is not None else message
 
 
@@ -116,7 +112,7 @@ def _towers_text(x: Explanation) -> str:
 def _memory_text(x: Explanation) -> str:
     return (
         f"Memory is {sum(x.memory_bytes) / max(1, sum(x.free_bytes)):.0%} used; device {x.fullest} is "
-        f"fullest, with {gib(x.memory_bytes[x.fullest])} of {gib(x.free_bytes[x.fullest])}, "
+        f"fullest, with {size_text(x.memory_bytes[x.fullest])} of {size_text(x.free_bytes[x.fullest])}, "
         f"most of it {max(x.memory.parts, key=x.memory.parts.__getitem__)}."
     )
 
@@ -128,9 +124,11 @@ def memory_rows(x: Explanation) -> list[tuple[str, str, str]]:
     """Table rows under MEMORY_HEADERS: each part of the fullest device's memory at its peak."""
     needs = x.memory.bytes
     rows = [
-        (part, gib(n_bytes), f"{n_bytes / needs:.1%}") for part, n_bytes in x.memory.parts.items() if n_bytes
+        (part, size_text(n_bytes), f"{n_bytes / needs:.1%}")
+        for part, n_bytes in x.memory.parts.items()
+        if n_bytes
     ]
-    return [*rows, ("reserved", gib(x.reserved_bytes), "not counted")]
+    return [*rows, ("reserved", size_text(x.reserved_bytes), "not counted")]
 
 
 def peak_moment_text(x: Explanation) -> str:
@@ -173,10 +171,10 @@ def device_costs_text(now: Version, problem: Problem) -> str:
     cost = now.cost
     columns = {words: getattr(cost, name) for words, name, _ in PARTS} | {
         "total ms": cost.device_ms,
-        "memory": [gib(used) for used in now.memory_bytes],
+        "memory": [size_text(used) for used in now.memory_bytes],
         "of its limit": [
             f"{used / max(1, most):.0%}"
-            for used, most in zip(now.memory_bytes, held_bytes(problem), strict=True)
+            for used, most in zip(now.memory_bytes, usable_bytes(problem), strict=True)
         ],
     }
     dense = f" The dense part adds {cost.dense_ms:.3f} ms." if cost.dense_ms else ""
@@ -188,10 +186,10 @@ def device_costs_text(now: Version, problem: Problem) -> str:
 
 def replan_text(moves: Diff, config: ReplanConfig) -> str:
     """Moves of a re-plan in words, with a remark if moves that had to be made exceed the limits."""
-    beyond = max(config.exceeded_by(moves)) > 0
+    beyond = max(config.moves_beyond_limits(moves)) > 0
     return (
-        moves_text(moves)
-        + (f"; more than the limit of {config.limits}, which does not count what had to move") * beyond
+        moves_summary(moves)
+        + (f"; more than the limit of {config.limits_text}, which does not count what had to move") * beyond
     )
 
 
@@ -201,7 +199,7 @@ MOVES_HEADERS = ("table", "moves", "had to", "was", "is")
 def move_rows(moves: Diff) -> list[tuple[str, ...]]:
     """Table rows under MOVES_HEADERS: each table that moves, its bytes, and its old and new place."""
     return [
-        (m.table, gib(m.bytes), "yes" if m.forced else "", placement_text(m.old), placement_text(m.new))
+        (m.table, size_text(m.bytes), "yes" if m.forced else "", placement_text(m.old), placement_text(m.new))
         for m in moves.moves
     ]
 
@@ -209,7 +207,7 @@ def move_rows(moves: Diff) -> list[tuple[str, ...]]:
 def moves_by_table_text(moves: Diff) -> str:
     """Summary and table of the moves between two plans."""
     listed = [text_table(MOVES_HEADERS, move_rows(moves), words=(2, 3, 4))] if moves.moves else []
-    return "\n\n".join([moves_text(moves), *listed])
+    return "\n\n".join([moves_summary(moves), *listed])
 
 
 def placement_text(placements: Iterable[Placement]) -> str:
@@ -219,29 +217,29 @@ def placement_text(placements: Iterable[Placement]) -> str:
         lo, hi, dim = p.shard.col_lo, p.shard.col_hi, p.shard.table.dim
         columns = f" columns {lo}:{hi} of {dim}" * (hi - lo < dim)
         words.append(
-            f"{device_names(p.devices)}{columns}{f', {layout_of(p.kind).words}' * (len(p.devices) > 1)}"
+            f"{device_names(p.devices)}{columns}{f', {layout_of_kind(p.kind).words}' * (len(p.devices) > 1)}"
         )
     return "; ".join(words)
 
 
 def plan_drift_text(x: Drift) -> str:
     """Drift of a plan's cost under newer statistics, in a few lines for a terminal."""
-    moved = count(len(x.moves.moves), "table")
+    moved = count_text(len(x.moves.moves), "table")
     limit = "" if x.most_tables is None else f", of {x.most_tables} that may"
     lines = [
         f"The plan costs {x.now_ms:.3f} ms now, {percent_change(x.now_ms, x.planned_ms)} against the "
         f"{x.planned_ms:.3f} ms with the statistics that it was made for.",
-        f"The best plan found costs {x.best_ms:.3f} ms: the plan is {x.behind:.1%} behind.",
+        f"The best plan found costs {x.best_ms:.3f} ms: the plan is {x.cost_above_best:.1%} behind.",
     ]
     if x.moves.moves:
         lines.append(
-            f"With {moved} moving{limit} ({gib(x.moves.bytes)} of weights) it costs {x.replan_ms:.3f} ms: {x.gain}, "
-            f"which {'pays' if x.pays else 'does not pay'}{threshold_words(x.threshold)}."
+            f"With {moved} moving{limit} ({size_text(x.moves.bytes)} of weights) it costs {x.replan_ms:.3f} ms: "
+            f"{x.gain}, which {'pays' if x.is_replan_worthwhile else 'does not pay'}{threshold_text(x.threshold)}."
         )
     else:
         within = " within that limit" * (x.most_tables is not None)
         lines.append(f"No better plan was found{within}: keep it.")
-    lines += [f"{words[0].upper()}{words[1:]}." for words in moves_words(x.moves)[1:]]
+    lines += [f"{words[0].upper()}{words[1:]}." for words in moves_phrases(x.moves)[1:]]
     return "\n".join(lines)
 
 
@@ -254,7 +252,7 @@ def decision_row(x: Decision) -> tuple[str, ...]:
     """Table row of a publishing decision under DECISION_HEADERS, in ms under the model of its time."""
     model, data = x.provenance.get("model_version"), str(x.provenance.get("data", ""))[:8]
     return (
-        when(x.decided_at),
+        time_text(x.decided_at),
         x.outcome,
         x.current,
         _ms_text(x.total_ms),

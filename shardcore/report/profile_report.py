@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from shardcore.cost.known_errors import NOT_MEASURED, uncertainties
+from shardcore.cost.known_errors import NOT_MEASURED, law_uncertainties
 from shardcore.cost.profile import RATES, Profile
 from shardcore.report.text import text_table
-from shardcore.step.memory import gib
+from shardcore.step.memory import size_text
 
 _MOST_REASONS = 10
 
@@ -18,9 +18,9 @@ def profiles_text(profiles: Iterable[Profile]) -> str:
     rows = [
         (
             profile.name,
-            gib(profile.memory_bytes),
+            size_text(profile.memory_bytes),
             f"{profile.rates['hbm_gbps'].value:,.0f}",
-            *(f"±{error:.0%}" for error in uncertainties(profile)),
+            *(f"±{error:.0%}" for error in law_uncertainties(profile)),
             ", ".join(profile.device_names) or "-",
         )
         for profile in profiles
@@ -36,10 +36,8 @@ def profile_text(profile: Profile, before: Profile | None = None) -> str:
 
     before: the profile that it was made from. Only rates that differ are shown.
     """
-    ops, collectives = (f"±{error:.0%}" for error in uncertainties(profile))
-    head = (
-        f"{profile.name}, {NOT_MEASURED}: {gib(profile.memory_bytes)}, ops {ops}, collectives {collectives}"
-    )
+    ops, collectives = (f"±{error:.0%}" for error in law_uncertainties(profile))
+    head = f"{profile.name}, {NOT_MEASURED}: {size_text(profile.memory_bytes)}, ops {ops}, collectives {collectives}"
     rows = [
         (
             name,

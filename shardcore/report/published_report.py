@@ -40,7 +40,7 @@ def published_plan_row(published: Published) -> tuple[Any, ...]:
         f"{costs[best]:.2f} {best}" if best else "none found one",
         percent_change(total, costs[best]) if best else "-",
         percent_change(total, costs["random"]) if "random" in costs else "-",
-        f"{100 * compare.balance(published.cost):.0f}%",
+        f"{100 * compare.compute_balance(published.cost):.0f}%",
         "a profile" if "profile" in decision.provenance else extrapolated,
         decision.outcome + within,
     )

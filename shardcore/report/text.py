@@ -7,7 +7,7 @@ import re
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
-from shardcore.core.errors import escaped
+from shardcore.core.errors import escape_unprintable
 
 _NUMBER = re.compile(r"[+-]?\d")
 _LONGEST_RULE = 40
@@ -21,7 +21,7 @@ def text_table(headers: Sequence[str], rows: Sequence[Sequence[Any]], words: Con
 
     words: columns that are left-aligned, though numbers may be in them.
     """
-    cells = [[escaped(str(c)) for c in row] for row in [headers, *rows]]
+    cells = [[escape_unprintable(str(c)) for c in row] for row in [headers, *rows]]
     columns = list(zip(*cells, strict=True))
     widths = [max(map(len, column)) for column in columns]
     # A column with a number anywhere counts as numbers: cells such as "-" stay aligned.
@@ -30,13 +30,13 @@ def text_table(headers: Sequence[str], rows: Sequence[Sequence[Any]], words: Con
         for i, column in enumerate(columns)
     ]
 
-    def line(row: Sequence[str]) -> str:
+    def aligned_line(row: Sequence[str]) -> str:
         placed = (c.ljust(w) if left else c.rjust(w) for c, w, left in zip(row, widths, to_left, strict=True))
         return "  ".join(placed).rstrip()
 
     *all_but_last, last = widths
     rule = "  ".join("-" * w for w in (*all_but_last, min(last, _LONGEST_RULE)))
-    return "\n".join([line(cells[0]), rule, *map(line, cells[1:])])
+    return "\n".join([aligned_line(cells[0]), rule, *map(aligned_line, cells[1:])])
 
 
 def device_table(columns: Mapping[str, Sequence[float | str]], rank: Sequence[float]) -> str:
@@ -63,7 +63,8 @@ def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str
     lines = [headers, ["---"] * len(headers), *rows]
     # A name with a bar would start a new cell.
     return "\n".join(
-        "| " + " | ".join(escaped(str(c)).replace("|", "\\|") for c in line) + " |" for line in lines
+        "| " + " | ".join(escape_unprintable(str(c)).replace("|", "\\|") for c in line) + " |"
+        for line in lines
     )
 
 

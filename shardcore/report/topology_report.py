@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardcore.io import files, writing
-from shardcore.measure.rank_order import order, problem_of
+from shardcore.measure.rank_order import order_ranks, reorder_problem
 
 if TYPE_CHECKING:
     from shardcore.core.types import Problem
@@ -23,12 +23,12 @@ def write_measured_topology(
 
     ranks: file for the order of ranks, their hosts and groups, and the times of pairs. None: nowhere.
     """
-    files.write_problem(out, problem_of(pairs.levels, pairs.links, problem))
+    files.write_problem(out, reorder_problem(pairs.levels, pairs.links, problem))
     if ranks:
         writing.write_json(
             ranks,
             {
-                "order": list(order(pairs.levels, len(pairs.pair_ms))),
+                "order": list(order_ranks(pairs.levels, len(pairs.pair_ms))),
                 "levels": pairs.levels,
                 "pair_ms": pairs.pair_ms.round(6).tolist(),
                 "nodes": list(pairs.nodes),
@@ -39,7 +39,7 @@ def write_measured_topology(
 
 def measured_topology_lines(pairs: PairMeasurement) -> list[str]:
     """Lines for people on measured groups of ranks, links, and the order of ranks."""
-    arranged, text = order(pairs.levels, len(pairs.pair_ms)), []
+    arranged, text = order_ranks(pairs.levels, len(pairs.pair_ms)), []
     for groups in pairs.levels:
         shown = "; ".join(" ".join(map(str, group)) for group in groups[:8]) + "; ..." * (len(groups) > 8)
         text.append(f"{len(groups)} groups of ranks: {shown}")

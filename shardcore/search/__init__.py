@@ -24,7 +24,7 @@ from shardcore.search.sharders import (
     SHARDERS,
     SPACE_OF,
     Sharder,
-    known,
+    require_known_sharder,
     sharder,
 )
 
@@ -36,6 +36,6 @@ __all__ = [
     "SPACE_OF",
     "Budget",
     "Sharder",
-    "known",
+    "require_known_sharder",
     "sharder",
 ]

@@ -20,7 +20,7 @@ _KNOWN = 0.1
 """Share of the evaluations after which their rate is known."""
 
 
-def cores() -> int:
+def usable_cores() -> int:
     """Number of cores that this process may use: by its affinity, and by the quota of its container."""
     there = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     # Without a quota the file says "max", or is not there.
@@ -47,22 +47,24 @@ class Budget(Record):
     seconds: Annotated[float | None, within(0, MOST_INT, above=True)] = None
     threads: Annotated[int | None, within(1, MOST_THREADS)] = None
 
-    def with_limit(self, evals: int) -> Budget:
-        """This budget, or one of so many evaluations if it has no limit."""
+    def with_default_evals(self, evals: int) -> Budget:
+        """The budget itself if it has a limit, else one with a default number of evaluations."""
         return self if self.evals or self.seconds else replace(self, evals=evals)
 
     @property
-    def most_threads(self) -> int:
-        """Threads that a search may start."""
-        return self.threads or cores()
+    def max_threads(self) -> int:
+        """Number of threads that a search may start."""
+        return self.threads or usable_cores()
 
     @property
-    def threads_to_fill(self) -> int:
-        """Threads that no round of a search should leave idle: 1 with evaluations, where plans depend on none."""
-        return 1 if self.evals else self.most_threads
+    def threads_to_keep_busy(self) -> int:
+        """Threads that each round of a search should keep busy. 1 with evaluations, so that plans do not depend on
+        threads.
+        """
+        return 1 if self.evals else self.max_threads
 
     def start(self) -> Meter:
-        """Start the clock."""
+        """Start the budget's clock."""
         return Meter(self, progress.clock())
 
 
@@ -83,65 +85,67 @@ class Meter:
     reserved: int = 0
     counted_from: tuple[float, int] | None = None
 
-    def affordable(self, wanted: int, evals_each: int, seconds_each: float = 0.0) -> int:
+    def affordable_repeats(self, wanted: int, evals_each: int, seconds_each: float = 0.0) -> int:
         """Repeats of some work that the budget still allows, at most `wanted`.
 
         evals_each: evaluations of one repeat.
         seconds_each: about its seconds; 0 if unknown.
         """
         # Checked first: without an estimate of its time, a repeat may begin until then.
-        if self.budget.seconds is not None and self.seconds() >= self.budget.seconds:
+        if self.budget.seconds is not None and self.elapsed_s() >= self.budget.seconds:
             return 0
         if self.budget.seconds is not None and seconds_each > 0:
             # The estimate may be wrong: callers ask again after each chunk of work.
-            wanted = min(wanted, int((self.budget.seconds - self.seconds()) / seconds_each))
+            wanted = min(wanted, int((self.budget.seconds - self.elapsed_s()) / seconds_each))
         if self.budget.evals is None:
             return wanted
         # Whole repeats only. The last work may have used more than there was.
         return max(0, min(wanted, (self.budget.evals - self.evals - self.reserved) // evals_each))
 
-    def seconds(self) -> float:
-        """Seconds since the start."""
+    def elapsed_s(self) -> float:
+        """Seconds since the search began."""
         return progress.clock() - self.started_s
 
     def share_used(self) -> float:
-        """Used share of the budget, from 0 to 1. The limit closer to its end counts. 0 without a limit."""
+        """Used share of the budget, from 0 to 1, by the limit that is closer. 0 without a limit."""
         of_evals = self.evals / self.budget.evals if self.budget.evals is not None else 0.0
-        of_seconds = self.seconds() / self.budget.seconds if self.budget.seconds is not None else 0.0
+        of_seconds = self.elapsed_s() / self.budget.seconds if self.budget.seconds is not None else 0.0
         return min(1.0, max(of_evals, of_seconds))
 
-    def left_s(self) -> float | None:
-        """Seconds until the budget is used. None without limits, or if the rate is not known yet."""
+    def remaining_s(self) -> float | None:
+        """Estimated seconds until the budget is used. None without limits, or if the rate is not known yet."""
         # Seconds are the nearer limit: what is left is known, not estimated.
-        if self.budget.seconds is not None and self.share_used() * self.budget.seconds <= self.seconds():
-            return max(0.0, self.budget.seconds - self.seconds())
+        if self.budget.seconds is not None and self.share_used() * self.budget.seconds <= self.elapsed_s():
+            return max(0.0, self.budget.seconds - self.elapsed_s())
         if self.budget.evals is None or not self.evals:
             return None
         # Evaluations are. Their rate leaves out what came before the first ones, as that comes only once.
-        self.counted_from = self.counted_from or (self.seconds(), self.evals)
+        self.counted_from = self.counted_from or (self.elapsed_s(), self.evals)
         began_s, before = self.counted_from
         counted, left = self.evals - before, max(0, self.budget.evals - self.evals)
-        return (self.seconds() - began_s) * left / counted if counted >= _KNOWN * self.budget.evals else None
+        return (
+            (self.elapsed_s() - began_s) * left / counted if counted >= _KNOWN * self.budget.evals else None
+        )
 
-    def report(self, phase: str, best_ms: float = math.inf) -> None:
-        """Report progress to whoever listens (see shardcore.core.progress).
+    def report_progress(self, phase: str, best_ms: float = math.inf) -> None:
+        """Report a search's progress to its listeners (see shardcore.core.progress).
 
         phase: present work, in a few words.
         best_ms: cost of the best plan so far, infinite before the first.
         """
-        progress.report(phase, best_ms if best_ms < math.inf else None, self.left_s())
+        progress.report(phase, best_ms if best_ms < math.inf else None, self.remaining_s())
 
     @contextmanager
-    def enforced(self, spare_s: float = 0.0) -> Iterator[None]:
-        """End work within by progress.OutOfTime, `spare_s` seconds before the budget ends."""
+    def enforced_deadline(self, spare_s: float = 0.0) -> Iterator[None]:
+        """Context that ends work within by progress.OutOfTime, `spare_s` seconds before the budget ends."""
         end_s = math.inf if self.budget.seconds is None else self.started_s + self.budget.seconds - spare_s
-        with progress.until(end_s):
+        with progress.deadline(end_s):
             yield
 
     def has_time(self, seconds: float) -> bool:
-        """Tell if the budget has so many seconds left. Always true without a limit in seconds."""
-        return self.budget.seconds is None or self.seconds() + seconds <= self.budget.seconds
+        """Tell if the budget has `seconds` left. Always true without a limit in seconds."""
+        return self.budget.seconds is None or self.elapsed_s() + seconds <= self.budget.seconds
 
-    def left(self) -> bool:
+    def has_budget_left(self) -> bool:
         """Tell if the budget allows one more evaluation."""
-        return self.affordable(1, 1) > 0
+        return self.affordable_repeats(1, 1) > 0

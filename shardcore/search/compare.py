@@ -38,7 +38,7 @@ class Outcome:
         return self.priced and self.priced.cost
 
 
-def run(
+def run_sharder(
     algorithm: str,
     problem: Problem,
     model: CostModel,
@@ -46,7 +46,7 @@ def run(
     budget: Budget | None = None,
     policy: Policy | None = None,
 ) -> Outcome:
-    """Run one sharder, a learned one with its policy.
+    """Run one sharder on a problem; a learned sharder with its policy.
 
     Infeasible becomes part of the outcome; other errors are raised.
     """
@@ -59,7 +59,7 @@ def run(
     return Outcome(algorithm, clock() - began, price_plan(plan, problem, model))
 
 
-def balance(cost: StepCost) -> float:
-    """Mean over largest compute of the devices. 1 is even; 1/D is all on one device."""
+def compute_balance(cost: StepCost) -> float:
+    """Balance of compute over devices: mean over largest. 1 is even; 1/D is all on one device."""
     largest = max(cost.compute_ms)
     return sum(cost.compute_ms) / len(cost.compute_ms) / largest if largest > 0 else 1.0

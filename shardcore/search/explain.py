@@ -20,15 +20,15 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.step_cost import PredictedCost
 from shardcore.core.types import Plan, Problem, Shard
 from shardcore.core.validation import MOST_BYTES
-from shardcore.cost.model import CostModel, PricedPlan, total_ms
+from shardcore.cost.model import CostModel, PricedPlan, predicted_total_ms
 from shardcore.search import compare
-from shardcore.search.bound.lower_bound import Bound, bound
+from shardcore.search.bound.lower_bound import Bound, prove_lower_bound
 from shardcore.search.budget import Budget
-from shardcore.search.decisions.towers import ms_without_towers
+from shardcore.search.decisions.towers import step_ms_without_towers
 from shardcore.search.sharders import BASELINES, SHARDERS, SPACE_OF
-from shardcore.step.kinds import ID_CHANNELS, layout_of
+from shardcore.step.kinds import ID_CHANNELS, layout_of_kind
 from shardcore.step.lower import Workload, lower
-from shardcore.step.memory import DeviceMemory, by_part, held_bytes
+from shardcore.step.memory import DeviceMemory, memory_by_part, usable_bytes
 
 MORE_MEMORY = (0.1, 0.5)
 """Shares by which the memory of each device grows in alternatives."""
@@ -123,7 +123,7 @@ def explain(
     budget: Budget | None = None,
     known: Mapping[str, compare.Outcome] | None = None,
 ) -> Explanation:
-    """Explain the limits of a plan, its distance to a bound, and the cost of alternatives.
+    """Explain the limits of a plan, its distance to a lower bound, and the cost of alternatives.
 
     Alternatives are searched with the plan's own algorithm and seed. If SHARDERS lacks it, FALLBACK searches,
     and its plan of the unchanged problem is an alternative, too. TorchRec's planner is not run: it takes minutes
@@ -137,14 +137,16 @@ def explain(
     searcher = algorithm if algorithm in SHARDERS else FALLBACK
     evals = plan.provenance.get("evals") if searcher == algorithm else None
     # As much effort as the plan had, so that a difference is the alternative's.
-    budget = (budget or Budget()).with_limit(evals or DEFAULT_EVALS)
+    budget = (budget or Budget()).with_default_evals(evals or DEFAULT_EVALS)
 
-    def searched(
+    def search_alternative(
         what: str, problem: Problem, algorithm: str = searcher, kept_ms: float | None = None
     ) -> Alternative:
-        """kept_ms: cost of the present plan there, if possible."""
+        """Search an alternative problem, or with another algorithm. kept_ms: cost of the present plan, if it is
+        possible there.
+        """
         try:
-            with progress.part(what):
+            with progress.prefixed_phases(what):
                 plan = SHARDERS[algorithm](problem, model, seed=seed, budget=budget)
             ms, error = plan.provenance["predicted_ms"], None
         # An alternative without a plan is an answer, also where a constraint means nothing on so many devices.
@@ -154,7 +156,7 @@ def explain(
 
     if known is None:
         baselines = [
-            searched(name, problem, name)
+            search_alternative(name, problem, name)
             for name in (*BASELINES, "neuroshard", *SPACE_OF)
             if name not in (algorithm, searcher)
         ]
@@ -167,13 +169,13 @@ def explain(
     # Also of the unchanged problem: else the gain of another search would look like that of more memory.
     again = "searched again, same memory" if searcher == algorithm else searcher
     if again not in (known or ()):
-        baselines.append(searched(again, problem))
+        baselines.append(search_alternative(again, problem))
     # Plans still fit with more memory, so a search that ends dearer does not count.
     changes, kept_ms = [], cost.total_ms
-    for what, changed in _with_memory(problem):
-        changes.append(searched(what, changed, kept_ms=kept_ms))
+    for what, changed in _with_more_memory(problem):
+        changes.append(search_alternative(what, changed, kept_ms=kept_ms))
         kept_ms = changes[-1].total_ms
-    changes += [searched(what, changed) for what, changed in _with_devices(problem)]
+    changes += [search_alternative(what, changed) for what, changed in _with_more_devices(problem)]
     # The forward exchange begins when the last device is ready.
     # Where caches fetch ahead, a device may be ready last because of that.
     ready_ms = np.array(cost.compute_ms) + cost.backward_comm_ms
@@ -188,7 +190,7 @@ def explain(
     # Bytes of ids, and of all other channels, [D].
     ids = workload.traffic[[c in ID_CHANNELS for c in workload.channels]].sum(0)
     sent = workload.traffic.sum(0) - ids
-    may_hold = np.array(held_bytes(problem))
+    may_hold = np.array(usable_bytes(problem))
     # A device may have nothing that is not reserved.
     fullest = int(np.argmax(np.where(may_hold > 0, workload.memory_bytes / np.maximum(may_hold, 1), 0.0)))
     limits = [f"{budget.evals:,} evaluations"] if budget.evals else []
@@ -199,8 +201,8 @@ def explain(
             *(p for p in plan.placements if p.shard.table.name != name),
             replace(max(parts, key=lambda p: p.shard.width), shard=Shard.whole(parts[0].shard.table)),
         )
-        for name, parts in plan.by_table().items()
-        if len(parts) > 1 and problem.may_run(layout_of(parts[0].kind), parts[0].shard.table)
+        for name, parts in plan.placements_by_table().items()
+        if len(parts) > 1 and problem.may_run(layout_of_kind(parts[0].kind), parts[0].shard.table)
     }
     return Explanation(
         algorithm=algorithm,
@@ -208,31 +210,31 @@ def explain(
         device=device,
         limit=max(parts, key=parts.__getitem__),
         cost=cost,
-        shards=_shards(workload, device, model),
+        shards=_shard_costs(workload, device, model),
         widest=int(np.argmax(sent)),
         exchange_bytes=tuple(map(int, sent)),
         input_bytes=tuple(map(int, ids)),
         memory_bytes=workload.memory_bytes,
         free_bytes=tuple(map(int, may_hold)),
         fullest=fullest,
-        memory=by_part(plan, problem)[fullest],
+        memory=memory_by_part(plan, problem)[fullest],
         reserved_bytes=problem.constraints.reserved_bytes,
-        balance=compare.balance(cost),
-        bound=bound(problem, model),
+        balance=compare.compute_balance(cost),
+        bound=prove_lower_bound(problem, model),
         baselines=tuple(baselines),
         changes=tuple(changes),
         # Memory does not count.
         cuts_ms={
-            name: total_ms(lower(Plan(whole), problem, fits=False), model) - cost.total_ms
+            name: predicted_total_ms(lower(Plan(whole), problem, fits=False), model) - cost.total_ms
             for name, whole in islice(uncut.items(), _MOST_CUTS)
         },
         searched=f"{searcher}, seed {seed}, {' or '.join(limits) or 'no limit'} each",
-        without_towers_ms=ms_without_towers(plan, problem, model),
+        without_towers_ms=step_ms_without_towers(plan, problem, model),
     )
 
 
-def _shards(workload: Workload, device: int, model: CostModel) -> tuple[ShardCost, ...]:
-    """The shards of a device, with the compute that leaving each one out would save."""
+def _shard_costs(workload: Workload, device: int, model: CostModel) -> tuple[ShardCost, ...]:
+    """Shards of a device, with the compute ms that removing each would save."""
     costs = []
     for op in workload.ops[device]:
         codes = np.asarray(model.encode(op.shards, op.batch), dtype=float)
@@ -240,17 +242,17 @@ def _shards(workload: Workload, device: int, model: CostModel) -> tuple[ShardCos
         # An op with a single shard disappears with it, launch included.
         without = model.head(sums - codes) if len(codes) > 1 else np.zeros(1)
         saves = (model.head(sums[None])[0] - without) / workload.topology.devices[device].speed
-        kind = f"{op.kind}, {op.run.collection}" if op.run.collection else op.kind
+        kind = f"{op.kind}, {op.layout.collection}" if op.layout.collection else op.kind
         costs += [
             ShardCost(s.label, kind, float(ms), s.bytes) for s, ms in zip(op.shards, saves, strict=True)
         ]
     return tuple(sorted(costs, key=lambda s: -s.saves_ms))
 
 
-def _with_memory(problem: Problem) -> Iterator[tuple[str, Problem]]:
-    """The problem with more memory on each device, in words and as a problem. The plan stays possible."""
+def _with_more_memory(problem: Problem) -> Iterator[tuple[str, Problem]]:
+    """Problems with more memory on each device, with descriptions. The plan stays possible."""
     for share in MORE_MEMORY:
-        topology = problem.topology.of_devices(
+        topology = problem.topology.with_devices(
             # A problem may not state more memory than that.
             replace(d, memory_bytes=min(MOST_BYTES, int(d.memory_bytes * (1 + share))))
             for d in problem.topology.devices
@@ -258,8 +260,8 @@ def _with_memory(problem: Problem) -> Iterator[tuple[str, Problem]]:
         yield f"{share:.0%} more memory on each device", replace(problem, topology=topology)
 
 
-def _with_devices(problem: Problem) -> Iterator[tuple[str, Problem]]:
-    """The problem with the next number of devices, in words and as a problem.
+def _with_more_devices(problem: Problem) -> Iterator[tuple[str, Problem]]:
+    """Problem with the next larger number of devices, with a description.
 
     They are like the existing ones, in their order. With one host they join it; otherwise they form further
     hosts like those there are.
@@ -276,5 +278,5 @@ def _with_devices(problem: Problem) -> Iterator[tuple[str, Problem]]:
         for i, device in zip(range(more - n), cycle(topology.devices), strict=False)
     ]
     why = "" if more == n + 1 else f" (the next number that divides the batch of {problem.global_batch})"
-    larger = replace(problem, topology=topology.of_devices([*topology.devices, *added]))
+    larger = replace(problem, topology=topology.with_devices([*topology.devices, *added]))
     yield f"{more - n} more device{'s' * (more > n + 1)}: {more}{why}", larger

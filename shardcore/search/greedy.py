@@ -44,33 +44,35 @@ class LeastLoaded:
     plans: int = 1
 
     def __call__(self, space: SearchSpace, keys: np.ndarray) -> Placed:
-        return place_in_order(space, keys, self._loads(space.cache, keys), self.plans, self._scores)
+        return place_in_order(
+            space, keys, self._shard_loads(space.cache, keys), self.plans, self._device_scores
+        )
 
-    def _loads(self, cache: Options, keys: np.ndarray) -> np.ndarray:
-        """[1, N] loads of the shards, those of a bundle's tables added up."""
+    def _shard_loads(self, cache: Options, keys: np.ndarray) -> np.ndarray:
+        """[1, N] load of each shard; of a bundle, the sum over its tables."""
         if self.load is None:
             return np.zeros(keys.shape[:2])
         of_number = np.array([sum(map(self.load, bundle)) for bundle in cache.made], dtype=float)
-        return of_number[cache.numbers(keys[..., 0], keys[..., 1])]
+        return of_number[cache.option_numbers(keys[..., 0], keys[..., 1])]
 
-    def _scores(self, batch: PlanBatch, keys: np.ndarray, devices: np.ndarray) -> Iterator[np.ndarray]:
-        """Scores of a lockstep.Scorer: loads by speed, with the new shard's included."""
+    def _device_scores(self, batch: PlanBatch, keys: np.ndarray, devices: np.ndarray) -> Iterator[np.ndarray]:
+        """Scores of devices for each shard, as a lockstep.Scorer: load, including the new shard's, over speed."""
         cache = batch.space.cache
         sums = np.zeros(len(cache.speed))
-        for i, load in enumerate(self._loads(cache, keys)[0]):
+        for i, load in enumerate(self._shard_loads(cache, keys)[0]):
             yield self.rng.random(len(sums)) if self.load is None else (sums + load) / cache.speed
             sums[devices[0, 0, i]] += load
 
 
-def looked_up(shard: Shard) -> float:
-    """Elements of a shard that one sample looks up: the published planners' hotness × dim.
+def looked_up_elements(shard: Shard) -> float:
+    """Elements of a shard that one sample looks up: pooling factor × dim, as in published planners.
 
     It assumes that all rows are hit equally often.
     """
     return shard.table.pooling * shard.width * shard.rows / shard.table.rows
 
 
-def _baseline(
+def _baseline_plan(
     name: str,
     load: Load | None,
     problem: Problem,
@@ -79,7 +81,9 @@ def _baseline(
     seed: int = 0,
     budget: Budget | None = None,
 ) -> Plan:
-    """Place tables by falling load, each where the load is then least. load: as in LeastLoaded. No budget is needed."""
+    """Plan with tables placed by falling load, each on the least loaded device. load: see LeastLoaded. The budget is
+    unused.
+    """
     inner = LeastLoaded(load, np.random.default_rng(seed))
     return Beam(problem, model, inner, TABLE_WISE, Budget().start()).plan(algorithm=name, seed=seed)
 
@@ -87,11 +91,11 @@ def _baseline(
 LOADS: dict[str, Load] = {
     "size_greedy": lambda s: s.bytes,  # the bytes of weights
     "dim_greedy": lambda s: s.width,  # the columns, and with them the communication
-    "lookup_greedy": looked_up,  # pooling factor × dim
-    "size_lookup_greedy": lambda s: looked_up(s) * math.log10(s.rows),
+    "lookup_greedy": looked_up_elements,  # pooling factor × dim
+    "size_lookup_greedy": lambda s: looked_up_elements(s) * math.log10(s.rows),
 }
 """The load that each greedy baseline balances."""
-ORDERS = {name: partial(_baseline, name, load) for name, load in LOADS.items()}
+ORDERS = {name: partial(_baseline_plan, name, load) for name, load in LOADS.items()}
 """The greedy baselines by name."""
-random = partial(_baseline, "random", None)
+random = partial(_baseline_plan, "random", None)
 """Tables by falling size, each on a random device with memory."""

@@ -15,10 +15,10 @@ from functools import cached_property
 import numpy as np
 
 from shardcore.core.progress import ticking
-from shardcore.cost.model import EQUAL, is_least
+from shardcore.cost.model import EQUAL, is_minimum
 from shardcore.search.anneal.batch import PlanBatch
 from shardcore.search.anneal.search_space import SearchSpace
-from shardcore.search.ties import ranks
+from shardcore.search.ties import cost_ranks
 from shardcore.step.engine.arrays import FREE
 
 Scorer = Callable[[PlanBatch, np.ndarray, np.ndarray], Iterator[np.ndarray]]
@@ -46,22 +46,22 @@ class Placed:
 
     @property
     def fits(self) -> np.ndarray:
-        """[C, K] bool: whether all shards found a legal device."""
+        """[C, K] bool: plans in which all shards found a legal device."""
         return np.all(self.legal.any(-1), axis=-1)
 
     @cached_property
     def total_ms(self) -> np.ndarray:
-        """[C, K] cost of the plans; inf for those that do not fit."""
+        """[C, K] cost of the plans; inf for plans that do not fit."""
         return np.where(self.fits, self.batch.cost_ms(), np.inf)
 
     @property
-    def over_bytes(self) -> np.ndarray:
-        """[C, K] bytes that devices hold beyond their memory."""
-        return self.batch.lack_bytes.sum(-1)
+    def excess_bytes(self) -> np.ndarray:
+        """[C, K] bytes by which devices exceed their memory, summed over devices."""
+        return self.batch.excess_bytes.sum(-1)
 
     @property
-    def devices_of_shards(self) -> np.ndarray:
-        """[C, K, N] devices in the order of the states."""
+    def devices_in_state_order(self) -> np.ndarray:
+        """[C, K, N] device of each shard, in the order of the state's shards."""
         # All plans of a state were placed in one order.
         return np.take_along_axis(self.devices, np.argsort(self.order)[:, None], -1)
 
@@ -69,7 +69,8 @@ class Placed:
 def place_in_order(
     space: SearchSpace, keys: np.ndarray, costs: np.ndarray, plans: int, scorer: Scorer, equal: float = EQUAL
 ) -> Placed:
-    """Place shards with least freedom first, then the highest cost, then the most bytes.
+    """Place shards in many plans at once: those with fewest allowed devices first, then the costliest, then the
+    largest.
 
     keys: [C, N, 2] shards of each state, as strip and units.
     costs: [C, N] cost of each shard.
@@ -77,8 +78,8 @@ def place_in_order(
     equal: relative difference below which scores are equal. Of equal devices the one with most memory left is taken.
     """
     cache = space.cache
-    numbers = cache.numbers(keys[..., 0], keys[..., 1])
-    order = np.lexsort((-cache.bytes[numbers], ranks(-costs), cache.freedom[keys[..., 0]]))
+    numbers = cache.option_numbers(keys[..., 0], keys[..., 1])
+    order = np.lexsort((-cache.peak_bytes[numbers], cost_ranks(-costs), cache.freedom[keys[..., 0]]))
     keys = np.take_along_axis(keys, order[..., None], 1)
     (n_states, n_shards, _), n_devices = keys.shape, len(cache.speed)
     batch = PlanBatch(space, keys, plans)
@@ -86,10 +87,10 @@ def place_in_order(
     legal = np.zeros((n_states, plans, n_shards, n_devices), dtype=bool)
     for i, scores in enumerate(ticking(scorer(batch, keys, devices))):
         strip, units = keys[:, i, 0][:, None], keys[:, i, 1][:, None]  # [C, 1]
-        legal[:, :, i] = batch.fits(strip, units) & (scores < np.inf)
-        best = is_least(np.where(legal[:, :, i], scores, np.inf), equal)
+        legal[:, :, i] = batch.fitting_devices(strip, units) & (scores < np.inf)
+        best = is_minimum(np.where(legal[:, :, i], scores, np.inf), equal)
         left_bytes = space.fixed.devices[:, FREE] - batch.used_bytes
         devices[:, :, i] = np.where(best, left_bytes, -np.inf).argmax(-1)
-        # Also where none is legal: `over_bytes` then shows by how much.
+        # Also where none is legal: `excess_bytes` then shows by how much.
         batch.place(strip, units, devices[:, :, i])
     return Placed(batch, order, legal, devices)

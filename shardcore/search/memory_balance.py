@@ -16,14 +16,14 @@ import numpy as np
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.progress import OutOfTime
 from shardcore.core.types import Placement, Plan, Problem
-from shardcore.cost.model import CostModel, group_costs, is_less, price, total_ms
+from shardcore.cost.model import CostModel, group_op_ms, is_less, predicted_total_ms, price
 from shardcore.search.budget import Meter
-from shardcore.search.state.shards import CONCESSION, priced
+from shardcore.search.state.shards import CONCESSION, priced_plan
 from shardcore.step.access import output_bytes
-from shardcore.step.kinds import layout_of, possible_groups, run_of, shards_on
+from shardcore.step.kinds import layout_for_table, layout_of_kind, possible_groups, shards_by_device
 from shardcore.step.lower import Workload, lower
-from shardcore.step.memory import own_peaks
-from shardcore.step.ways import consolidate, fixed_placements
+from shardcore.step.memory import peak_bytes_function
+from shardcore.step.ways import consolidate_placements, fixed_placements
 
 _TRIES = 8
 """Plans priced, at most."""
@@ -32,47 +32,53 @@ _LEAST = 0.02
 
 
 def balance_memory(plan: Plan, problem: Problem, model: CostModel, limit_ms: float, meter: Meter) -> Plan:
-    """A plan with fewer bytes on its fullest device that costs at most `limit_ms`. The same plan if none is found.
+    """Plan with fewer bytes on its fullest device that costs at most `limit_ms`. The same plan if none is found.
 
     Placements of the fullest device move to other devices, or change places with smaller ones there.
 
     meter: has the seconds that this may take.
     """
     best = plan
-    with suppress(OutOfTime), meter.enforced():
+    with suppress(OutOfTime), meter.enforced_deadline():
         workload = lower(plan, problem)
-        moves = _moves(plan, workload, problem, model)
+        moves = _moves_off_fullest_device(plan, workload, problem, model)
         for _ in range(_TRIES):
             if (placements := next(moves, None)) is None:
                 break
             # Constraints and limits of ops may refuse it.
             with suppress(ShardCoreError):
-                moved = Plan(consolidate(placements))
+                moved = Plan(consolidate_placements(placements))
                 after = lower(moved, problem)
                 # Sorted, as several devices may be the fullest.
                 n_bytes, before = (sorted(w.memory_bytes, reverse=True) for w in (after, workload))
-                if n_bytes < before and not is_less(limit_ms, total_ms(after, model)):
-                    best, workload, moves = moved, after, _moves(moved, after, problem, model)
+                if n_bytes < before and not is_less(limit_ms, predicted_total_ms(after, model)):
+                    best, workload, moves = (
+                        moved,
+                        after,
+                        _moves_off_fullest_device(moved, after, problem, model),
+                    )
         if best is not plan:
-            return priced(best.placements, problem, model, fits=True, **plan.provenance)
+            return priced_plan(best.placements, problem, model, fits=True, **plan.provenance)
     return plan
 
 
-def _moves(plan: Plan, workload: Workload, problem: Problem, model: CostModel) -> Iterator[list[Placement]]:
-    """Placements after each move from the fullest device that makes no device slower than the slowest one is now.
+def _moves_off_fullest_device(
+    plan: Plan, workload: Workload, problem: Problem, model: CostModel
+) -> Iterator[list[Placement]]:
+    """Placements after each move off the fullest device that slows no device beyond the slowest.
 
     Nor may one send more outputs than any does now. The move that leaves fewest bytes comes first.
     """
     fixed = fixed_placements(problem)
     movable = [p for p in plan.placements if p not in fixed]
     # The first shard of each placement, which is the largest: the last of its row ranges may have fewer rows.
-    shards = [next(shard for _, shard in shards_on(p)) for p in movable]
-    peak_bytes, ones = own_peaks(problem), np.ones(len(problem.topology))
+    shards = [next(shard for _, shard in shards_by_device(p)) for p in movable]
+    peak_bytes, ones = peak_bytes_function(problem), np.ones(len(problem.topology))
     # [N, 3] bytes of each shard, ms as an op of its own, and bytes of outputs.
     each = np.stack(
         [
-            [peak_bytes(run_of(p.kind, s.table), s) for p, s in zip(movable, shards, strict=True)],
-            group_costs([[shard] for shard in shards], model),
+            [peak_bytes(layout_for_table(p.kind, s.table), s) for p, s in zip(movable, shards, strict=True)],
+            group_op_ms([[shard] for shard in shards], model),
             [output_bytes(shard, problem.global_batch) for shard in shards],
         ],
         -1,
@@ -85,7 +91,10 @@ def _moves(plan: Plan, workload: Workload, problem: Problem, model: CostModel) -
     slowness = np.stack([ones, [1 / d.speed for d in problem.topology.devices], ones], -1)
     groups = [
         possible_groups(
-            layout_of(p.kind), p.shard.table.rows, problem.topology, problem.pinned.get(p.shard.table.name)
+            layout_of_kind(p.kind),
+            p.shard.table.rows,
+            problem.topology,
+            problem.pinned_devices.get(p.shard.table.name),
         )
         for p in movable
     ]

@@ -28,7 +28,7 @@ from typing import Annotated
 import numpy as np
 
 from shardcore.core.types import Plan, Problem
-from shardcore.core.validation import MOST_COUNT, entries
+from shardcore.core.validation import MOST_COUNT, entry_count_within
 from shardcore.cost.model import CostModel
 from shardcore.search.anneal.batch import PlanBatch
 from shardcore.search.anneal.search_space import SearchSpace
@@ -44,13 +44,13 @@ class NeuroShardConfig(BeamConfig):
     scales: of each pass the cap on a device's columns, relative to the mean. None: it has no cap.
     """
 
-    scales: Annotated[tuple[float | None, ...], entries(1, MOST_COUNT)] = (
+    scales: Annotated[tuple[float | None, ...], entry_count_within(1, MOST_COUNT)] = (
         *(1.0, 1.05, 1.1, 1.15, 1.2, 1.25, 1.3, 1.35, 1.4, 1.45, 1.5),
         None,
     )
 
 
-def neuroshard(
+def search_with_neuroshard(
     problem: Problem,
     model: CostModel,
     *,
@@ -58,7 +58,7 @@ def neuroshard(
     budget: Budget | None = None,
     config: NeuroShardConfig = NeuroShardConfig(),
 ) -> Plan:
-    """The best plan of the beam. Deterministic: the seed is only recorded.
+    """Best plan of NeuroShard's beam search. Deterministic: the seed is only recorded.
 
     Where a budget in seconds does not suffice for a first search, it is some plan that fits.
 
@@ -78,26 +78,26 @@ class GreedyGrid:
 
     def __call__(self, space: SearchSpace, keys: np.ndarray) -> Placed:
         cache = space.cache
-        single_ms = cache.single_ms[cache.numbers(keys[..., 0], keys[..., 1])]
-        return place_in_order(space, keys, single_ms, self.plans, self.scores)
+        single_ms = cache.single_op_ms[cache.option_numbers(keys[..., 0], keys[..., 1])]
+        return place_in_order(space, keys, single_ms, self.plans, self.device_scores)
 
-    def scores(self, batch: PlanBatch, keys: np.ndarray, devices: np.ndarray) -> Iterator[np.ndarray]:
-        """Scores of a lockstep.Scorer: ms of the device with the shard, inf beyond the cap."""
+    def device_scores(self, batch: PlanBatch, keys: np.ndarray, devices: np.ndarray) -> Iterator[np.ndarray]:
+        """Scores of devices for each shard, as a lockstep.Scorer: ms of a device with the shard; inf beyond the cap."""
         cache, (n_states, n_shards, _) = batch.space.cache, keys.shape
         n_devices = len(cache.speed)
         # [C, K, D] bytes of outputs, which stand for columns.
         placed = np.zeros((n_states, self.plans, n_devices))
-        numbers = cache.numbers(keys[..., 0], keys[..., 1])  # [C, N]
+        numbers = cache.option_numbers(keys[..., 0], keys[..., 1])  # [C, N]
         # The small constant absorbs rounding: a cap of exactly the mean has to be reachable.
         cap = (
-            cache.outputs[numbers].sum(1)[:, None, None] / n_devices * self._caps[:, None] + 1e-9
+            cache.output_bytes[numbers].sum(1)[:, None, None] / n_devices * self._caps[:, None] + 1e-9
         )  # [C, K, 1]
         # A cap could leave a pinned table none of its few devices.
         pinned = (cache.freedom < n_devices)[keys[..., 0]]
         for i in range(n_shards):
-            outputs = cache.outputs[numbers[:, i, None]]  # [C, 1]
+            outputs = cache.output_bytes[numbers[:, i, None]]  # [C, 1]
             narrow = (placed + outputs[..., None] <= cap) | pinned[:, i, None, None]
             # On equal devices single_ms is the same for all, and the published rule is left.
-            single_ms = cache.single_ms[numbers[:, i, None, None]] / cache.speed
+            single_ms = cache.single_op_ms[numbers[:, i, None, None]] / cache.speed
             yield np.where(narrow, batch.device_ms + single_ms, np.inf)
             placed[(*np.ogrid[:n_states, : self.plans], devices[:, :, i])] += outputs

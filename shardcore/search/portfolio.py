@@ -26,16 +26,16 @@ import numpy as np
 from shardcore.core.errors import Infeasible
 from shardcore.core.progress import OutOfTime, stopped_clock
 from shardcore.core.types import Placement, Plan, Problem, Shard
-from shardcore.cost.model import CostModel, group_costs, is_less
+from shardcore.cost.model import CostModel, group_op_ms, is_less
 from shardcore.search import greedy
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.beam import Beam
 from shardcore.search.budget import Budget, Meter
 from shardcore.search.neuroshard import GreedyGrid, NeuroShardConfig
-from shardcore.search.state.column_parts import even_cuts, may_cut
-from shardcore.search.state.feasible import fitting
-from shardcore.search.state.shards import priced
-from shardcore.search.ties import ranks
+from shardcore.search.state.column_parts import even_cut_columns, may_cut_table
+from shardcore.search.state.feasible import find_fitting_plan
+from shardcore.search.state.shards import priced_plan
+from shardcore.search.ties import cost_ranks
 from shardcore.step.access import output_bytes
 from shardcore.step.kinds import LAYOUTS
 from shardcore.step.ways import searched_tables
@@ -58,15 +58,17 @@ _SPARE = 3.0
 of all rounds before."""
 
 
-def portfolio(problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None) -> Plan:
-    """Find the cheapest plan of all searches within the budget (none: DEFAULT_EVALS).
+def search_with_portfolio(
+    problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None
+) -> Plan:
+    """Find the cheapest plan of several searches in turn, within the budget (none: DEFAULT_EVALS).
 
     Raises Infeasible if no search finds a plan, and SettingMismatch.
     """
     return _Anytime("portfolio", problem, model, seed, budget).plan("all", others=True)
 
 
-def annealing(
+def search_with_annealing(
     problem: Problem,
     model: CostModel,
     *,
@@ -80,7 +82,7 @@ def annealing(
     space: see anneal.sharder.SPACES.
     reshard: a plan to improve, and how much may move.
 
-    Raises as `portfolio`, and ShardCoreError for an unknown space.
+    Raises as `search_with_portfolio`, and ShardCoreError for an unknown space.
     """
     name = "anneal" if space == "all" else "anneal_columns"  # halves are for comparisons only
     return _Anytime(name, problem, model, seed, budget).plan(space, reshard=reshard)
@@ -95,7 +97,7 @@ class _Anytime:
         problem.require_setting(model.setting)
         self.problem, self.model, self.name, self.seed = problem, model, name, seed
         # Rounds have no end of their own, so there is always some limit.
-        self.meter = (budget or Budget()).with_limit(DEFAULT_EVALS).start()
+        self.meter = (budget or Budget()).with_default_evals(DEFAULT_EVALS).start()
         self.best: Plan | None = None
         self.found_by = name
         self.error: Infeasible | None = None  # of the first plan that did not fit
@@ -103,21 +105,21 @@ class _Anytime:
 
     @property
     def best_ms(self) -> float:
-        """Cost of the cheapest plan so far, infinite before the first."""
+        """Cost of the cheapest plan so far; infinite before the first plan."""
         return np.inf if self.best is None else self.best.provenance["predicted_ms"]
 
     def plan(self, space: str, others: bool = False, reshard: Reshard | None = None) -> Plan:
-        """The cheapest plan when the budget ends.
+        """Cheapest plan of all searches when the budget ends.
 
         others: whether all searches take part, or annealing only.
         """
         if not searched_tables(self.problem):
-            self._keep((), self.name)
+            self._keep_if_cheapest((), self.name)
         else:
-            self._search(space, others, reshard)
+            self._run_searches(space, others, reshard)
         # Another plan than the one to start from would move more than its limits.
         if self.best is None and reshard is None:
-            self._keep(fitting(self.problem).placements, self.name)
+            self._keep_if_cheapest(find_fitting_plan(self.problem).placements, self.name)
         if self.best is None:
             raise self.error or Infeasible(f"problem {self.problem.name!r}: no plan was found that fits")
         provenance = {
@@ -130,44 +132,48 @@ class _Anytime:
         }
         return replace(self.best, provenance=provenance)
 
-    def _search(self, space: str, others: bool, reshard: Reshard | None) -> None:
-        """Search until the budget ends."""
+    def _run_searches(self, space: str, others: bool, reshard: Reshard | None) -> None:
+        """Run annealing, and all other searches if asked for, until the budget ends."""
         with stopped_clock():  # numba takes a second to import
             from shardcore.search.anneal.sharder import Search
         search = Search(self.problem, self.model, self.meter, self.seed)
-        beam_evals = self.meter.budget.threads_to_fill * _beam_evals(self.problem) if others else None
-        began_s = self.meter.seconds()
-        for number in search.rounds(space, reshard):
-            self._keep_best(search)
+        beam_evals = (
+            self.meter.budget.threads_to_keep_busy * _annealing_trials_of_beam(self.problem)
+            if others
+            else None
+        )
+        began_s = self.meter.elapsed_s()
+        for number in search.run_rounds(space, reshard):
+            self._keep_annealed_plan(search)
             if number == 0 and len(self.problem.topology) > 1:
-                took_s = self.meter.seconds() - began_s
+                took_s = self.meter.elapsed_s() - began_s
                 # Where time is short, annealing has better use for it: its starts are greedy plans, too.
                 for name, sharder in greedy.ORDERS.items() if others else ():
-                    if self.meter.left() and self.meter.has_time(_SPARE * took_s):
-                        self._add(name, partial(sharder, self.problem, self.model, seed=self.seed))
-                for cuts in self._cuts() if space == "all" and reshard is None else ():
+                    if self.meter.has_budget_left() and self.meter.has_time(_SPARE * took_s):
+                        self._add_search(name, partial(sharder, self.problem, self.model, seed=self.seed))
+                for cuts in self._cuts_of_hot_tables() if space == "all" and reshard is None else ():
                     # Of very many tables, the first round takes most of the time.
-                    if self.meter.left() and self.meter.has_time(_SPARE * took_s):
-                        search.cut(cuts)
+                    if self.meter.has_budget_left() and self.meter.has_time(_SPARE * took_s):
+                        search.add_starts_with_cut_tables(cuts)
             if beam_evals is not None and self.meter.evals >= beam_evals:
                 beam_evals = None
-                has_time = self.meter.has_time(_SPARE * (self.meter.seconds() - began_s))
-                if has_time and (plan := self._add("neuroshard", self._beam)):
+                has_time = self.meter.has_time(_SPARE * (self.meter.elapsed_s() - began_s))
+                if has_time and (plan := self._add_search("neuroshard", self._beam_plan)):
                     # Annealing starts from it in its next round.
-                    search.add(plan.placements, space)
-        self._keep_best(search)
+                    search.add_plan(plan.placements, space)
+        self._keep_annealed_plan(search)
 
-    def _keep_best(self, search: Search) -> None:
+    def _keep_annealed_plan(self, search: Search) -> None:
         # Pricing a plan takes long with very many tables, so only a new one is priced.
         if search.best is not None and is_less(search.best.ms, self.best_ms):
-            self._keep(search.best.placements, self.name, search.best.ms)
+            self._keep_if_cheapest(search.best.placements, self.name, search.best.ms)
 
-    def _cuts(self) -> list[dict[str, list[int]]]:
-        """Ways to have tables in parts that are too hot for a host, or sequences that are for a device (`in_parts`)."""
+    def _cuts_of_hot_tables(self) -> list[dict[str, list[int]]]:
+        """Ways to cut tables into parts that are too hot for one host, or sequences too hot for one device."""
         topology, tables = self.problem.topology, searched_tables(self.problem)
         in_grids = any(1 < len(group) < len(topology) for y in _GRIDS for group in y.groups(topology))
         whole = [Shard.whole(table) for table in tables]
-        ms = group_costs([[shard] for shard in whole], self.model)
+        ms = group_op_ms([[shard] for shard in whole], self.model)
         n_bytes = np.array([output_bytes(shard, self.problem.global_batch) for shard in whole])
         # Outputs of a sequence are not pooled, and those of a table with few lookups may be wide: hot by either.
         share = np.maximum(*(x / max(x.sum(), 1e-300) for x in (ms, n_bytes)))
@@ -175,30 +181,30 @@ class _Anytime:
         loads = share * most
         hot = {
             tables[i]: float(loads[i])
-            for i in np.argsort(ranks(-loads), kind="stable").tolist()
-            if loads[i] > _HOT and may_cut(tables[i], self.problem)
+            for i in np.argsort(cost_ranks(-loads), kind="stable").tolist()
+            if loads[i] > _HOT and may_cut_table(tables[i], self.problem)
         }
-        ways = [{t.name: even_cuts(t, 2, self.problem) for t in islice(hot, 1)}]
+        ways = [{t.name: even_cut_columns(t, 2, self.problem) for t in islice(hot, 1)}]
         for level in _LEVELS:
             n_parts = {t: ceil(level * load) for t, load in hot.items() if level * load > 1}
-            ways.append({t.name: even_cuts(t, n, self.problem) for t, n in n_parts.items()})
+            ways.append({t.name: even_cut_columns(t, n, self.problem) for t, n in n_parts.items()})
         return [cuts for i, cuts in enumerate(ways) if cuts and cuts not in ways[:i]]
 
-    def _add(self, name: str, other: Callable[[], Plan]) -> Plan | None:
-        """Keep the plan of another search. None if it has none, or not in time."""
-        self.meter.report(name, self.best_ms)
+    def _add_search(self, name: str, other: Callable[[], Plan]) -> Plan | None:
+        """Run another search, and keep its plan if cheapest. None if the search finds no plan, or none in time."""
+        self.meter.report_progress(name, self.best_ms)
         with suppress(Infeasible, OutOfTime):
-            with self.meter.enforced(self._keeping_s) if self.best else nullcontext():
+            with self.meter.enforced_deadline(self._keeping_s) if self.best else nullcontext():
                 plan = other()
-            self._keep(plan.placements, name, plan.provenance["predicted_ms"])
+            self._keep_if_cheapest(plan.placements, name, plan.provenance["predicted_ms"])
             return plan
 
-    def _beam(self) -> Plan:
+    def _beam_plan(self) -> Plan:
         # The beam counts its own evaluations, but keeps to the same seconds.
         meter = Meter(Budget(seconds=self.meter.budget.seconds), self.meter.started_s)
         return Beam(self.problem, self.model, GreedyGrid(_BEAM.scales), _BEAM, meter).plan()
 
-    def _keep(self, placements: Sequence[Placement], found_by: str, ms: float = 0.0) -> None:
+    def _keep_if_cheapest(self, placements: Sequence[Placement], found_by: str, ms: float = 0.0) -> None:
         """Keep a plan if it fits and is the cheapest so far.
 
         placements: of all tables, or of those that have no fixed kind.
@@ -206,19 +212,19 @@ class _Anytime:
         """
         if not is_less(ms, self.best_ms):
             return
-        before_s = self.meter.seconds()
+        before_s = self.meter.elapsed_s()
         try:
-            plan = priced(placements, self.problem, self.model, fits=True)
+            plan = priced_plan(placements, self.problem, self.model, fits=True)
         except Infeasible as error:
             self.error = self.error or error
             return
-        self._keeping_s = max(self._keeping_s, self.meter.seconds() - before_s)
+        self._keeping_s = max(self._keeping_s, self.meter.elapsed_s() - before_s)
         if is_less(plan.provenance["predicted_ms"], self.best_ms):
             self.best, self.found_by = plan, found_by
 
 
-def _beam_evals(problem: Problem) -> float:
-    """Trials of annealing that take about as long as the beam: passes × states × shards, on few devices."""
+def _annealing_trials_of_beam(problem: Problem) -> float:
+    """Estimated number of annealing trials that take as long as the beam search."""
     # States of the first step, and of all others.
     return (
         len(_BEAM.scales)

@@ -11,7 +11,7 @@ from types import NoneType
 from typing import Any, Protocol
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.gc_pause import rare_collections
+from shardcore.core.gc_pause import infrequent_gc
 from shardcore.core.progress import stopped_clock
 from shardcore.core.types import Plan, Problem
 from shardcore.core.validation import MOST_SEED, require, require_type
@@ -19,9 +19,9 @@ from shardcore.cost.model import CostModel, require_model
 from shardcore.search import greedy, neuroshard
 from shardcore.search.beam import TABLE_WISE, BeamConfig
 from shardcore.search.budget import Budget
-from shardcore.search.learned.policy import NETS, Policy, place
+from shardcore.search.learned.policy import NETS, Policy, place_with_policy
 from shardcore.search.memory_balance import balance_memory
-from shardcore.search.portfolio import annealing, portfolio
+from shardcore.search.portfolio import search_with_annealing, search_with_portfolio
 from shardcore.search.state.shards import CONCESSION
 
 
@@ -57,13 +57,13 @@ _SIMPLIFYING = 0.05
 
 
 def _checked_search(search: Callable[..., Plan], balanced: bool = False) -> Sharder:
-    """A search that refuses arguments of another type, collects garbage rarely, and ends with a simple plan.
+    """Sharder that checks its arguments' types, limits garbage collection, and simplifies the plan found.
 
     balanced: whether that has fewer bytes on the fullest device, too, not only fewer parts.
     """
 
     @wraps(search)
-    def checked(
+    def checked_search(
         problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None, **options: Any
     ) -> Plan:
         require_type(problem, Problem, "problem", "a Problem")
@@ -72,7 +72,7 @@ def _checked_search(search: Callable[..., Plan], balanced: bool = False) -> Shar
         require_type(seed, int, "seed", "a whole number")
         require(0 <= seed <= MOST_SEED, f"seed is {seed}; it needs to be 0 to {MOST_SEED}")
         # Searches make millions of objects, and collections of garbage would look at all of them.
-        with rare_collections():
+        with infrequent_gc():
             meter = (budget or Budget()).start()
             if budget and budget.seconds:
                 budget = replace(budget, seconds=(1 - _SIMPLIFYING) * budget.seconds)
@@ -85,12 +85,12 @@ def _checked_search(search: Callable[..., Plan], balanced: bool = False) -> Shar
             ):
                 with stopped_clock():  # numba takes a second to import
                     from shardcore.search.anneal import sharder as anneal
-                plan = anneal.simplify(plan, problem, model, seed, meter)
+                plan = anneal.simplify_plan(plan, problem, model, seed, meter)
                 # What fewer parts save is not spent on fewer bytes.
                 limit_ms = min(limit_ms, (1 + CONCESSION) * plan.provenance["predicted_ms"])
             return balance_memory(plan, problem, model, limit_ms, meter) if balanced else plan
 
-    return checked
+    return checked_search
 
 
 class _Sharders(dict[str, Sharder]):
@@ -102,12 +102,12 @@ class _Sharders(dict[str, Sharder]):
 
 
 _searches: dict[str, Callable[..., Plan]] = {
-    "portfolio": portfolio,
-    "anneal": annealing,
-    "anneal_columns": partial(annealing, space="columns"),
+    "portfolio": search_with_portfolio,
+    "anneal": search_with_annealing,
+    "anneal_columns": partial(search_with_annealing, space="columns"),
     "random": greedy.random,
     **greedy.ORDERS,
-    "neuroshard": neuroshard.neuroshard,
+    "neuroshard": neuroshard.search_with_neuroshard,
 }
 # Listed only where it can run, so that comparisons need no exception for it.
 # A folder of the same name has no origin.
@@ -128,8 +128,8 @@ LEARNED: dict[str, tuple[str, BeamConfig]] = {
 """Learned sharders by name: the policy's name, and how tables are cut. NAME_columns cuts them by columns."""
 
 
-def known(name: str) -> str:
-    """The name of a sharder in SHARDERS or LEARNED. Raises ShardCoreError for any other."""
+def require_known_sharder(name: str) -> str:
+    """Return the name of a sharder in SHARDERS or LEARNED. Raises ShardCoreError for an unknown name."""
     if name in SHARDERS or name in LEARNED:
         return name
     # It exists, but not here: the message says how to install it.
@@ -142,8 +142,8 @@ def known(name: str) -> str:
 
 
 def sharder(name: str, policy: Policy | None = None) -> Sharder:
-    """A sharder by name. Raises ShardCoreError for an unknown name or a missing policy."""
-    if known(name) in SHARDERS:
+    """Sharder by name. Raises ShardCoreError for an unknown name or a missing policy."""
+    if require_known_sharder(name) in SHARDERS:
         if policy is not None:
             raise ShardCoreError(
                 f"algorithm {name!r} takes no policy; the policy {policy.name!r} that was "
@@ -158,4 +158,4 @@ def sharder(name: str, policy: Policy | None = None) -> Sharder:
             f"python -m shardcore train-policy {wanted} makes one, for --policy"
         )
     # With its policy a learned sharder has the signature of all others.
-    return _checked_search(partial(place, policy, name, config=config))
+    return _checked_search(partial(place_with_policy, policy, name, config=config))

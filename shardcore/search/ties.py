@@ -8,19 +8,19 @@ import numpy as np
 from shardcore.cost.model import is_less
 
 
-def least(items: Iterable[Any], cost: Callable[[Any], float]) -> Any:
-    """The first item of least cost."""
+def cheapest_item(items: Iterable[Any], cost: Callable[[Any], float]) -> Any:
+    """First item of the least cost, where nearly equal costs count as equal."""
     return sort_by_cost(items, cost)[0]
 
 
 def sort_by_cost(items: Iterable[Any], cost: Callable[[Any], float]) -> list[Any]:
-    """Items by rising cost. Those of equal cost stay in order."""
+    """Items by rising cost. Items of nearly equal cost keep their order."""
     items = list(items)
-    return [items[i] for i in np.argsort(ranks([cost(item) for item in items]), kind="stable")]
+    return [items[i] for i in np.argsort(cost_ranks([cost(item) for item in items]), kind="stable")]
 
 
-def ranks(costs: Any) -> np.ndarray:
-    """[..., N] places of costs [..., N] by rising cost. Equal costs share one, so that other keys of a sort decide."""
+def cost_ranks(costs: Any) -> np.ndarray:
+    """[..., N] ranks of costs [..., N], rising. Nearly equal costs share a rank."""
     order = np.argsort(costs, axis=-1, kind="stable")
     sorted_costs = np.take_along_axis(np.asarray(costs, dtype=float), order, -1)
     # A place begins where a cost is more than the one before. The first has none before.

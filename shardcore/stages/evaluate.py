@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from shardcore.core.progress import listening
+from shardcore.core.progress import report_to_listener
 from shardcore.core.types import Problem, Setting, Table
 from shardcore.core.validation import Count, Repeats, Seed, require, within
 from shardcore.cost import accuracy, replay_metrics, study, training
@@ -27,7 +27,7 @@ from shardcore.measure.transport import Transport
 from shardcore.report import figures, model_report
 from shardcore.search import BASELINES, DEFAULT_SHARDER, SHARDERS, compare
 from shardcore.search.budget import Budget
-from shardcore.stages.measure import Failures, devices_of_a_host
+from shardcore.stages.measure import Failures, replay_device_count
 from shardcore.stages.progress import Progress, Work
 
 HEADLINES = {
@@ -72,7 +72,7 @@ class EvaluateConfig(ProblemConfig):
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A model to evaluate, and what with.
+    """A cost model to evaluate, with its data and config.
 
     pool: tables of drawn problems.
     measurements: folder of this machine's samples.
@@ -84,8 +84,8 @@ class Candidate:
     config: EvaluateConfig
     progress: Progress
 
-    def problems(self, count: int, shape: ProblemConfig) -> list[Problem]:
-        """The first held-out problems of the seed's draws."""
+    def draw_problems(self, count: int, shape: ProblemConfig) -> list[Problem]:
+        """Draw held-out problems of the config's seed."""
         setting, seed = self.model.setting, self.config.seed
         return [draw_problem(self.pool, i, setting, seed, shape) for i in range(count)]
 
@@ -93,7 +93,7 @@ class Candidate:
 def evaluate(
     candidate: Candidate, out: Path, transport: Callable[[], AbstractContextManager[Transport]]
 ) -> dict[str, dict[str, float]]:
-    """Judge a model on samples, sharders on problems, and both on replays.
+    """Judge a cost model on held-out samples, sharders on held-out problems, and both on replays.
 
     transport: where plans run. It is made only if some are replayed.
 
@@ -113,13 +113,13 @@ def evaluate(
 
 
 def judge_model(candidate: Candidate, out: Path) -> dict[str, float]:
-    """Accuracy on the test split of the measurements, which are of this machine.
+    """Accuracy of a cost model on the test split of this machine's measurements.
 
     Writes predictions.csv and predictions.png to `out`.
     """
     model = candidate.model
-    known = training.read_held_out(model, candidate.measurements)
-    compute = [s for s in accuracy.held_out(known.compute) if s.error is None]
+    known = training.read_held_out_samples(model, candidate.measurements)
+    compute = [s for s in accuracy.held_out_samples(known.compute) if s.error is None]
     measured = np.array([s.total_ms for s in compute])
     predicted = accuracy.predict(model, compute)
     rows = [
@@ -141,20 +141,22 @@ def judge_model(candidate: Candidate, out: Path) -> dict[str, float]:
 
 
 def compare_sharders(candidate: Candidate, out: Path) -> dict[str, float]:
-    """Metrics of the COMPARED sharders on the same held-out problems. Writes sharders.csv to `out`.
+    """Compare the sharders in COMPARED on held-out problems. Returns metrics, and writes sharders.csv to `out`.
 
     They are, for each sharder, the share of problems solved, the cost relative to the best other sharder, and seconds.
     Cost and seconds are over problems that all sharders solved.
     """
     config, progress = candidate.config, candidate.progress
-    problems = candidate.problems(config.problems, config)
+    problems = candidate.draw_problems(config.problems, config)
     rows: list[dict[str, Any]] = []
     work = Work(progress, "problems compared", len(problems))
     for i, problem in enumerate(problems):
-        with listening(work.heard):
+        with report_to_listener(work.show_phase):
             # Their seconds are without compilation.
             outcomes = [
-                compare.run(name, problem, candidate.model, config.seed, Budget(evals=config.budget_evals))
+                compare.run_sharder(
+                    name, problem, candidate.model, config.seed, Budget(evals=config.budget_evals)
+                )
                 for name in COMPARED
             ]
         rows += [
@@ -163,7 +165,7 @@ def compare_sharders(candidate: Candidate, out: Path) -> dict[str, float]:
                 "tables": len(problem.tables),
                 "algorithm": o.algorithm,
                 "total_ms": round(o.cost.total_ms, 5) if o.cost else "",
-                "balance": round(compare.balance(o.cost), 4) if o.cost else "",
+                "balance": round(compare.compute_balance(o.cost), 4) if o.cost else "",
                 "seconds": round(o.seconds, 4),
             }
             for o in outcomes
@@ -174,14 +176,14 @@ def compare_sharders(candidate: Candidate, out: Path) -> dict[str, float]:
             config.problems,
             ", ".join(f"{o.algorithm} {o.cost.total_ms:.2f} ms" for o in outcomes if o.cost),
         )
-        work.done(i + 1)
+        work.show_done(i + 1)
     writing.write_csv(out / "sharders.csv", rows)
-    return summary(rows)
+    return comparison_metrics(rows)
 
 
 @dataclass(frozen=True)
 class Standing:
-    """One sharder over several problems.
+    """Result of one sharder over several problems.
 
     solved: the share of problems with a plan.
     common: the number of problems that every sharder solved. The other fields cover only these.
@@ -197,12 +199,12 @@ class Standing:
     seconds: float
 
 
-def standings(
+def compute_standings(
     costs: Mapping[str, Sequence[float | None]],
     seconds: Mapping[str, Sequence[float]],
     reference: str | None = None,
 ) -> dict[str, Standing]:
-    """Comparison of sharders on several problems.
+    """Standing of each sharder over several problems: share solved, relative cost, time.
 
     costs: ms of each sharder on each problem; None or nan for no plan.
     seconds: search time of each; [] if unknown.
@@ -232,10 +234,10 @@ def standings(
     return compared
 
 
-def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Flat metrics of sharders.csv. Costs are compared on problems that all sharders solved."""
+def comparison_metrics(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Flat metrics of the rows of sharders.csv. Costs are compared on problems that all sharders solved."""
     rows_of = {name: [r for r in rows if r["algorithm"] == name] for name in COMPARED}
-    found = standings(
+    found = compute_standings(
         {n: [None if r["total_ms"] == "" else r["total_ms"] for r in own] for n, own in rows_of.items()},
         {n: [r["seconds"] for r in own] for n, own in rows_of.items()},
     )
@@ -250,35 +252,38 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 def replay_plans(
     candidate: Candidate, out: Path, transport: Callable[[], AbstractContextManager[Transport]]
 ) -> dict[str, float]:
-    """Figures of replayed plans (see replay_metrics.figures). {} if there are no replays, and the progress says why.
+    """Replay plans of held-out problems on devices, and compare with the model. Returns metrics; {} if nothing can be
+    replayed.
 
     Several plans of each of replay_problems held-out problems are priced, then run, with the measurements' reference op
-    between their steps. `out` gets each problem's replays (see replays.keep), replays.csv and replays.png. Stored
-    replays are not run again as long as the plans are the same.
+    between their steps. `out` gets each problem's replays (see replays.replay_or_reuse), replays.csv and replays.png.
+    Stored replays are not run again as long as the plans are the same.
     """
     config, progress, setting = candidate.config, candidate.progress, candidate.model.setting
     require(not out.is_symlink(), f"{out} is a symbolic link; replays are kept in a folder of their own")
     out.mkdir(parents=True, exist_ok=True)
     # Figures of an older model must not look like this one's.
-    _remove(out, but=[path.name for path in out.iterdir()] if config.replay_problems else ())
+    _remove_stale_results(out, but=[path.name for path in out.iterdir()] if config.replay_problems else ())
     if not config.replay_problems:
         progress.info("no plans are replayed: evaluate.replay_problems is 0")
         return {}
     with transport() as on:
-        devices = devices_of_a_host(on, config.devices, setting.batch)
-        problems = _to_replay(candidate, devices)
-        if reason := _why_not(setting, devices, problems, on):
+        devices = replay_device_count(on, config.devices, setting.batch)
+        problems = _draw_replay_problems(candidate, devices)
+        if reason := _why_not_replayable(setting, devices, problems, on):
             progress.warning("no plans are replayed: %s", reason)
             return {}
-        rows = replay_metrics.judge(_replayed(candidate, problems, out, on), candidate.model)
+        rows = replay_metrics.judge_replays(_replay_problems(candidate, problems, out, on), candidate.model)
     writing.write_csv(out / "replays.csv", replay_metrics.csv_rows(rows))
     picture = model_report.replay_scatter_figure(rows, f"Replayed, {setting.hardware}")
     writing.write_atomic(out / "replays.png", figures.png_bytes(picture))
-    return replay_metrics.figures(rows)
+    return replay_metrics.flat_metrics(rows)
 
 
-def _why_not(setting: Setting, devices: int, problems: Sequence[Problem], transport: Transport) -> str | None:
-    """The reason why a transport cannot replay problems for a model of `setting`. None if it can."""
+def _why_not_replayable(
+    setting: Setting, devices: int, problems: Sequence[Problem], transport: Transport
+) -> str | None:
+    """Reason why a transport cannot replay problems for a model of `setting`; None if it can."""
     if (here := transport.hardware()) != setting.hardware:
         return f"the model is for {setting.hardware}, the devices are {here}"
     if devices < 2:
@@ -286,12 +291,12 @@ def _why_not(setting: Setting, devices: int, problems: Sequence[Problem], transp
     return None if problems else f"all tables of the problems drawn are above {ARENA_BYTES >> 20} MiB"
 
 
-def _to_replay(candidate: Candidate, devices: int) -> list[Problem]:
-    """Held-out problems without the tables that are too large for a rank. Problems without other tables are dropped."""
+def _draw_replay_problems(candidate: Candidate, devices: int) -> list[Problem]:
+    """Draw held-out problems for replays, without tables that are too large for a rank."""
     config = candidate.config
     most = max(config.min_tables, min(config.max_tables, MOST_TABLES))
     shape = ProblemConfig(devices, config.min_tables, most, config.max_dim)
-    drawn = candidate.problems(config.replay_problems, shape)
+    drawn = candidate.draw_problems(config.replay_problems, shape)
     fitting = [tuple(t for t in p.tables if t.bytes <= ARENA_BYTES) for p in drawn]
     return [dataclasses.replace(p, tables=tables) for p, tables in zip(drawn, fitting, strict=True) if tables]
 
@@ -299,20 +304,20 @@ def _to_replay(candidate: Candidate, devices: int) -> list[Problem]:
 def plans_to_replay(
     problem: Problem, model: CostModel, seed: int = 0, budget: Budget | None = None, random: int = 3
 ) -> list[compare.Outcome]:
-    """Plans of each of WORTH_REPLAYING, and `random` random ones. Sharders without a plan are left out.
+    """Plans of a problem to replay: of each sharder in WORTH_REPLAYING, and `random` random ones.
 
     The same seed gives the same plans.
     """
     # Other seeds give other random plans. All else is searched once.
     wanted = [(name, seed) for name in WORTH_REPLAYING] + [("random", seed + i) for i in range(random)]
-    outcomes = [compare.run(name, problem, model, s, budget) for name, s in wanted]
+    outcomes = [compare.run_sharder(name, problem, model, s, budget) for name, s in wanted]
     return [o for o in outcomes if o.plan]
 
 
-def _replayed(
+def _replay_problems(
     candidate: Candidate, problems: Sequence[Problem], out: Path, transport: Transport
 ) -> list[replays.ReplaySet]:
-    """Replays of all problems, stored or run now. Replays of other problems in `out` are removed."""
+    """Replay the plans of all problems, or load stored replays. Removes replays of other problems from `out`."""
     model, config, progress = candidate.model, candidate.config, candidate.progress
     steps, kept = ReplayConfig(repeats=config.replay_repeats, arena_bytes=ARENA_BYTES), []
     reference = dataset.reference_op(candidate.measurements, model.setting)
@@ -327,18 +332,18 @@ def _replayed(
         ]
         for p in problems
     ]
-    _remove(out, but=[p.name for p in problems])
+    _remove_stale_results(out, but=[p.name for p in problems])
 
-    def replay(workloads: Sequence[Any]) -> Sequence[Any]:
+    def replay_workloads(workloads: Sequence[Any]) -> Sequence[Any]:
         return replay_all(workloads, model.setting, steps, transport, reference)
 
     for i, (problem, plans) in enumerate(zip(problems, plans_of, strict=True)):
         where = out / problem.name
-        is_kept = replays.is_kept(where, problem, plans, model.setting, steps)
-        keep = partial(replays.keep, where, problem, plans, model.setting, steps, replay)
+        is_kept = replays.has_valid_replays(where, problem, plans, model.setting, steps)
+        keep = partial(replays.replay_or_reuse, where, problem, plans, model.setting, steps, replay_workloads)
         if not failures.attempt(problem.name, lambda keep=keep: kept.append(keep())):
             continue
-        found = replay_metrics.figures(replay_metrics.judge(kept[-1:], model))
+        found = replay_metrics.flat_metrics(replay_metrics.judge_replays(kept[-1:], model))
         progress.info(
             "problem %d of %d %s: %d plans of %d tables on %d devices, error %.1f%%, bias %+.1f%%, noise %.1f%%",
             i + 1,
@@ -351,13 +356,13 @@ def _replayed(
             found["bias"],
             found["noise"],
         )
-        work.done(i + 1)
-    failures.end()
+        work.show_done(i + 1)
+    failures.raise_if_any()
     return kept
 
 
-def _remove(out: Path, but: Sequence[str]) -> None:
-    """Remove results of another model, and replays of problems not in `but`.
+def _remove_stale_results(out: Path, but: Sequence[str]) -> None:
+    """Remove results of another model from a folder, and replays of problems not in `but`.
 
     Other files stay, as `out` may be a link to somebody's folder.
     """
@@ -365,4 +370,4 @@ def _remove(out: Path, but: Sequence[str]) -> None:
         (out / name).unlink(missing_ok=True)
     for path in out.iterdir():
         if path.name not in but:
-            replays.remove(path)
+            replays.remove_replays(path)

@@ -25,12 +25,12 @@ from shardcore.io.measurements import CollectiveRequest, ComputeRequest
 from shardcore.measure import collectives
 from shardcore.measure.device_bench import BenchSpec
 from shardcore.measure.replay import replay_all
-from shardcore.measure.sampling import Request, different
-from shardcore.measure.sampling.collectives import comm_request
-from shardcore.measure.sampling.groups import compute_request, reference_request
-from shardcore.measure.sampling.steps import Plans, first_step_plans, step_tables
+from shardcore.measure.sampling import Request, distinct_requests
+from shardcore.measure.sampling.collectives import draw_collective_request
+from shardcore.measure.sampling.groups import draw_compute_request, reference_request
+from shardcore.measure.sampling.steps import Plans, draw_first_step_plans, fitting_tables
 from shardcore.measure.supervise import Finished, Supervisor
-from shardcore.measure.tally import NAMES, Tally, duration
+from shardcore.measure.tally import NAMES, Tally, duration_text
 from shardcore.measure.transport import NoRoom, Transport
 from shardcore.stages.measure_config import MeasureConfig
 from shardcore.tables.held_out import is_held_out
@@ -61,6 +61,7 @@ Event = TypeVar("Event")
 
 def tables_with_lookups(pool: Sequence[Table]) -> list[Table]:
     # Without lookups an op has nothing to measure.
+    """Tables of a pool that have lookups. Raises ShardCoreError if there are none."""
     live = [t for t in pool if t.pooling > 0]
     if not live:
         raise ShardCoreError("the pool has no table with lookups; there is nothing to measure")
@@ -70,73 +71,78 @@ def tables_with_lookups(pool: Sequence[Table]) -> list[Table]:
 def requests_to_measure(
     wanted: Iterable[tuple[str, Request]], known: Collection[str], again: int = 0
 ) -> Iterator[Request]:
-    """Requests without a sample, and the first `again` in any case: repeats show how far timings agree."""
+    """Requests without a sample, and the first `again` in any case, to show how far timings agree."""
     return (r for n, (key, r) in enumerate(wanted) if n < again or key not in known)
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """The samples that a config asks for, drawn from a pool, in a setting, for the devices of a transport."""
+    """Samples that a MeasureConfig asks for, drawn from a pool in a setting, for the devices of a transport."""
 
     pool: Sequence[Table]
     setting: Setting
     config: MeasureConfig
     transport: Transport
 
-    def groups(self) -> Iterator[tuple[str, ComputeRequest]]:
-        """The first different groups of the seed's draws, with their ids."""
-        live, config, shape = tables_with_lookups(self.pool), self.config, self.config.drawn_groups
+    def draw_groups(self) -> Iterator[tuple[str, ComputeRequest]]:
+        """Draw the distinct groups of shards to measure as ops, with their ids."""
+        live, config, shape = tables_with_lookups(self.pool), self.config, self.config.group_config
         drawn = [t for t in live if is_held_out(t)] if config.held_out else live
 
-        def draw(i: int) -> ComputeRequest:
-            return compute_request(drawn, i, self.setting, config.seed, shape)
+        def draw_request(i: int) -> ComputeRequest:
+            return draw_compute_request(drawn, i, self.setting, config.seed, shape)
 
-        return different(draw, lambda r: dataset.compute_id(self.setting, r), config.compute_samples)
+        return distinct_requests(
+            draw_request, lambda r: dataset.compute_id(self.setting, r), config.compute_samples
+        )
 
-    def reference(self) -> ComputeRequest:
-        return reference_request(tables_with_lookups(self.pool), self.setting, self.config.drawn_groups)
+    def reference_op_request(self) -> ComputeRequest:
+        """Request of the reference op."""
+        return reference_request(tables_with_lookups(self.pool), self.setting, self.config.group_config)
 
-    def exchanges(self) -> Iterator[tuple[str, CollectiveRequest]]:
-        """The first different exchanges of the seed's draws, with their ids. None if ranks are fewer than two."""
-        ranks, config = self.ranks, self.config
+    def draw_exchanges(self) -> Iterator[tuple[str, CollectiveRequest]]:
+        """Draw the distinct exchanges to measure, with their ids; none if there are fewer than two ranks."""
+        ranks, config = self.n_ranks, self.config
 
-        def draw(i: int) -> CollectiveRequest:
-            return comm_request(i, ranks, self.setting.batch, config.seed, hosts=config.hosts)
+        def draw_request(i: int) -> CollectiveRequest:
+            return draw_collective_request(i, ranks, self.setting.batch, config.seed, hosts=config.hosts)
 
         most = config.comm_samples if ranks > 1 else 0
-        return different(draw, lambda r: dataset.comm_id(self.setting, r), most)
+        return distinct_requests(draw_request, lambda r: dataset.collective_id(self.setting, r), most)
 
-    def steps(self) -> list[tuple[Problem, Plans]]:
-        """The first plans of the seed's draws, by their problems."""
-        most_bytes, n = self.config.drawn_steps.arena_bytes, self.config.step_samples
+    def draw_steps(self) -> list[tuple[Problem, Plans]]:
+        """Draw the plans whose steps are measured, by problem."""
+        most_bytes, n = self.config.step_config.arena_bytes, self.config.step_samples
         if not n or self.why_no_steps():
             return []
-        return first_step_plans(self.pool, n, self.setting, self.step_ranks, most_bytes, self.config.seed)
+        return draw_first_step_plans(
+            self.pool, n, self.setting, self.n_step_ranks, most_bytes, self.config.seed
+        )
 
     def why_no_steps(self) -> str | None:
-        """The reason why steps of the pool's tables cannot run. None if they can."""
-        if self.step_ranks < 2:
+        """Reason why training steps with the pool's tables cannot be measured; None if they can."""
+        if self.n_step_ranks < 2:
             return (
                 "no host has two devices (cores or GPUs) that they could run on, as many as divide the batch"
             )
-        most_bytes = self.config.drawn_steps.arena_bytes
-        if step_tables(self.pool, self.setting, most_bytes):
+        most_bytes = self.config.step_config.arena_bytes
+        if fitting_tables(self.pool, self.setting, most_bytes):
             return None
         return f"no table of the pool with lookups fits {most_bytes >> 20} MiB at a dim of {MIN_WIDTH}"
 
-    def counts(self, folder: Path) -> dict[str, tuple[int, int]]:
-        """Number of wanted samples of each kind, and of those that a folder lacks. Endless groups count as none."""
-        groups = {} if self.config.compute_samples is None else dict(self.groups())
-        exchanges, steps = dict(self.exchanges()), self.steps()
-        lacking_steps = replays.missing(folder, steps, self.setting)
+    def count_missing(self, folder: Path) -> dict[str, tuple[int, int]]:
+        """Number of wanted samples of each kind, and of those missing in a folder. Endless groups count as none."""
+        groups = {} if self.config.compute_samples is None else dict(self.draw_groups())
+        exchanges, steps = dict(self.draw_exchanges()), self.draw_steps()
+        lacking_steps = replays.plans_without_replay(folder, steps, self.setting)
         return {
-            "compute": (len(groups), len(groups.keys() - dataset.read_ids(folder, "compute"))),
-            "comm": (len(exchanges), len(exchanges.keys() - dataset.read_ids(folder, "comm"))),
-            "steps": (_plans(steps), _plans(lacking_steps)),
+            "compute": (len(groups), len(groups.keys() - dataset.read_timed_ids(folder, "compute"))),
+            "comm": (len(exchanges), len(exchanges.keys() - dataset.read_timed_ids(folder, "comm"))),
+            "steps": (_count_plans(steps), _count_plans(lacking_steps)),
         }
 
     @property
-    def devices(self) -> int:
+    def n_processes(self) -> int:
         """Number of processes that measure groups: as configured, or as devices and memory allow."""
         hosts, config = self.transport.hosts(), self.config
         devices = sum(host.devices for host in hosts)
@@ -145,8 +151,8 @@ class Wanted:
         return int(max(1, min(devices, sum(host.memory_bytes for host in hosts) // self._process_bytes)))
 
     @property
-    def ranks(self) -> int:
-        """Number of processes of an exchange. Below 2 there are no exchanges.
+    def n_ranks(self) -> int:
+        """Number of ranks of a measured exchange. Below 2 no exchanges are measured.
 
         It is as configured, or the most devices of `hosts` hosts, equally many on each, that divide the batch. On CPUs
         it is at least two, which may have to share a core.
@@ -171,24 +177,26 @@ class Wanted:
         return max(fits, default=1) if self.transport.device == "cuda" else max([*fits, 2])
 
     @property
-    def step_ranks(self) -> int:
-        """Number of devices of one host for steps: those of an exchange, as far as cores and memory allow."""
-        most = self.ranks // self.config.hosts
+    def n_step_ranks(self) -> int:
+        """Number of ranks, on one host, of a measured training step, as far as cores and memory allow."""
+        most = self.n_ranks // self.config.hosts
         if self.transport.device == "cpu":
             # As large an arena as for compute, as the reference op has its shards.
             most = int(min(most, self.transport.hosts()[0].memory_bytes // self._process_bytes))
-        return devices_of_a_host(self.transport, most, self.setting.batch)
+        return replay_device_count(self.transport, most, self.setting.batch)
 
     @property
     def _process_bytes(self) -> int:
+        """Memory of one measuring process."""
         return self.config.kernels.arena_bytes + WORKER_BYTES
 
 
-def _plans(steps: Iterable[tuple[Problem, Plans]]) -> int:
+def _count_plans(steps: Iterable[tuple[Problem, Plans]]) -> int:
+    """Number of plans of all problems."""
     return sum(len(plans) for _, plans in steps)
 
 
-def devices_of_a_host(transport: Transport, most: int, batch: int) -> int:
+def replay_device_count(transport: Transport, most: int, batch: int) -> int:
     """Number of devices of one host that replay plans without sharing a core.
 
     It divides the batch and is at most `most`.
@@ -200,29 +208,32 @@ def devices_of_a_host(transport: Transport, most: int, batch: int) -> int:
 # --- the time that it takes ---------------------------------------------------------------------------------
 
 
-def estimate(wanted: Wanted, folder: Path) -> list[str]:
-    """A line for each kind of sample that is wanted: how many a folder lacks, and about how long they take.
+def estimate_measuring_time(wanted: Wanted, folder: Path) -> list[str]:
+    """Lines of text on each kind of wanted sample: how many a folder lacks, and the estimated time to measure them.
 
     No device is used. If the folder has samples of the setting, the time follows from the rate at which it grew.
     Else it follows from the usual rate of two CPU cores, and the line says so.
     """
-    devices = {"compute": wanted.devices, "comm": wanted.ranks, "steps": wanted.step_ranks}
+    devices = {"compute": wanted.n_processes, "comm": wanted.n_ranks, "steps": wanted.n_step_ranks}
     measured_at = {
-        "compute": [s.measured_at for s in dataset.read_compute(folder, wanted.setting)],
-        "comm": [s.measured_at for s in dataset.read_comm(folder, wanted.setting)],
+        "compute": [s.measured_at for s in dataset.read_compute_samples(folder, wanted.setting)],
+        "comm": [s.measured_at for s in dataset.read_collective_samples(folder, wanted.setting)],
     }
     lines = []
-    for kind, (n, missing) in wanted.counts(folder).items():
+    for kind, (n, missing) in wanted.count_missing(folder).items():
         line = f"{NAMES[kind]}: {missing} of {n} are missing"
         if missing:
-            each_s, basis = _each_s(kind, measured_at.get(kind, []))
-            line += f", {devices[kind]} devices, about {duration(missing * each_s)} {basis}"
+            each_s, basis = _seconds_per_sample(kind, measured_at.get(kind, []))
+            line += f", {devices[kind]} devices, about {duration_text(missing * each_s)} {basis}"
         lines += [line] if n else []
     return lines
 
 
-def _each_s(kind: str, measured_at: Sequence[float]) -> tuple[float, str]:
-    """Seconds of a sample, and the basis of that. measured_at: times of the known samples, Unix s."""
+def _seconds_per_sample(kind: str, measured_at: Sequence[float]) -> tuple[float, str]:
+    """Estimated seconds per sample of a kind, and the basis of the estimate in words.
+
+    measured_at: times of the known samples, Unix s.
+    """
     gaps = np.diff(np.sort(measured_at))
     # Without pauses between runs, which would lower the rate.
     gaps = gaps[gaps < _PAUSE_S]
@@ -236,7 +247,7 @@ def _each_s(kind: str, measured_at: Sequence[float]) -> tuple[float, str]:
 
 
 def measure(wanted: Wanted, folder: Path, progress: Any) -> dict[str, int]:
-    """Measure what a folder lacks. Returns the number of samples of each kind that were lacking.
+    """Measure the wanted samples that a dataset folder lacks. Returns the number of missing samples of each kind.
 
     progress: has `info` and `warning`, as a logger, and `show`, which is called after each change of a Tally.
     """
@@ -251,14 +262,14 @@ def measure(wanted: Wanted, folder: Path, progress: Any) -> dict[str, int]:
 
 
 def measure_groups(wanted: Wanted, folder: Path, progress: Any) -> int:
-    """Measure the groups that a folder lacks, then once more those that were disturbed.
+    """Measure the groups of shards that a dataset folder lacks, then once more those that were disturbed.
 
     Returns the number of groups that were lacking and had time.
     """
     config, setting, transport = wanted.config, wanted.setting, wanted.transport
     until = time.monotonic() + 60 * (math.inf if config.minutes is None else config.minutes)
-    known = dataset.read_ids(folder, "compute")
-    missing: Iterable[ComputeRequest] = requests_to_measure(wanted.groups(), known, config.again)
+    known = dataset.read_timed_ids(folder, "compute")
+    missing: Iterable[ComputeRequest] = requests_to_measure(wanted.draw_groups(), known, config.again)
     total = None
     if config.compute_samples is not None:
         missing = list(missing)
@@ -266,25 +277,25 @@ def measure_groups(wanted: Wanted, folder: Path, progress: Any) -> int:
         progress.info("%d compute samples wanted, %d of them to measure", config.compute_samples, total)
 
     def disturbed_requests() -> list[ComputeRequest]:
-        again = dataset.disturbed_ids(folder, config.kernels.tolerance_on(transport.device))
+        again = dataset.disturbed_sample_ids(folder, config.kernels.tolerance_for_device(transport.device))
         if not again:
             return []
         if config.compute_samples is not None:
-            return [r for key, r in wanted.groups() if key in again]
-        return [s.request for s in dataset.read_compute(folder, setting) if s.id in again]
+            return [r for key, r in wanted.draw_groups() if key in again]
+        return [s.request for s in dataset.read_compute_samples(folder, setting) if s.id in again]
 
     if total == 0 and not disturbed_requests():
         return 0
-    reference = wanted.reference()
+    reference = wanted.reference_op_request()
     rows = _STATES * max(t.rows for t in tables_with_lookups(wanted.pool))
     kernels = dataclasses.replace(config.kernels, state_rows=rows)
     fleet = transport.fleet(BenchSpec(setting, transport.device, kernels, reference), config.hang_s)
-    count = wanted.devices if total is None else min(wanted.devices, total or 1)
-    usual_ms = dataset.usual_ms(folder, setting, reference)
+    count = wanted.n_processes if total is None else min(wanted.n_processes, total or 1)
+    usual_ms = dataset.median_ms(folder, setting, reference)
     # A supervisor draws some calls ahead. With a limit of time these are short, so that what is drawn has time.
     calls_of = config.chunk if config.minutes is None else 1
     with Supervisor(fleet, count, usual_ms, calls_of, config.hang_s, progress.warning) as bench:
-        first = itertools.islice(wanted.groups(), config.kernels.interleave)
+        first = itertools.islice(wanted.draw_groups(), config.kernels.interleave)
         reference_ms = bench.calibrate([request for _, request in first], CALIBRATE_S)
         progress.info("%d devices; the reference op takes %.3f ms", count, reference_ms)
         # This makes the folder. The bench has started by now, so no failed start leaves an empty one.
@@ -298,7 +309,7 @@ def measure_groups(wanted: Wanted, folder: Path, progress: Any) -> int:
 
 @dataclass(frozen=True)
 class _Groups:
-    """A calibrated bench, and the folder of its samples.
+    """A calibrated bench that measures groups of shards, and the folder of its samples.
 
     pool: name of the pool in the folder.
     chunk: samples that are written at once.
@@ -312,18 +323,18 @@ class _Groups:
     until: float
 
     def measure(self, requests: Iterable[ComputeRequest], tally: Tally, progress: Any) -> int:
-        """Measure groups, and write samples as they come. Returns the number of groups."""
+        """Measure groups of shards, and write samples as they come. Returns the number of groups."""
         began, reasons, until = time.monotonic(), list[str](), self.until
 
         def has_time(_: ComputeRequest) -> bool:
-            """True if a request that starts now is likely to finish in time."""
+            """True if a request that starts now is likely to finish before the time limit."""
             # `interleave` requests run in turn, so each takes as long as so many one by one.
             now = time.monotonic()
             each_s = (now - began) / tally.done if tally.done else 0.0
             in_turn_s = self.bench.spec.config.interleave * each_s
             return now + min(in_turn_s, _LONGEST_END * (until - began)) < until
 
-        def count(finished: Sequence[Finished]) -> None:
+        def report_finished(finished: Sequence[Finished]) -> None:
             for f in finished:
                 tally.add(f.device, f.settled, f.kernel_s)
                 failed = [s.error for s in f.samples if s.error is not None]
@@ -331,13 +342,19 @@ class _Groups:
                 tally.failed += len(failed)
             progress.show(tally)
 
-        def write(samples: list[Any]) -> None:
-            dataset.write_compute(self.folder, samples, self.pool)
+        def write_samples(samples: list[Any]) -> None:
+            dataset.write_compute_samples(self.folder, samples, self.pool)
 
         # With a limit of time, requests may be drawn without end.
         some = requests if until == math.inf else itertools.takewhile(has_time, requests)
         in_time = itertools.takewhile(lambda _: time.monotonic() < until + _LATE_S, self.bench.measure(some))
-        keep(in_time, lambda finished: [s for f in finished for s in f.samples], self.chunk, write, count)
+        write_in_chunks(
+            in_time,
+            lambda finished: [s for f in finished for s in f.samples],
+            self.chunk,
+            write_samples,
+            report_finished,
+        )
         if reasons:
             progress.warning(
                 "%d of %d samples failed, the first as %s; the dataset has all reasons",
@@ -349,66 +366,68 @@ class _Groups:
 
 
 def measure_exchanges(wanted: Wanted, folder: Path, progress: Any) -> int:
-    """Measure the exchanges that a folder lacks. Returns their number."""
+    """Measure the exchanges that a dataset folder lacks. Returns their number."""
     config, transport = wanted.config, wanted.transport
     if not config.comm_samples:
         return 0
-    ranks = wanted.ranks
+    ranks = wanted.n_ranks
     if ranks < 2:
         progress.warning(
             "one GPU cannot exchange: no exchanges are measured, and problems need to give their links"
         )
-    requests = list(requests_to_measure(wanted.exchanges(), dataset.read_ids(folder, "comm")))
+    requests = list(requests_to_measure(wanted.draw_exchanges(), dataset.read_timed_ids(folder, "comm")))
     if not requests:
         return 0
     tally = Tally("comm", len(requests))
 
-    def count(_: object) -> None:
+    def report_exchange(_: object) -> None:
         tally.add(f"{ranks} ranks", 1)
         progress.show(tally)
 
-    samples = collectives.measure_all(
+    samples = collectives.measure_collectives(
         requests, ranks, wanted.setting, config.exchanges, transport, config.hosts
     )
-    write = partial(dataset.write_comm, folder)
-    keep(samples, lambda sample: [sample], config.chunk, write, count)
+    write = partial(dataset.write_collective_samples, folder)
+    write_in_chunks(samples, lambda sample: [sample], config.chunk, write, report_exchange)
     return len(requests)
 
 
 def measure_steps(wanted: Wanted, folder: Path, progress: Any) -> int:
-    """Replay the plans whose steps a folder lacks, and once more those that were disturbed.
+    """Replay the plans whose steps a dataset folder lacks, and once more those that were disturbed.
 
     Returns the number of plans. If they cannot be replayed, it is 0, and the progress says why.
     """
-    setting, config, steps = wanted.setting, wanted.config.drawn_steps, wanted.steps()
+    setting, config, steps = wanted.setting, wanted.config.step_config, wanted.draw_steps()
     if wanted.config.step_samples and (reason := wanted.why_no_steps()):
         progress.warning("what exchanges take in steps stays unknown: %s", reason)
-    total = _plans(replays.missing(folder, steps, setting))
+    total = _count_plans(replays.plans_without_replay(folder, steps, setting))
     if not total:
         return 0
     tally, failures = Tally("steps", total), Failures(progress.warning)
     reference = dataset.reference_op(folder, setting)
 
-    def replay(workloads: Sequence[Any]) -> Sequence[Any]:
+    def replay_workloads(workloads: Sequence[Any]) -> Sequence[Any]:
         return replay_all(workloads, setting, config, wanted.transport, reference)
 
     # The second round repeats replays that were disturbed in the first.
     for again in (False, True):
-        for problem, plans in replays.missing(folder, steps, setting):
+        for problem, plans in replays.plans_without_replay(folder, steps, setting):
             if problem.name in failures.reasons:
                 continue
             if again:
                 progress.info("%d steps of %s were disturbed; they run once more", len(plans), problem.name)
-            work = partial(replays.append, folder, problem, plans, setting, config, replay)
+            work = partial(
+                replays.add_missing_replays, folder, problem, plans, setting, config, replay_workloads
+            )
             if failures.attempt(problem.name, work) and not again:
-                tally.add(f"{wanted.step_ranks} ranks", len(plans))
+                tally.add(f"{wanted.n_step_ranks} ranks", len(plans))
                 progress.show(tally)
-    failures.end()
+    failures.raise_if_any()
     return total
 
 
 class Failures:
-    """Problems of which the work failed, while that on others went on.
+    """Collector of the problems whose work failed, so that work on the remaining problems goes on.
 
     warn: called with each reason, as a logger's `warning`.
     reasons: by name of the problem.
@@ -419,7 +438,8 @@ class Failures:
         self._warn = warn
 
     def attempt(self, name: str, work: Callable[[], object]) -> bool:
-        """Tell if work on a problem succeeded. Raises NoRoom for a lack of devices, which others would meet, too."""
+        """Run work on a problem, and record its failure. Returns True on success. Raises NoRoom for a lack of
+        devices."""
         try:
             work()
         except NoRoom:
@@ -431,22 +451,22 @@ class Failures:
             return False
         return True
 
-    def end(self) -> None:
-        """Raise ShardCoreError naming the problems that failed, if there are some."""
+    def raise_if_any(self) -> None:
+        """Raise ShardCoreError naming the problems that failed, if any."""
         if self.reasons:
             first, *others = self.reasons.values()
             more = f" (and {len(others)} more, which the log names)" if others else ""
             raise ShardCoreError(f"{len(self.reasons)} problems could not be replayed: {first}{more}")
 
 
-def keep(
+def write_in_chunks(
     events: Iterable[Event],
     samples_of: Callable[[Event], Sequence[Any]],
     chunk: int,
     write: Callable[[list[Any]], object],
     progress: Callable[[Event], object],
 ) -> None:
-    """Write samples once `chunk` of them have come, or KEEP_EVERY_S after the last write.
+    """Write samples of events in chunks: once `chunk` samples have come, or KEEP_EVERY_S after the last write.
 
     The rest is written at the end, also after an error or Ctrl-C.
     """

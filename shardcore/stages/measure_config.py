@@ -80,11 +80,11 @@ class MeasureConfig(Record):
         )
 
     @property
-    def drawn_groups(self) -> GroupConfig:
-        """How groups are drawn, with shards that the arena holds."""
+    def group_config(self) -> GroupConfig:
+        """Config of drawn groups of shards, limited to shards that fit the arena."""
         return replace(self.groups, max_shard_bytes=self.kernels.arena_bytes)
 
     @property
-    def drawn_steps(self) -> ReplayConfig:
-        """How steps run, with an arena at most as large as that of ops."""
+    def step_config(self) -> ReplayConfig:
+        """Config of replayed steps, with an arena at most as large as that of measured ops."""
         return replace(self.steps, arena_bytes=min(self.steps.arena_bytes, self.kernels.arena_bytes))

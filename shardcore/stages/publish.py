@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shardcore.core.errors import ShardCoreError, Unreachable
-from shardcore.core.progress import listening
+from shardcore.core.progress import report_to_listener
 from shardcore.core.types import Problem
 from shardcore.core.validation import require
 from shardcore.cost.known_errors import NOT_MEASURED
@@ -30,7 +30,7 @@ _KILLED = (
 
 @dataclass(frozen=True)
 class Results:
-    """What came of problems.
+    """Outcomes of publishing plans for several problems.
 
     problems: their files.
     published: decisions, by number of the problem.
@@ -42,13 +42,13 @@ class Results:
     failures: dict[int, ShardCoreError] = dataclasses.field(default_factory=dict)
 
     @property
-    def rows(self) -> list[tuple[Any, ...]]:
-        """Rows of decisions, under published_report.HEADERS, in the order of the problems."""
+    def decision_rows(self) -> list[tuple[Any, ...]]:
+        """Table rows of the published decisions, under published_report.HEADERS, in the order of the problems."""
         return [published_report.published_plan_row(found) for _, found in sorted(self.published.items())]
 
     @property
-    def notes(self) -> list[str]:
-        """A line for each problem that a profile prices."""
+    def profile_notes(self) -> list[str]:
+        """A line of text for each problem whose plan is priced by a profile, not by a measured model."""
         decisions = [found.decision for _, found in sorted(self.published.items())]
         return [
             f"{d.problem}: {d.provenance['model']}, {NOT_MEASURED}"
@@ -56,7 +56,7 @@ class Results:
             if "profile" in d.provenance
         ]
 
-    def require_all(self) -> None:
+    def require_all_published(self) -> None:
         """Raise ShardCoreError if a problem has no new plan."""
         first = next((failure for _, failure in sorted(self.failures.items())), None)
         require(
@@ -72,7 +72,8 @@ def publish(
     progress: Progress,
     begin: Callable[[], object] | None = None,
 ) -> Results:
-    """Search a plan for each problem file, and publish it if it is worth it. A failure does not stop the others.
+    """Search a plan for each problem file, and publish the plan if worth the move. A failure does not stop the other
+    problems.
 
     publisher_of: publisher of plans for a hardware. None: of problems that name none.
     processes: problems that are searched at once (see PublishConfig).
@@ -83,7 +84,7 @@ def publish(
     results, items = Results(problems), dict[int, tuple[Publisher, Problem]]()
     work = Work(progress, "problems", len(problems))
 
-    def settle(i: int, found: Published | BaseException) -> None:
+    def record_result(i: int, found: Published | BaseException) -> None:
         path = problems[i]
         if isinstance(found, Published):
             results.published[i] = found
@@ -91,10 +92,10 @@ def publish(
             words = decision.problem, decision.outcome, found.cost.total_ms, decision.reason
             progress.info("%s: %s, %.2f ms: %s", *words, extra={"problem": decision.problem})
         else:
-            failure = results.failures[i] = _failure(path, found)
+            failure = results.failures[i] = _publish_failure(path, found)
             cause = None if isinstance(found, ShardCoreError) else found
             progress.warning("%s", failure, extra={"problem": path.stem}, exc_info=cause)
-        work.done(len(results.published) + len(results.failures))
+        work.show_done(len(results.published) + len(results.failures))
 
     for i, path in enumerate(problems):
         try:
@@ -105,17 +106,17 @@ def publish(
                 )
             items[i] = publisher_of(problem.topology.hardware), problem
         except Exception as error:
-            settle(i, error)
+            record_result(i, error)
     for i, found in _publish_each(items, processes, work, begin):
-        settle(i, found)
+        record_result(i, found)
     for failure in results.failures.values():
         if isinstance(failure, Unreachable):
             raise failure
     return results
 
 
-def _failure(path: Path, error: BaseException) -> ShardCoreError:
-    """The reason why a problem has no new plan, with its file."""
+def _publish_failure(path: Path, error: BaseException) -> ShardCoreError:
+    """Error that names a problem's file and why the problem has no new plan."""
     message = str(error) if isinstance(error, ShardCoreError) else repr(error)
     if isinstance(error, BrokenExecutor):
         message = _KILLED
@@ -124,7 +125,7 @@ def _failure(path: Path, error: BaseException) -> ShardCoreError:
 
 
 def publish_one(publisher: Publisher, problem: Problem) -> Published:
-    """Publish a problem under the publisher's model as it prices that. Raises as Publisher.publish."""
+    """Search and publish a plan of one problem under the publisher's model. Raises as Publisher.publish."""
     model = publisher.model.for_problem(problem)
     problem.require_setting(model.setting)
     provenance = publisher.provenance
@@ -139,7 +140,8 @@ def _publish_each(
     work: Work,
     begin: Callable[[], object] | None,
 ) -> Iterator[tuple[int, Published | BaseException]]:
-    """Publish items. Yields the number of each with its result or its error, in the order in which they end."""
+    """Publish plans of problems in several processes. Yields each problem's number with its result or error, in order
+    of completion."""
     count = min(processes or len(os.sched_getaffinity(0)), len(items))
     if count > 1:
         # Spawned, as a fork would copy locks that threads of the caller hold.
@@ -152,7 +154,7 @@ def _publish_each(
         return
     for i, item in items.items():
         try:
-            with listening(work.heard):
+            with report_to_listener(work.show_phase):
                 found = publish_one(*item)
         except Exception as error:
             found = error

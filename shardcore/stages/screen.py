@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def open_page(page: Path) -> bool:
-    """Open a page in the browser, if there is a screen. False: there is none, or no browser."""
+    """Open a page in the browser. False if there is no screen or no browser."""
     has_screen = sys.platform in ("darwin", "win32") or any(
         map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY"))
     )

@@ -20,7 +20,7 @@ def train(
     start: NeuralModel | Profile | None = None,
     provenance: Mapping[str, Any] | None = None,
 ) -> training.Trained:
-    """Train a model, and say what the data and the model are like.
+    """Train a cost model, and report on the data and the model.
 
     start, provenance, errors: as of training.train.
     """
@@ -29,11 +29,11 @@ def train(
     progress.info("%s", data)
     work = Work(progress, "epochs", config.epochs)
 
-    def count(model: str, epoch: int, values: dict[str, float]) -> None:
+    def report_epoch(model: str, epoch: int, values: dict[str, float]) -> None:
         if model == "compute":  # models of exchanges are fitted in one step, without epochs
-            work.done(epoch, ", ".join(f"{name} {value:.4g}" for name, value in values.items()))
+            work.show_done(epoch, ", ".join(f"{name} {value:.4g}" for name, value in values.items()))
 
-    trained = training.train(data, config, count, start, provenance)
+    trained = training.train(data, config, report_epoch, start, provenance)
     errors = {r["epoch"]: r["validation_mape"] for r in trained.curves if r["model"] == "compute"}
     # A law of other machines may be as good as it is.
     from_nothing = start is None and (trained.start is None or trained.start.law is None)
@@ -45,7 +45,7 @@ def train(
     for line in (*trained.of_lent, trained.of_steps, trained.of_traces):
         if line:
             progress.info("%s", line)
-    for sentence in known_errors.worse_than_usual(trained.model):
+    for sentence in known_errors.error_warnings(trained.model):
         progress.warning("%s", sentence)
     return trained
 
@@ -57,21 +57,21 @@ def study_model(
     progress: Progress,
     learning_curve: bool = True,
 ) -> StudyResults:
-    """Judge a model on each split and on unseen tables.
+    """Judge a cost model on each split of its samples and on unseen tables.
 
     learning_curve: True to also train on parts of the samples, which takes as long as two further trainings of ops.
     """
     known, curve = data.known, None
     work = Work(progress, "groups trained on", len(known.compute))
 
-    def count(_: str, samples: int, values: dict[str, float]) -> None:
-        work.done(samples, f"learning curve: held-out error {values['test_mape']:.1f}%")
+    def report_training(_: str, samples: int, values: dict[str, float]) -> None:
+        work.show_done(samples, f"learning curve: held-out error {values['test_mape']:.1f}%")
 
-    metrics = {split: training.judge(model, known, split) for split in ("train", "validation")}
+    metrics = {split: training.judge_model(model, known, split) for split in ("train", "validation")}
     metrics["test"] = study.judge_test_split(model, known)
     if learning_curve:
-        curve = study.learning_curve(known.compute, model.setting, config, count)
-    unseen = study.unseen_tables(known.compute, model.setting, config)
+        curve = study.learning_curve(known.compute, model.setting, config, report_training)
+    unseen = study.unseen_table_error(known.compute, model.setting, config)
     studied = StudyResults(metrics, unseen, metrics["test"].get("repeatability"), curve)
     if curve:
         progress.info("%s", doubling_gain_sentence(curve, studied.repeatability))

@@ -46,35 +46,37 @@ _HASHED, _FEWEST_RANGES = 8, 64
 _ZIPF_BUCKETS = 512
 
 
-def lookups(table: Table, batch: int) -> int:
-    """Lookups of one batch: pooling × batch, rounded."""
+def lookup_count(table: Table, batch: int) -> int:
+    """Number of lookups in a table in one batch: pooling × batch, rounded."""
     return round(table.pooling * batch)
 
 
-def distinct_values(table: Table, batch: int) -> int:
-    """Values of its features in one batch that are looked up: one for each sample and feature, unless
-    deduplicated or of other strides."""
-    return max(1, round(batch * table.bags))
+def bag_count(table: Table, batch: int) -> int:
+    """Number of bags of a table that are looked up in one batch: one for each sample and feature, fewer if
+    deduplicated.
+    """
+    return max(1, round(batch * table.mean_bags))
 
 
-def values_of_features(table: Table, batch: int) -> list[int]:
-    """[F] `distinct_values` of each feature."""
+def bag_counts_by_feature(table: Table, batch: int) -> list[int]:
+    """[F] number of bags of each feature of a table in one batch."""
     strides = np.array(table.strides or (1.0,) * table.features)
     # Rounding the running sum keeps the total.
-    ends = np.rint(distinct_values(table, batch) * np.cumsum(strides) / strides.sum()).astype(int)
+    ends = np.rint(bag_count(table, batch) * np.cumsum(strides) / strides.sum()).astype(int)
     return np.diff(ends, prepend=0).tolist()
 
 
-def reference_counts(table: Table) -> np.ndarray:
-    """[U] int64 counts of unique rows in a Reuse table's reference batch, largest first.
+def reference_row_counts(table: Table) -> np.ndarray:
+    """[U] lookups of each distinct row in the reference batch of a table with a reuse histogram, largest first, as
+    int64.
 
     They sum to the batch's lookups. U keeps each bin's mean count as near to BIN_MEAN as possible.
     """
     # A table without lookups has no unique rows either, and no bins to fill.
-    total = lookups(table, table.reuse.batch)
+    total = lookup_count(table, table.reuse.batch)
     if total == 0:
         return np.zeros(0, dtype=np.int64)
-    n_bins, mean_counts = _bin_rows(table)
+    n_bins, mean_counts = _reuse_bin_sizes(table)
     return np.concatenate(
         [
             # Highest bin first, so that counts fall over the whole array.
@@ -86,18 +88,20 @@ def reference_counts(table: Table) -> np.ndarray:
 
 
 @lru_cache(maxsize=4096)
-def _bin_rows(table: Table) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Rows in each bin and sums of their counts: two tuples of REUSE_BINS."""
+def _reuse_bin_sizes(table: Table) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Rows, and sums of their lookup counts, in each bin of a table's reuse histogram."""
     # One table through the vectorised path, cached: searches ask for the same tables many times.
-    rows, sums = bins_of([table])
+    rows, sums = reuse_bin_sizes([table])
     return tuple(int(n) for n in rows[0]), tuple(int(c) for c in sums[0])
 
 
-def bins_of(tables: Sequence[Table]) -> tuple[np.ndarray, np.ndarray]:
-    """`_bin_rows` of many tables: two arrays [T, REUSE_BINS]."""
+def reuse_bin_sizes(tables: Sequence[Table]) -> tuple[np.ndarray, np.ndarray]:
+    """Rows, and sums of their lookup counts, in each bin of the reuse histograms of tables: two arrays [T,
+    REUSE_BINS].
+    """
     bins = np.array([t.reuse.bins for t in tables])
     # float64 holds these whole numbers exactly.
-    total = np.array([lookups(t, t.reuse.batch) for t in tables], dtype=float)
+    total = np.array([lookup_count(t, t.reuse.batch) for t in tables], dtype=float)
     mean = np.array([of @ BIN_MEAN for of in bins])
     # Unique rows follow from lookups over their mean count, at most all rows, and at least one.
     unique = np.minimum([t.rows for t in tables], np.maximum(1.0, np.rint(total / mean)))
@@ -111,7 +115,7 @@ def bins_of(tables: Sequence[Table]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _apportion(shares: np.ndarray, total: np.ndarray) -> np.ndarray:
-    """[T, K] whole numbers in proportion to `shares` [T, K]. They sum to `total` [T] (largest remainders)."""
+    """[T, K] whole numbers in proportion to `shares` [T, K] that sum to `total` [T], by largest remainders."""
     # Fractions of rows: the floor of each, then one more for the largest remainders.
     exact = shares / shares.sum(-1, keepdims=True) * total[:, None]
     whole = np.floor(exact)
@@ -124,7 +128,7 @@ def _apportion(shares: np.ndarray, total: np.ndarray) -> np.ndarray:
 
 
 def _apportion_counts(rows: np.ndarray, total: np.ndarray) -> np.ndarray:
-    """[T, REUSE_BINS] sums of counts per bin, which add up to `total` [T].
+    """[T, REUSE_BINS] sums of lookup counts for each bin of a reuse histogram, which add up to `total` [T].
 
     They stay within the bins' edges where possible.
     """
@@ -164,7 +168,9 @@ def _apportion_counts(rows: np.ndarray, total: np.ndarray) -> np.ndarray:
 
 
 def _spread_counts(rows: int, total: int, k: int) -> np.ndarray:
-    """[rows] falling counts within bin k that add up to `total`: a ramp around their mean."""
+    """[rows] falling lookup counts within bin k of a reuse histogram that add up to `total`: a ramp around their
+    mean.
+    """
     # The ramp is symmetric around the mean, so its sum is right before rounding.
     mean = total / rows
     reach = min(mean - BIN_LOW[k], BIN_HIGH[k] - mean) if k < REUSE_BINS - 1 else mean - BIN_LOW[k]
@@ -179,17 +185,17 @@ def _spread_counts(rows: int, total: int, k: int) -> np.ndarray:
         counts[fits[: abs(rest)]] += step
         # More rest than rows: the first row takes what is left.
         counts[0] += total - int(counts.sum())
-    # Largest first, as reference_counts promises.
+    # Largest first, as reference_row_counts promises.
     return -np.sort(-counts)
 
 
 def unique_rows(shard: Shard, batch: int) -> float:
-    """Expected unique rows that one batch touches in a shard."""
-    return float(unique_rows_of([shard], batch)[0])
+    """Expected number of distinct rows that one batch touches in a shard."""
+    return float(unique_rows_of_shards([shard], batch)[0])
 
 
-def unique_rows_of(shards: Sequence[Shard], batch: int) -> np.ndarray:
-    """[N] expected unique rows that one batch touches in each of many shards.
+def unique_rows_of_shards(shards: Sequence[Shard], batch: int) -> np.ndarray:
+    """[N] expected number of distinct rows that one batch touches in each of many shards.
 
     Results are cached. A row range has its share of the table's unique rows: measured, or by its rows. Where
     ids are ordered by frequency, those of its ranks.
@@ -205,8 +211,8 @@ def unique_rows_of(shards: Sequence[Shard], batch: int) -> np.ndarray:
     # dict.fromkeys removes duplicates: many shards of one table need one computation.
     if new := dict.fromkeys((key for key, rows in zip(keys, counts, strict=True) if rows is None), 0.0):
         # Tables without lookups keep their 0.
-        hit = [key for key in new if lookups(key[0], batch) > 0]
-        for access, compute in ((Reuse, _unique_of_reuse), (Zipf, _unique_of_zipf)):
+        hit = [key for key in new if lookup_count(key[0], batch) > 0]
+        for access, compute in ((Reuse, _unique_rows_by_histogram), (Zipf, _unique_rows_by_power_law)):
             queries = [key for key in hit if isinstance(key[0].access, access)]
             for i in range(0, len(queries), _AT_ONCE):
                 new.update(
@@ -218,20 +224,23 @@ def unique_rows_of(shards: Sequence[Shard], batch: int) -> np.ndarray:
             _KNOWN.clear()
         if len(new) <= _MOST_KNOWN:
             _KNOWN.update(new)
-    shares = [1.0 if ranked else _unique_share(s) for s, ranked in zip(shards, by_rank, strict=True)]
+    shares = [1.0 if ranked else _unique_row_share(s) for s, ranked in zip(shards, by_rank, strict=True)]
     return np.minimum(np.array(counts, dtype=float) * shares, [s.rows for s in shards])
 
 
-def _unique_share(shard: Shard) -> float:
+def _unique_row_share(shard: Shard) -> float:
+    """The share of a table's distinct rows in a batch that lie in a shard."""
     table = shard.table
     # Hashed ids touch every range in proportion to its rows.
-    if table.row_shares is None or shard.full_rows:
+    if table.row_shares is None or shard.has_all_rows:
         return shard.rows / table.rows
-    return _inside(table.row_shares.unique, shard)
+    return _share_in_row_range(table.row_shares.unique, shard)
 
 
-def _inside(shares: tuple[float, ...], shard: Shard) -> float:
-    """The share of a shard's rows, from shares of equal ranges of all rows. Ranges count as even inside."""
+def _share_in_row_range(shares: tuple[float, ...], shard: Shard) -> float:
+    """The share of accesses in a shard's row range, from shares of equal ranges of the table. Each range counts as
+    even.
+    """
     # Interpolate the cumulative share at both ends of the shard's rows.
     edges, sums = np.linspace(0, shard.table.rows, len(shares) + 1), np.cumsum((0.0, *shares))
     return float(np.diff(np.interp((shard.row_lo, shard.row_hi), edges, sums / sums[-1]))[0])
@@ -246,9 +255,11 @@ _AT_ONCE = 4096
 """Tables processed at once, to bound memory."""
 
 
-def _unique_of_reuse(queries: Sequence[_Query]) -> np.ndarray:
-    """[N] for tables with a reuse histogram. Rows that its batch never saw are left out."""
-    rows, sums = bins_of([table for table, *_ in queries])
+def _unique_rows_by_histogram(queries: Sequence[_Query]) -> np.ndarray:
+    """[N] expected distinct rows in a batch, of tables with a reuse histogram. No row outside its reference batch
+    counts.
+    """
+    rows, sums = reuse_bin_sizes([table for table, *_ in queries])
     # A smaller batch keeps each lookup with this probability. A larger one shows no new rows.
     keep = np.array([min(1.0, batch / table.reuse.batch) for table, batch, *_ in queries])
     # Reversed: the highest bin is the most popular class.
@@ -260,12 +271,12 @@ def _unique_of_reuse(queries: Sequence[_Query]) -> np.ndarray:
         some = np.flatnonzero(n_live == n).tolist()
         sizes, counts = (of[some, ::-1][live[some]].reshape(len(some), n) for of in (rows, sums))
         # counts / sizes: mean lookups of a row in each class.
-        seen = seen_when_thinned(counts / sizes, keep[some, None])
-        unique[some] = _seen_inside(seen, sizes, [queries[i] for i in some])
+        seen = seen_probability(counts / sizes, keep[some, None])
+        unique[some] = _seen_rows_in_ranges(seen, sizes, [queries[i] for i in some])
     return unique
 
 
-def seen_when_thinned(counts: np.ndarray, keep: np.ndarray | float) -> np.ndarray:
+def seen_probability(counts: np.ndarray, keep: np.ndarray | float) -> np.ndarray:
     """The probability that a row is seen if each of its lookups is kept with probability `keep`."""
     # log1p(-1) where all lookups are kept. np.where then drops the result.
     with np.errstate(divide="ignore"):
@@ -273,8 +284,8 @@ def seen_when_thinned(counts: np.ndarray, keep: np.ndarray | float) -> np.ndarra
         return np.where(keep == 1.0, 1.0, -np.expm1(counts * np.log1p(-keep)))
 
 
-def _seen_inside(seen: np.ndarray, sizes: np.ndarray, queries: Sequence[_Query]) -> np.ndarray:
-    """[N] rows seen within the requested row ranges.
+def _seen_rows_in_ranges(seen: np.ndarray, sizes: np.ndarray, queries: Sequence[_Query]) -> np.ndarray:
+    """[N] expected number of seen rows within the row range of each query.
 
     seen: [N, K] share of each class of rows that is seen.
     sizes: [N, K] rows of each class, most popular first.
@@ -293,8 +304,8 @@ def _seen_inside(seen: np.ndarray, sizes: np.ndarray, queries: Sequence[_Query])
     return np.minimum((seen * sizes).sum(1), (high - low)[:, 0])
 
 
-def _unique_of_zipf(queries: Sequence[_Query]) -> np.ndarray:
-    """[N] for tables with a power law. Rows fall into classes of similar popularity."""
+def _unique_rows_by_power_law(queries: Sequence[_Query]) -> np.ndarray:
+    """[N] expected distinct rows in a batch, of tables with a power law of accesses."""
     # All tables have 512 edges, some twice. Duplicates are removed below.
     edges, unique = _zipf_edges(np.array([table.rows for table, *_ in queries])), np.zeros(len(queries))
     kept = np.diff(edges, prepend=-1.0, axis=1) > 0
@@ -305,27 +316,27 @@ def _unique_of_zipf(queries: Sequence[_Query]) -> np.ndarray:
         ranks, of = edges[some][kept[some]].reshape(len(some), n), [queries[i] for i in some]
         sizes, mass = np.diff(ranks, axis=1), np.diff(_zipf_cdf(ranks, [table for table, *_ in of]), axis=1)
         # [n_some, n - 1] expected lookups of one row of each class.
-        weights = np.array([[lookups(table, batch)] for table, batch, *_ in of]) * mass / sizes
+        weights = np.array([[lookup_count(table, batch)] for table, batch, *_ in of]) * mass / sizes
         # 1 - exp(-w): a row is seen at least once, if its lookups are Poisson.
-        unique[some] = _seen_inside(-np.expm1(-weights), sizes, of)
+        unique[some] = _seen_rows_in_ranges(-np.expm1(-weights), sizes, of)
     return unique
 
 
 def _zipf_edges(rows: np.ndarray) -> np.ndarray:
-    """[T, _ZIPF_BUCKETS] ranks that separate the classes. Some appear twice in small tables."""
+    """[T, _ZIPF_BUCKETS] row ranks that separate classes of similar popularity. Some appear twice in small tables."""
     # Geometric: popularity falls by a power law, so classes have similar ratios.
     return np.rint(np.geomspace(1, rows + 1, _ZIPF_BUCKETS, axis=-1)) - 1
 
 
-def zipf_classes(table: Table) -> tuple[np.ndarray, np.ndarray]:
-    """[K] rows of each class of similar popularity, most popular first, and its share of accesses."""
+def popularity_classes(table: Table) -> tuple[np.ndarray, np.ndarray]:
+    """[K] number of rows in each class of similar popularity, and its share of accesses, most popular first."""
     edges = _zipf_edges(np.array([table.rows]))[0]
     edges = edges[np.diff(edges, prepend=-1.0) > 0]
     return np.diff(edges), np.diff(_zipf_cdf(edges[None], [table])[0])
 
 
 def _zipf_cdf(ranks: np.ndarray, tables: Sequence[Table]) -> np.ndarray:
-    """[T, K] share of accesses to the ranks [T, K] most popular rows.
+    """[T, K] share of accesses to the `ranks` [T, K] most popular rows of tables with a power law.
 
     The law is the bounded continuous power law on [1, rows + 1).
     """
@@ -347,22 +358,22 @@ def _zipf_cdf(ranks: np.ndarray, tables: Sequence[Table]) -> np.ndarray:
 
 
 def access_share(shard: Shard) -> float:
-    """The share of its table's lookups that a shard's row range serves."""
+    """The share of a table's lookups that fall into a shard's row range."""
     table = shard.table
     # The most common case, and exact.
-    if shard.full_rows:
+    if shard.has_all_rows:
         return 1.0
     # Ids as if hashed: lookups are even over rows.
     if not table.ordered or table.pooling == 0:
         return shard.rows / table.rows
     if table.row_shares:
-        return _inside(table.row_shares.lookups, shard)
+        return _share_in_row_range(table.row_shares.lookups, shard)
     # Rows are ranks, so the law's mass between two of them is the share.
     if isinstance(table.access, Zipf):
         low, high = _zipf_cdf(np.array([[shard.row_lo, shard.row_hi]]), [table])[0]
         return float(high - low)
     # A histogram: counts of its classes, most popular first.
-    rows, sums = (np.array(x, dtype=float) for x in _bin_rows(table))
+    rows, sums = (np.array(x, dtype=float) for x in _reuse_bin_sizes(table))
     live = np.flatnonzero(rows > 0)[::-1]
     counts, sizes = sums[live] / rows[live], rows[live]
     edges = np.concatenate([[0.0], np.cumsum(sizes)])
@@ -371,8 +382,8 @@ def access_share(shard: Shard) -> float:
     return float((counts * inside).sum() / max((counts * sizes).sum(), 1e-12))
 
 
-def concentration_of(tables: Sequence[Table], unique: np.ndarray) -> np.ndarray:
-    """[N] share of a batch's lookups that hit the most popular quarter of the rows that it touches.
+def access_concentration(tables: Sequence[Table], unique: np.ndarray) -> np.ndarray:
+    """[N] share of a batch's lookups that hit the most popular quarter of the rows touched, for each table.
 
     unique: [N] rows that it touches. 0.25 is even access.
     """
@@ -397,16 +408,16 @@ def concentration_of(tables: Sequence[Table], unique: np.ndarray) -> np.ndarray:
 
 @lru_cache(maxsize=1 << 14)
 def _reuse_concentration(table: Table) -> float:
-    """The same of a reuse histogram: rows of its higher bins are looked up more often."""
-    rows, sums = (np.array(x, dtype=float)[::-1] for x in _bin_rows(table))
+    """The share of lookups that hit the most popular quarter of the rows, for a table with a reuse histogram."""
+    rows, sums = (np.array(x, dtype=float)[::-1] for x in _reuse_bin_sizes(table))
     edges, lookups_to = np.cumsum(rows), np.cumsum(sums)
     # The quarter may end inside a bin: rows of a bin count equally.
     quarter = np.interp(edges[-1] / 4, np.concatenate([[0], edges]), np.concatenate([[0], lookups_to]))
     return float(quarter / lookups_to[-1])
 
 
-def row_shares_of(ids: np.ndarray, rows: int, n_devices: int) -> RowShares | None:
-    """The shares of a batch's ids [L] in ranges of rows. None where ids lie as if they were hashed.
+def row_shares_from_ids(ids: np.ndarray, rows: int, n_devices: int) -> RowShares | None:
+    """The shares of a batch's ids [L] in equal ranges of rows. None if the ids are spread as if hashed.
 
     n_devices: number of devices that may divide the rows. Ids count as hashed if no device has markedly more
     than if the same rows lay anywhere (UNEVEN). A hot row makes its device busy either way.
@@ -432,28 +443,28 @@ def row_shares_of(ids: np.ndarray, rows: int, n_devices: int) -> RowShares | Non
     return RowShares(*(tuple((of / of.sum()).round(9).tolist()) for of in (lookups, unique)))
 
 
-def reuse_of(ids: np.ndarray, batch: int) -> Reuse:
-    """The reuse histogram of a stream of `batch` samples."""
+def reuse_from_ids(ids: np.ndarray, batch: int) -> Reuse:
+    """The reuse histogram of a stream of ids from `batch` samples."""
     if len(ids) == 0:
         return Reuse((0.0,) * REUSE_BINS, batch)
     # Only how often ids occur matters, not which ones.
     _, counts = np.unique(ids, return_counts=True)
-    bins = np.bincount(reuse_bin(counts), minlength=REUSE_BINS)
+    bins = np.bincount(reuse_bin_index(counts), minlength=REUSE_BINS)
     return Reuse(tuple(float(b) for b in bins / bins.sum()), batch)
 
 
 @lru_cache(maxsize=1 << 14)
-def reuse_bins(table: Table, batch: int) -> tuple[float, ...]:
-    """[REUSE_BINS] the table's reuse histogram: its own, or what a power law is expected to give a batch."""
+def reuse_histogram(table: Table, batch: int) -> tuple[float, ...]:
+    """[REUSE_BINS] a table's reuse histogram: as given, or as a power law is expected to give for a batch."""
     if isinstance(table.access, Reuse):
         return table.reuse.bins
     # A power law has no reference batch: take the counts that this batch is expected to have.
-    sizes, mass = zipf_classes(table)
-    return expected_bins(sizes, lookups(table, batch) * mass / sizes)
+    sizes, mass = popularity_classes(table)
+    return expected_reuse_histogram(sizes, lookup_count(table, batch) * mass / sizes)
 
 
-def expected_bins(rows: np.ndarray, lookups_each: np.ndarray) -> tuple[float, ...]:
-    """[REUSE_BINS] the reuse histogram that a batch is expected to give.
+def expected_reuse_histogram(rows: np.ndarray, lookups_each: np.ndarray) -> tuple[float, ...]:
+    """[REUSE_BINS] the expected reuse histogram of a batch, from classes of rows and their mean lookups.
 
     rows: [K] of each class. lookups_each: [K] mean lookups a batch of one row of each class.
     """
@@ -466,8 +477,8 @@ def expected_bins(rows: np.ndarray, lookups_each: np.ndarray) -> tuple[float, ..
     return tuple((seen / max(seen.sum(), 1e-9)).tolist())
 
 
-def reuse_bin(counts: np.ndarray) -> np.ndarray:
-    """The reuse bin of each count: 0 for 1, k for (2^(k-1), 2^k], the last for all above."""
+def reuse_bin_index(counts: np.ndarray) -> np.ndarray:
+    """The bin of a reuse histogram for each lookup count: 0 for 1, k for (2^(k-1), 2^k], the last for all above."""
     return np.searchsorted(BIN_HIGH, counts)
 
 
@@ -475,7 +486,7 @@ def reuse_bin(counts: np.ndarray) -> np.ndarray:
 
 
 def output_rows(shard: Shard, batch: int) -> int:
-    """Rows of its outputs for `batch` samples.
+    """Number of rows of a shard's lookup outputs for `batch` samples.
 
     Pooled: one for each distinct value of a feature. A sequence: one for each lookup of the shard's rows, by
     the table's statistics.
@@ -484,19 +495,19 @@ def output_rows(shard: Shard, batch: int) -> int:
 
 
 def table_output_rows(table: Table, batch: int, share: float = 1.0) -> int:
-    """Rows of outputs of rows that get a share of the table's lookups. Faster than to create a Shard."""
+    """Number of rows of lookup outputs for a part of a table that gets `share` of its lookups."""
     # Whole rows, so that searches can add and subtract their bytes exactly. At least one: there is an op.
     if not table.sequence:
-        return distinct_values(table, batch)
-    return max(1, round(batch * table.looked_up * share))
+        return bag_count(table, batch)
+    return max(1, round(batch * table.lookups_per_sample * share))
 
 
 def output_bytes(shard: Shard, batch: int) -> int:
-    """Bytes of its outputs for `batch` samples, or of their gradients."""
+    """Bytes of a shard's lookup outputs for `batch` samples, or of their gradients."""
     # FBGEMM returns FP32 outputs, whatever type the weights have.
     return OUTPUT_BYTES * shard.width * output_rows(shard, batch)
 
 
 def payload_bytes(n_bytes: Any, payload: str) -> Any:
-    """Bytes that outputs or gradients take on their way, if they take `n_bytes` in FP32. Without padding."""
-    return n_bytes * payload_of(payload).share
+    """Bytes that outputs or gradients of `n_bytes` in FP32 take on the wire, without padding."""
+    return n_bytes * payload_of(payload).size_ratio

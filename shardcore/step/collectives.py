@@ -92,176 +92,197 @@ class Collective:
 
     @property
     def payloads(self) -> tuple[str, ...]:
-        """Payloads that it is measured with."""
+        """Payload types that a collective is measured with."""
         return MEASURED if self.cast else ("fp32",)
 
 
 # --- memory -------------------------------------------------------------------------------------------------
 
 
-def _outputs(*buffers: str) -> Alive:
+def _output_buffers(*buffers: str) -> Alive:
     # A Counter, as a buffer may be alive twice in a phase.
     return {"outputs": Counter(buffers)}
 
 
-def _payloads(*buffers: str) -> dict[str, Counter[str]]:
+def _payload_buffers(*buffers: str) -> dict[str, Counter[str]]:
     return {"payloads": Counter(buffers)}
 
 
-def _gradients(*buffers: str) -> dict[str, Counter[str]]:
+def _gradient_buffers(*buffers: str) -> dict[str, Counter[str]]:
     return {"output gradients": Counter(buffers)}
 
 
 _RECEIVED: Alive = {"received outputs": {"local": 1}}
 
 
-def _looked_up(entering: str, sent: Alive, **phases: Alive) -> StageBuffers:
-    """Outputs are there until the next run looked up."""
-    return stage_buffers(after=sent, freed_late=_outputs(entering), looked_up=_outputs(entering), **phases)
-
-
-def _awaited(sent: Alive) -> StageBuffers:
-    """Outputs arrive, and are put together, in the order of columns."""
+def _lookup_stage(entering: str, sent: Alive, **phases: Alive) -> StageBuffers:
+    """Buffers of the stage that looks up rows and sends outputs. Outputs stay until the next op looked up."""
     return stage_buffers(
-        sent, _RECEIVED, outputs_arrive={**_RECEIVED, **_payloads("local there", "local decoded")}
+        after=sent, freed_late=_output_buffers(entering), looked_up=_output_buffers(entering), **phases
     )
 
 
-def _sent_back(payloads: Alive, **phases: Alive) -> StageBuffers:
-    return stage_buffers(_gradients("gradient"), payloads, **phases)
+def _wait_stage(sent: Alive) -> StageBuffers:
+    """Buffers of the stage that waits for outputs, and puts them together in the order of columns."""
+    return stage_buffers(
+        sent, _RECEIVED, outputs_arrive={**_RECEIVED, **_payload_buffers("local there", "local decoded")}
+    )
 
 
-def _exchanged_back(channel: str) -> StageBuffers:
-    """Gradients are put in the order of devices, and of columns if some are cut, cast, and exchanged."""
-    sent = _payloads("local back", f"{channel} back")
-    return _sent_back(
+def _send_gradients_stage(payloads: Alive, **phases: Alive) -> StageBuffers:
+    """Buffers of the stage that sends gradients of outputs back."""
+    return stage_buffers(_gradient_buffers("gradient"), payloads, **phases)
+
+
+def _exchange_gradients_stage(channel: str) -> StageBuffers:
+    """Buffers of the stage that orders, casts and exchanges gradients of outputs."""
+    sent = _payload_buffers("local back", f"{channel} back")
+    return _send_gradients_stage(
         sent,
-        gradients_of_columns=_gradients("gradient", "cut"),
-        gradients_in_order={**_gradients("uncut", "joined"), **_payloads("local", "local")},
-        gradients_cast={**_gradients("uncut", "cut"), **_payloads("local", "local clamped", "local recast")},
-        backward_exchange={**_gradients("uncut", "cut"), **sent},
+        gradients_of_columns=_gradient_buffers("gradient", "cut"),
+        gradients_in_order={**_gradient_buffers("uncut", "joined"), **_payload_buffers("local", "local")},
+        gradients_cast={
+            **_gradient_buffers("uncut", "cut"),
+            **_payload_buffers("local", "local clamped", "local recast"),
+        },
+        backward_exchange={**_gradient_buffers("uncut", "cut"), **sent},
     )
 
 
-def _updated(sent: Alive, channel: str, **phases: Alive) -> StageBuffers:
+def _update_stage(sent: Alive, channel: str, **phases: Alive) -> StageBuffers:
+    """Buffers of the stage that receives gradients and updates rows."""
     return stage_buffers(
         sent,
         **phases,
-        gradients_arrive={**_gradients(f"{channel} decoded"), **_payloads(f"{channel} back")},
-        update={**_gradients(channel), "sorting": {"sorting": 1}},
+        gradients_arrive={**_gradient_buffers(f"{channel} decoded"), **_payload_buffers(f"{channel} back")},
+        update={**_gradient_buffers(channel), "sorting": {"sorting": 1}},
     )
 
 
-def _exchanged(channel: str) -> Stages:
+def _all_to_all_stages(channel: str) -> Stages:
     # What travels lives until it is waited for: this device's outputs, and those that it receives.
-    sent, outputs = _payloads(f"{channel} there", "local there"), _outputs(channel)
+    """Memory buffers of an op whose outputs travel in an all-to-all, in each stage of a step."""
+    sent, outputs = _payload_buffers(f"{channel} there", "local there"), _output_buffers(channel)
     return (
-        _looked_up(
+        _lookup_stage(
             channel,
             sent,
             # A codec clamps FP32 values to the range of the payload before it casts them.
-            outputs_cast={**outputs, **_payloads(f"{channel} cast", f"{channel} clamped")},
+            outputs_cast={**outputs, **_payload_buffers(f"{channel} cast", f"{channel} clamped")},
             # Once cast, the clamped copy is freed, and buffers of the exchange exist.
-            outputs_sent={**outputs, **_payloads(f"{channel} cast", f"{channel} there", "local there")},
+            outputs_sent={
+                **outputs,
+                **_payload_buffers(f"{channel} cast", f"{channel} there", "local there"),
+            },
         ),
-        _awaited(sent),
+        _wait_stage(sent),
         # Backward, gradients of local outputs leave, and those of the channel arrive.
-        _exchanged_back(channel),
-        _updated(_payloads("local back", f"{channel} back"), channel),
+        _exchange_gradients_stage(channel),
+        _update_stage(_payload_buffers("local back", f"{channel} back"), channel),
     )
 
 
-def _sequences(channel: str) -> Stages:
-    """Lookups of all devices are put in order, and are not copied once more to be sent."""
-    sent, outputs = _payloads(f"{channel} there", "local there"), _outputs(channel)
-    sent_back = _payloads("local back", f"{channel} back")
+def _sequence_stages(channel: str) -> Stages:
+    """Memory buffers of an op with unpooled outputs, in each stage of a step."""
+    sent, outputs = _payload_buffers(f"{channel} there", "local there"), _output_buffers(channel)
+    sent_back = _payload_buffers("local back", f"{channel} back")
     return (
-        _looked_up(
+        _lookup_stage(
             channel,
             sent,
             # A second copy of all lookups, while they are put in order.
-            outputs_in_order=_outputs(channel, channel),
+            outputs_in_order=_output_buffers(channel, channel),
             outputs_cast={
                 **outputs,
-                **_payloads(f"{channel} clamped", f"{channel} clamped", f"{channel} cast"),
+                **_payload_buffers(f"{channel} clamped", f"{channel} clamped", f"{channel} cast"),
             },
             outputs_sent={**outputs, **sent},
         ),
-        _awaited(sent),
+        _wait_stage(sent),
         # Those of features are joined, and sent as they are.
-        _sent_back(
+        _send_gradients_stage(
             sent_back,
-            gradients_joined=_gradients("gradient", "local"),
-            gradients_cast={**_gradients("local"), **_payloads("local clamped", "local recast")},
-            backward_exchange={**_gradients("local"), **_payloads("local recast", f"{channel} back")},
+            gradients_joined=_gradient_buffers("gradient", "local"),
+            gradients_cast={
+                **_gradient_buffers("local"),
+                **_payload_buffers("local clamped", "local recast"),
+            },
+            backward_exchange={
+                **_gradient_buffers("local"),
+                **_payload_buffers("local recast", f"{channel} back"),
+            },
         ),
-        _updated(sent_back, channel, gradients_in_order=_gradients(channel, channel)),
+        _update_stage(sent_back, channel, gradients_in_order=_gradient_buffers(channel, channel)),
     )
 
 
-def _summed(channel: str, *crossing: str) -> Stages:
-    """Gloo sums in a separate buffer, and gathers in one."""
+def _reduce_scatter_stages(channel: str, *crossing: str) -> Stages:
+    """Memory buffers of an op whose outputs are summed by a reduce-scatter, in each stage of a step."""
     if crossing:
-        return _summed_and_exchanged(channel, *crossing)
+        return _hierarchical_stages(channel, *crossing)
     # Forward: each device enters outputs of the global batch, and receives sums for its samples.
-    sent, outputs = _payloads(f"{channel} there", "local there"), _outputs(channel)
+    sent, outputs = _payload_buffers(f"{channel} there", "local there"), _output_buffers(channel)
     # The all-gather holds its output and gloo's own buffer: twice the channel's bytes.
-    gathered = _payloads("local copied", f"{channel} back", f"{channel} back")
+    gathered = _payload_buffers("local copied", f"{channel} back", f"{channel} back")
     return (
-        _looked_up(
+        _lookup_stage(
             channel,
             sent,
-            sums_cast={**outputs, **_payloads(f"{channel} cast", f"{channel} clamped")},
-            sums_sent={**outputs, **_payloads(f"{channel} cast", f"{channel} there", "local there")},
+            sums_cast={**outputs, **_payload_buffers(f"{channel} cast", f"{channel} clamped")},
+            sums_sent={**outputs, **_payload_buffers(f"{channel} cast", f"{channel} there", "local there")},
         ),
-        _awaited(sent),
-        _sent_back(gathered, gradients_gathered={**_gradients("gradient"), **gathered}),
-        _updated(gathered, channel),
+        _wait_stage(sent),
+        _send_gradients_stage(gathered, gradients_gathered={**_gradient_buffers("gradient"), **gathered}),
+        _update_stage(gathered, channel),
     )
 
 
-def _summed_and_exchanged(channel: str, crossing: str) -> Stages:
-    """Summed within hosts, and waited for. Then exchanged across them."""
-    sent, outputs = _payloads(f"{crossing} there", "local there"), _outputs(channel)
+def _hierarchical_stages(channel: str, crossing: str) -> Stages:
+    """Memory buffers of an op whose outputs are summed within hosts, then exchanged across hosts, in each stage of a
+    step.
+    """
+    sent, outputs = _payload_buffers(f"{crossing} there", "local there"), _output_buffers(channel)
     cast, gathered = f"{channel} cast", f"{channel} back"
     return (
-        _looked_up(
+        _lookup_stage(
             # After the sum within the host, only the sums are left to cross hosts.
             channel,
             sent,
-            sums_of_hosts_cast={**outputs, **_payloads(cast, f"{channel} clamped")},
-            sums_of_hosts_sent={**outputs, **_payloads(cast, f"{channel} there", f"{crossing} there")},
+            sums_of_hosts_cast={**outputs, **_payload_buffers(cast, f"{channel} clamped")},
+            sums_of_hosts_sent={**outputs, **_payload_buffers(cast, f"{channel} there", f"{crossing} there")},
             # Gloo's thread may still have its buffer of sums.
             sums_of_hosts_cross={
-                **_outputs(channel, crossing),
-                **_payloads(f"{channel} there", f"{crossing} cast", f"{crossing} there", "local there"),
+                **_output_buffers(channel, crossing),
+                **_payload_buffers(
+                    f"{channel} there", f"{crossing} cast", f"{crossing} there", "local there"
+                ),
             },
         ),
-        _awaited(sent),
+        _wait_stage(sent),
         # Backward, hosts exchange first, as forward they do last.
-        _exchanged_back(crossing),
-        _updated(
-            _payloads("local back", f"{crossing} back"),
+        _exchange_gradients_stage(crossing),
+        _update_stage(
+            _payload_buffers("local back", f"{crossing} back"),
             channel,
             # Each device then gathers from its host what the reduce-scatter had divided.
             gradients_gathered={
-                **_gradients(crossing),
-                **_payloads(f"{crossing} recast", gathered, gathered),
+                **_gradient_buffers(crossing),
+                **_payload_buffers(f"{crossing} recast", gathered, gathered),
             },
         ),
     )
 
 
-def _replicated(channel: str) -> Stages:
-    """The dense kernel makes gradients in addition to DDP's buckets.
+def _replica_stages(channel: str) -> Stages:
+    """Memory buffers of an op of replicated tables, in each stage of a step, with gradients beside DDP's buckets.
 
     Until then, those of its outputs live. Those of the collection include them.
     """
-    gradients = _gradients("gradient")
+    gradients = _gradient_buffers("gradient")
     return (
         # Lookups are local, so outputs exist at once and nothing is waited for.
-        stage_buffers(after=_outputs("local"), looked_up=_outputs("local")),
-        stage_buffers(_outputs("local"), _RECEIVED),
+        stage_buffers(after=_output_buffers("local"), looked_up=_output_buffers("local")),
+        stage_buffers(_output_buffers("local"), _RECEIVED),
         stage_buffers(gradients, gradients),
         # The dense kernel makes a gradient in addition to DDP's bucket, which is always there.
         stage_buffers(gradients, gradients_of_replicas={**gradients, "dense gradients": {"dense": 1}}),
@@ -271,8 +292,8 @@ def _replicated(channel: str) -> Stages:
 # --- draws --------------------------------------------------------------------------------------------------
 
 
-def _hot(widths: Widths, rng: Any) -> Widths:
-    """A few hot tables have most lookups.
+def _skewed_loads(widths: Widths, rng: Any) -> Widths:
+    """Columns of ranks as if a few hot tables had most lookups, to draw exchanges of ids.
 
     So ranks that own equally many columns may receive a hundred times as many ids.
     """
@@ -281,14 +302,14 @@ def _hot(widths: Widths, rng: Any) -> Widths:
     return [round(sum(widths) * share) for share in shares / shares.sum()]
 
 
-def _near_even(widths: Widths, rng: Any) -> Widths:
-    """Ranks that hold row ranges receive nearly as many ids each."""
+def _near_even_loads(widths: Widths, rng: Any) -> Widths:
+    """Columns of ranks as if each received nearly as many ids, as with divided rows."""
     # Between half and all of the largest: ranges of rows have about even lookups.
     return [max(1, round(max(widths) * part)) for part in rng.uniform(0.5, 1, len(widths))]
 
 
-def _same(widths: Widths, rng: Any) -> Widths:
-    """An all-reduce sums the same tensor on every rank."""
+def _equal_loads(widths: Widths, rng: Any) -> Widths:
+    """Columns of ranks made equal, as an all-reduce sums one tensor on every rank."""
     # Unequal sizes would not be an all-reduce.
     return [max(widths)] * len(widths)
 
@@ -306,8 +327,8 @@ COLLECTIVES: Mapping[str, Collective] = {
             # Nothing stands in for it: it is the stand-in for others.
             like="",
             cast=True,
-            memory=_exchanged,
-            memory_of_sequences=_sequences,
+            memory=_all_to_all_stages,
+            memory_of_sequences=_sequence_stages,
         ),
         # Backward it is an all-gather.
         Collective(
@@ -318,7 +339,7 @@ COLLECTIVES: Mapping[str, Collective] = {
             Draw(0.5, scope="host", scope_share=0.5),
             ring=True,
             cast=True,
-            memory=_summed,
+            memory=_reduce_scatter_stages,
         ),
         Collective(
             "all_reduce",
@@ -326,19 +347,19 @@ COLLECTIVES: Mapping[str, Collective] = {
             ("backward",),
             # DDP reduces the same tensor on every rank, so drawn widths are made equal.
             "all_reduce",
-            Draw(0.3, loads=_same),
+            Draw(0.3, loads=_equal_loads),
             ring=True,
             # A ring all-reduce is a reduce-scatter and an all-gather, each of which passes all bytes.
             passes=2,
             dense=True,
-            memory=_replicated,
+            memory=_replica_stages,
         ),
         Collective(
             "all_to_all_ids",
             "all-to-all of ids",
             ("forward",),
             "ids",
-            Draw(0.1, stream=5, loads=_hot),
+            Draw(0.1, stream=5, loads=_skewed_loads),
             # How much will come, lengths, then ids (KJTAllToAll).
             exchanges=3,
             ids=True,
@@ -348,20 +369,20 @@ COLLECTIVES: Mapping[str, Collective] = {
             "all-to-all of ids, bucketized",
             ("forward",),
             "ids",
-            Draw(0.07, stream=8, loads=_near_even),
+            Draw(0.07, stream=8, loads=_near_even_loads),
             # It travels as plain ids do, so it has their rates and adds its own work.
             like="all_to_all_ids",
             exchanges=3,
             ids=True,
-            work=IdWork("bucketize_ids", lambda transfer: transfer.in_buckets(), buckets=True),
+            work=IdWork("bucketize_ids", lambda transfer: transfer.bucketize_by_rank(), buckets=True),
         ),
     )
 }
 """By name. The first is the stand-in for all that were not measured."""
 
 
-def carried_as(row: Collective, way: str, payload: str) -> str:
-    """Payload that a collective carries in a direction, in a job with a payload.
+def carried_payload(row: Collective, way: str, payload: str) -> str:
+    """The payload type that a collective carries in a direction, in a job that asks for `payload`.
 
     TorchRec substitutes those that do not sum (get_qcomm_codecs_registry in its fbgemm_qcomm_codec.py).
     """
@@ -371,20 +392,21 @@ def carried_as(row: Collective, way: str, payload: str) -> str:
     return summed[way == "backward"] if summed else payload
 
 
-def collective_of(name: str) -> Collective:
-    """The row of a collective. Raises ShardCoreError for an unknown name."""
+def collective_by_name(name: str) -> Collective:
+    """The definition of a collective. Raises ShardCoreError for an unknown name."""
     if name not in COLLECTIVES:
         raise ShardCoreError(f"collective {name!r} is not known; known are {', '.join(COLLECTIVES)}")
     return COLLECTIVES[name]
 
 
 @cache
-def stages_of(collective: str, channels: tuple[str, ...], sequence: bool) -> Stages:
-    """The memory of a run in the four stages of a step. One object each, for phases are cached by it.
+def memory_stages(collective: str, channels: tuple[str, ...], sequence: bool) -> Stages:
+    """Memory buffers of an op and its collectives in the four stages of a step. Cached, so equal arguments give one
+    object.
 
     channels: names of all that the run has. The first is of this collective.
     """
-    row = collective_of(collective)
+    row = collective_by_name(collective)
     # Sequences differ only for the all-to-all. Replicas have the same buffers for both.
     memory = row.memory_of_sequences if sequence and row.memory_of_sequences else row.memory
     if memory is None:

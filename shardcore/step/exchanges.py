@@ -25,8 +25,8 @@ import numpy as np
 from shardcore.core.links import LEVELS
 from shardcore.core.topology import BYTES_PER_MS_PER_GBPS, Topology
 from shardcore.step.kinds import ID_CHANNELS, Channel
-from shardcore.step.link_counts import link_counts
-from shardcore.step.lower import channels_of
+from shardcore.step.link_counts import link_byte_counts
+from shardcore.step.lower import channels_of_traffic
 
 SKEW_LIMIT_MS = 10.0
 """Skew beyond which an exchange takes no longer."""
@@ -67,8 +67,8 @@ class OwnWork:
     all_once_ms: Any = 0.0
     mean_byte_ms: Any = 0.0
 
-    def ms(self, entered_bytes: np.ndarray) -> np.ndarray:
-        """[..., D] ms. entered_bytes: [..., D]; of ids, those that arrive."""
+    def work_ms(self, entered_bytes: np.ndarray) -> np.ndarray:
+        """[..., D] ms of each device's work on the bytes [..., D] that it exchanges."""
         some = entered_bytes > 0
         own_ms = np.where(some, self.once_ms + self.byte_ms * entered_bytes, 0.0)
         mean_bytes = entered_bytes.mean(-1, keepdims=True)
@@ -82,7 +82,7 @@ class ChannelTerms:
 
     members: [G, n] devices of each group.
     units: [K, n] unit of each device of the first group, by level. All groups have the same shape. Levels that the
-      terms do not know are merged with others (`merged_units`).
+      terms do not know are merged with others (`merge_unknown_levels`).
     ways: terms by direction. None where groups have one device.
     work: a device's own work.
     added_work: the part of it that is not in `once_ms` and the rates.
@@ -95,45 +95,47 @@ class ChannelTerms:
     work: OwnWork = field(default_factory=OwnWork)
     added_work: OwnWork = field(default_factory=OwnWork)
 
-    def transfers_ms(self, sent_bytes: np.ndarray, skew_ms: np.ndarray) -> dict[str, np.ndarray]:
-        """[..., D] ms by direction, with devices' own work in them.
+    def transfer_ms_by_direction(self, sent_bytes: np.ndarray, skew_ms: np.ndarray) -> dict[str, np.ndarray]:
+        """[..., D] ms of a channel's collective on each device, forward and backward, with devices' work on ids.
 
         sent_bytes: [..., D]. skew_ms: [...] from the first device's start to the last one's.
         """
-        row, sent = self.channel.row, np.asarray(sent_bytes, dtype=float)
+        row, sent = self.channel.definition, np.asarray(sent_bytes, dtype=float)
         nothing: Any = np.zeros(sent.shape)
         ms = {"forward": nothing, "backward": nothing}
         if self.ways and sent.any():
             grouped = sent[..., self.members]
-            counts = channel_counts(self.channel, grouped, self.units)
+            counts = channel_byte_counts(self.channel, grouped, self.units)
             busiest = grouped.max(-1, keepdims=True)
             # If any device of a group has bytes, all take part. Of dense gradients: those that have some.
             runs = grouped > 0 if row.dense else busiest > 0
             for way, terms in self.ways.items():
-                took = np.where(runs, law_ms(terms, counts, busiest, skew_ms), 0.0)
+                took = np.where(runs, transfer_ms(terms, counts, busiest, skew_ms), 0.0)
                 took = np.broadcast_to(took, np.broadcast_shapes(took.shape, grouped.shape))
                 ms[way] = np.zeros((*took.shape[:-2], sent.shape[-1]))
                 ms[way][..., self.members] = took
         # Ids are worked on before and after they travel forward, dense gradients once they are summed.
-        ms[row.ways[0]] = ms[row.ways[0]] + self.added_work.ms(sent)
+        ms[row.ways[0]] = ms[row.ways[0]] + self.added_work.work_ms(sent)
         return ms
 
 
-def channel_counts(channel: Channel, grouped: np.ndarray, units: np.ndarray) -> list[dict[str, Any]]:
-    """[K] counts of bytes [..., G, n] of a channel on each level (link_counts). units: [K, n]."""
-    row = channel.row
+def channel_byte_counts(channel: Channel, grouped: np.ndarray, units: np.ndarray) -> list[dict[str, Any]]:
+    """[K] counts of a channel's bytes [..., G, n] on each level of links (link_counts.COUNTS). units: [K, n]."""
+    row = channel.definition
     # Inputs of a ring are padded to the largest.
     owned = row.passes * grouped.max(-1, keepdims=True) if row.ring else grouped
-    return link_counts(row.ring, owned, units, channel.scope.across)
+    return link_byte_counts(row.ring, owned, units, channel.scope.across)
 
 
-def law_ms(
+def transfer_ms(
     terms: Terms, counts: Sequence[Mapping[str, Any]], busiest: np.ndarray, skew_ms: np.ndarray | float = 0.0
 ) -> np.ndarray:
-    """[..., G, n] ms of transfers. counts: [K] as of link_counts. busiest: [..., G, 1] most bytes of a device."""
+    """[..., G, n] ms of a collective's transfers by the law of exchanges, from counts of bytes on each level of
+    links.
+    """
     used = zip(terms.levels, counts, strict=True)
     levels = [sum(rate * count[name] for name, rate in level.items()) for level, count in used if level]
-    ms = terms.once_ms + slowest_ms(terms, levels)
+    ms = terms.once_ms + slowest_level_ms(terms, levels)
     if terms.skew:
         ms = ms + terms.skew * np.minimum(skew_ms, SKEW_LIMIT_MS)[..., None, None]
     if np.any(terms.ramp_ms):
@@ -141,23 +143,23 @@ def law_ms(
     return ms
 
 
-def slowest_ms(terms: Terms, of_levels: Iterable[Any]) -> Any:
-    """The largest ms of a level, smooth or not."""
+def slowest_level_ms(terms: Terms, of_levels: Iterable[Any]) -> Any:
+    """The ms of the slowest level of links, by a maximum or a smooth maximum."""
     if np.isinf(terms.sharpness):
         return reduce(np.maximum, of_levels, np.zeros(()))
     return sum(ms**terms.sharpness for ms in of_levels) ** (1 / terms.sharpness)
 
 
 def with_payload_share(terms: Terms, share: float) -> Terms:
-    """The terms where a payload carries such a share of the bytes."""
+    """The terms of a collective whose payload takes `share` of the FP32 bytes."""
     levels = [{name: share * rate for name, rate in level.items()} for level in terms.levels]
     return replace(terms, levels=levels, ramp_bytes=terms.ramp_bytes / share)
 
 
-def given_levels(
+def with_topology_rates(
     levels: Sequence[Mapping[str, Any]], topology: Topology, share: float = 1.0
 ) -> list[Mapping[str, Any]]:
-    """[K] rates of levels, with those of the links that a topology gives in place of others.
+    """[K] rates of each level of links, replaced where a topology states its bandwidth.
 
     The busiest device's bytes decide. Where the devices of a unit share a link, the busiest unit's do.
     share: share of the bytes that travels.
@@ -174,8 +176,8 @@ def given_levels(
     return given
 
 
-def merged_units(units: np.ndarray, known: Sequence[bool]) -> np.ndarray:
-    """[K, n] units, where levels that terms do not know are merged with others.
+def merge_unknown_levels(units: np.ndarray, known: Sequence[bool]) -> np.ndarray:
+    """[K, n] numbers of devices' units (hosts, pods), with levels of unknown rates merged into known ones.
 
     Bytes of such a level count on the next one out that is known, or else in. Where none is, all devices count as one
     unit. units: [K, n]. known: [K].
@@ -197,8 +199,8 @@ def merged_units(units: np.ndarray, known: Sequence[bool]) -> np.ndarray:
 
 
 @lru_cache(maxsize=512)
-def terms_of(model: ExchangeLaw, channel: Channel, topology: Topology) -> ChannelTerms:
-    """A model's terms of a channel. Cached, as searches price thousands of plans of a problem."""
+def cached_channel_terms(model: ExchangeLaw, channel: Channel, topology: Topology) -> ChannelTerms:
+    """A cost model's terms of a channel's collective in a topology, cached."""
     return model.exchange(channel, topology)
 
 
@@ -221,7 +223,7 @@ class CommCost:
 
     @property
     def total_ms(self) -> np.ndarray:
-        """[..., D] ms without ids."""
+        """[..., D] ms of all collectives on each device, without ids."""
         return self.forward_ms + self.backward_ms + self.waiting_ms
 
 
@@ -230,10 +232,10 @@ class ExchangeLaw(Protocol):
 
     @abstractmethod
     def exchange(self, channel: Channel, topology: Topology) -> ChannelTerms:
-        """Terms of a channel's collectives. Calls go through `terms_of`, which caches them."""
+        """The cost model's terms of a channel's collective in a topology."""
 
     def comm(self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology) -> CommCost:
-        """Costs of a step's collectives, which run one after another.
+        """Costs of a step's collectives on each device. They run one after another.
 
         The forward exchange follows a device's compute and backward transfer. It waits for the last device. A late
         start costs more than the waiting. That follows from the skew of the compute only, as a backward transfer ends
@@ -245,16 +247,16 @@ class ExchangeLaw(Protocol):
         compute_ms = np.asarray(compute_ms, dtype=float)
         shape = np.broadcast_shapes(np.shape(traffic)[1:], compute_ms.shape)
         input_ms, work_ms, forward, backward = (np.zeros(shape) for _ in range(4))
-        for channel, ways in channels_ms(self, traffic, compute_ms, topology).items():
+        for channel, ways in channel_transfer_ms(self, traffic, compute_ms, topology).items():
             if channel in ID_CHANNELS:
                 input_ms += ways["forward"]
             else:
                 forward += ways["forward"]
                 backward += ways["backward"]
         # Work is counted by lane: each run's ids are put in buckets and in order separately.
-        for channel, arriving in zip(channels_of(traffic), traffic, strict=True):
+        for channel, arriving in zip(channels_of_traffic(traffic), traffic, strict=True):
             if channel in ID_CHANNELS and arriving.any():
-                work_ms += terms_of(self, channel, topology).work.ms(arriving)
+                work_ms += cached_channel_terms(self, channel, topology).work.work_ms(arriving)
         ready = compute_ms + backward
         # The skew of compute and backward transfers is waited for here. Devices without any exchange never meet.
         some = (traffic.sum(0).sum(-1, keepdims=True) > 0) & (len(topology) > 1)
@@ -262,21 +264,23 @@ class ExchangeLaw(Protocol):
         return CommCost(forward, backward, waiting, input_ms, work_ms)
 
 
-def channels_ms(
+def channel_transfer_ms(
     model: ExchangeLaw, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology
 ) -> dict[Channel, dict[str, np.ndarray]]:
-    """Transfers [..., D] in ms of each channel by direction, all lanes together. Arguments as of ExchangeLaw.comm."""
+    """[..., D] ms of each channel's collective by direction, all lanes together. Arguments as of ExchangeLaw.comm."""
     skew_ms = np.ptp(compute_ms, axis=-1)
     nothing = np.zeros(np.shape(traffic)[1:])
-    by_channel = {channel: {"forward": nothing, "backward": nothing} for channel in channels_of(traffic)}
-    for channel, sent_bytes in zip(channels_of(traffic), traffic, strict=True):
+    by_channel = {
+        channel: {"forward": nothing, "backward": nothing} for channel in channels_of_traffic(traffic)
+    }
+    for channel, sent_bytes in zip(channels_of_traffic(traffic), traffic, strict=True):
         # Searches price thousands of plans, and most channels of a plan carry nothing.
         if not sent_bytes.any():
             continue
-        ms = terms_of(model, channel, topology).transfers_ms(sent_bytes, skew_ms)
+        ms = cached_channel_terms(model, channel, topology).transfer_ms_by_direction(sent_bytes, skew_ms)
         # Runs exchange one after another.
         by_channel[channel] = {way: before + ms[way] for way, before in by_channel[channel].items()}
-        if "forward" in channel.row.ways:
+        if "forward" in channel.definition.ways:
             # A collective synchronises the devices: the next one starts without skew.
             skew_ms = np.where(np.any(sent_bytes, axis=-1), 0.0, skew_ms)
     return by_channel

@@ -37,36 +37,36 @@ class Step(Protocol):
     def topology(self) -> Topology: ...
 
 
-def received_bytes(shard: Shard, step: Step) -> int:
-    """Bytes of ids and lengths that a device with this shard receives in a step, by the table's statistics.
+def received_id_bytes(shard: Shard, step: Step) -> int:
+    """Bytes of ids and lengths that a device with a shard receives in a step, by the table's statistics.
 
     The shard's columns do not matter. Its own ids from itself are included.
     """
     # Whole bytes, so that searches can add and subtract them exactly.
-    of_samples = step.global_batch * sample_bytes(shard.table, step.job, access_share(shard))
+    of_samples = step.global_batch * id_bytes_per_sample(shard.table, step.job, access_share(shard))
     # Few tables have strides, and searches ask often.
     strides = len(step.topology) * stride_bytes(shard.table) if shard.table.strides else 0
     return round(of_samples) + strides
 
 
-def sample_bytes(table: Table, job: Job, share: float = 1.0, ranges: int = 1) -> float:
+def id_bytes_per_sample(table: Table, job: Job, share: float = 1.0, ranges: int = 1) -> float:
     """Mean bytes of a table's ids and lengths for one sample.
 
     share: share of its lookups. ranges: number of ranges of its rows, each with separate lengths.
     """
     # Each range sends a length for every bag, even where it has none of the bag's ids.
-    lengths = table.bags * ranges
-    return lookup_bytes(table, job) * table.looked_up * share + job.length_bytes * lengths
+    lengths = table.mean_bags * ranges
+    return id_bytes_per_lookup(table, job) * table.lookups_per_sample * share + job.length_bytes * lengths
 
 
 def stride_bytes(table: Table) -> int:
-    """Bytes by which each device tells the batch of each feature, where features have batches of their own.
+    """Bytes in which a device states the batch size of each feature of a table with variable batches.
 
     Of sequences TorchRec pads lengths to one batch instead (pad_vbe_kjt_lengths in its embedding.py).
     """
     return STRIDE_BYTES * len(table.strides) * (not table.sequence)
 
 
-def lookup_bytes(table: Table, job: Job) -> int:
-    """Bytes of an id, with its weight where lookups have one."""
+def id_bytes_per_lookup(table: Table, job: Job) -> int:
+    """Bytes of an id, and of its weight if lookups of the table are weighted."""
     return job.id_bytes + (WEIGHT_BYTES if table.weighted else 0)

@@ -26,9 +26,9 @@ from shardcore.core.job import Job
 from shardcore.core.links import ROWS_OVER
 from shardcore.core.topology import Topology
 from shardcore.core.types import Placement, Problem, Shard, Table
-from shardcore.step.collectives import Collective, collective_of, stages_of
+from shardcore.step.collectives import Collective, collective_by_name, memory_stages
 from shardcore.step.memory_timeline import Stages
-from shardcore.step.scopes import WORLD, Group, Scope, groups_in, scope_of, scopes_of_unit
+from shardcore.step.scopes import WORLD, Group, Scope, groups_in_topology, scope_by_name, scopes_of_unit
 
 Bytes = Callable[[Any, Any, Problem], Any]
 """(weights, outputs, problem) -> bytes that a device's rows of a shard enter into a channel in one step.
@@ -49,23 +49,24 @@ class Channel:
     group: str = WORLD
 
     @property
-    def row(self) -> Collective:
-        """Raises ShardCoreError for an unknown collective."""
-        return collective_of(self.collective)
+    def definition(self) -> Collective:
+        """The definition of the channel's collective. Raises ShardCoreError for an unknown one."""
+        return collective_by_name(self.collective)
 
     @property
     def scope(self) -> Scope:
-        """Raises ShardCoreError for an unknown scope."""
-        return scope_of(self.group)
+        """The scope of the channel's groups of devices. Raises ShardCoreError for an unknown one."""
+        return scope_by_name(self.group)
 
     @property
     def name(self) -> str:
+        """The channel's collective and scope, as a key."""
         return f"{self.collective} {self.group}"
 
     @property
-    def words(self) -> str:
-        """The collective in words, for people."""
-        return self.row.words + self.scope.words
+    def description(self) -> str:
+        """The channel's collective and scope as text."""
+        return self.definition.words + self.scope.words
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,10 +85,10 @@ class Layout:
     sequence_channels: the same for tables whose lookups are not pooled. None: TorchRec runs no such tables.
     torchrec: the sharding types that TorchRec runs in this way: of whole tables, of tables cut by columns,
       others.
-    sequence: True if it runs tables whose lookups are not pooled (see `as_sequence`).
+    sequence: True if it runs tables whose lookups are not pooled (see `sequence_layout`).
     tower_channels: bytes that its pooled shards enter into each channel where the job has towers (see
-      `channels_in`), by the unit that has a tower. Of others, and None: the same as without.
-    collection: name of the collection whose tables it runs (see `run_of`).
+      `channels_in_job`), by the unit that has a tower. Of others, and None: the same as without.
+    collection: name of the collection whose tables it runs (see `layout_for_table`).
     rows_over: unit of links.ROWS_OVER that it divides rows over. A job divides them over one of these. "": it
       divides them over all devices, or not.
     """
@@ -109,43 +110,47 @@ class Layout:
     rows_over: str = ""
 
     def groups(self, topology: Topology) -> tuple[Group, ...]:
-        """The sets of devices that may share a shard where rows are divided as the topology, or the default, has it."""
+        """The groups of devices that may share a shard of this kind, under the topology's (or default) division of
+        rows.
+        """
         return self.shared_by(topology) if self.rows_over in ("", topology.row_unit) else ()
 
-    def possible_in(self, topology: Topology) -> tuple[Group, ...]:
-        """The same for all plans that the topology may have."""
+    def possible_groups(self, topology: Topology) -> tuple[Group, ...]:
+        """The groups of devices that may share a shard of this kind, under any division of rows that the topology
+        allows.
+        """
         return self.groups(topology) if topology.rows_over else self.shared_by(topology)
 
     @property
-    def caches(self) -> bool:
-        """True if its shards may have rows in host memory. TorchRec's dense kernel has all on the device."""
+    def may_cache_rows(self) -> bool:
+        """True if shards of this kind may have rows in host memory, behind a cache."""
         return not self.dense_gradient
 
     @property
-    def torchrec_whole(self) -> str:
-        """TorchRec's name where tables are not cut by columns."""
+    def torchrec_type_of_whole(self) -> str:
+        """TorchRec's sharding type of this kind, for tables that are not cut by columns."""
         return self.torchrec[0]
 
     @property
-    def torchrec_cut(self) -> str:
-        """TorchRec's name where tables are cut by columns. The same where they cannot be."""
+    def torchrec_type_of_cut(self) -> str:
+        """TorchRec's sharding type of this kind, for tables that are cut by columns where that is possible."""
         return self.torchrec[1] if self.cuts_columns else self.torchrec[0]
 
     @cached_property
-    def as_sequence(self) -> Layout | None:
-        """The same kind for tables whose lookups are not pooled: they have a separate op and collectives."""
+    def sequence_layout(self) -> Layout | None:
+        """The variant of this kind for tables with unpooled lookups. None if TorchRec runs none."""
         if self.sequence_channels is None:
             return None
         return replace(self, channels=self.sequence_channels, sequence=True, tower_channels=None)
 
     @property
-    def stages(self) -> Stages:
-        """Its memory in the four stages of a step, by the row of its first channel's collective."""
+    def memory_stages(self) -> Stages:
+        """Memory buffers of this kind's op and collectives in the four stages of a step."""
         channels = tuple(self.channels)
-        return stages_of(channels[0].collective, tuple(c.name for c in channels), self.sequence)
+        return memory_stages(channels[0].collective, tuple(c.name for c in channels), self.sequence)
 
-    def channels_in(self, job: Job, topology: Topology) -> Mapping[Channel, Bytes]:
-        """Bytes that its shards enter into each channel, in a job.
+    def channels_in_job(self, job: Job, topology: Topology) -> Mapping[Channel, Bytes]:
+        """The channels of this kind in a job, each with a formula for the bytes that a shard enters into it.
 
         Towers (DMT, arXiv 2403.00877) split the exchange of outputs in two. Each host has one, or each pod where
         TorchRec divides rows over pods. Let a host have L devices, and outputs of T bytes for the global batch of
@@ -158,7 +163,7 @@ class Layout:
         3. Across hosts, devices of the same number exchange what is left: each enters T / (L r).
 
         A formula sees one shard, so it enters o / r in step 3. The sum over the host is T / r, as it should
-        be. `shared_on_units` then divides it evenly, T / (L r) a device. Where devices of a host sum their
+        be. `spread_over_units` then divides it evenly, T / (L r) a device. Where devices of a host sum their
         parts (rows divided), step 1 is that sum: T = o, and the formula enters o / (L r) itself.
         Backward, gradients go the same way back.
         """
@@ -166,70 +171,71 @@ class Layout:
             return self.channels
         return self.tower_channels.get(topology.row_unit, self.channels)
 
-    def batch(self, problem: Problem) -> int:
-        """Samples that its op runs over."""
+    def op_batch(self, problem: Problem) -> int:
+        """Number of samples that the op of this kind runs over: the local or the global batch."""
         return problem.local_batch if self.local_batch else problem.global_batch
 
 
-def _each_device(topology: Topology) -> tuple[Group, ...]:
-    """One group for each device."""
+def _single_device_groups(topology: Topology) -> tuple[Group, ...]:
+    """One group of devices for each single device."""
     return tuple((d,) for d in range(len(topology)))
 
 
-def _all_devices(topology: Topology) -> tuple[Group, ...]:
+def _one_group_of_all(topology: Topology) -> tuple[Group, ...]:
     """One group of all devices."""
-    return groups_in(topology, WORLD)
+    return groups_in_topology(topology, WORLD)
 
 
-def _each_unit(scope: str) -> Callable[[Topology], tuple[Group, ...]]:
-    """One group for each unit of a scope; none where that is no separate kind.
+def _groups_by_unit(scope: str) -> Callable[[Topology], tuple[Group, ...]]:
+    """A function from a topology to one group of devices for each unit, such as a host. () where that is no separate
+    kind.
 
     TorchRec needs units of equal size, of hosts of equal size. A single unit equals all devices. Units of one device
     divide nothing, and those that join none equal others.
     """
 
-    def groups(topology: Topology) -> tuple[Group, ...]:
-        units = groups_in(topology, scope)
-        there = topology.equal_hosts and topology.joins(scope_of(scope).unit)
+    def unit_groups(topology: Topology) -> tuple[Group, ...]:
+        units = groups_in_topology(topology, scope)
+        there = topology.equal_hosts and topology.joins_devices(scope_by_name(scope).unit)
         return units if there and 1 < len(units) < len(topology) else ()
 
-    return groups
+    return unit_groups
 
 
 def row_unit_of(topology: Topology, placements: Iterable[Placement] = ()) -> str:
-    """The unit over which a job divides rows, a key of ROWS_OVER: as the topology or a plan has it, or the default."""
-    used = (unit for p in placements if (unit := layout_of(p.kind).rows_over))
+    """The unit over which a job divides rows ("host" or "pod"), by the topology, a plan, or the default."""
+    used = (unit for p in placements if (unit := layout_of_kind(p.kind).rows_over))
     return topology.rows_over or next(used, topology.row_unit)
 
 
 def pod_size(topology: Topology, placements: Iterable[Placement] = ()) -> int:
-    """Hosts over which a job divides rows: as the topology or a plan has it, or the default. 1: it does so over a host.
+    """Number of hosts over which a job divides rows, by the topology, a plan, or the default.
 
     A job needs TORCHREC_RESOLVED_POD_SIZE of this value. Without the variable it divides rows over hosts.
     """
-    units = topology.on_units(ROWS_OVER[row_unit_of(topology, placements)])
-    return max(1, len(units[0]) // len(topology.on_hosts[0]))
+    units = topology.devices_by_unit(ROWS_OVER[row_unit_of(topology, placements)])
+    return max(1, len(units[0]) // len(topology.devices_by_host[0]))
 
 
-def choices_of_rows(topology: Topology) -> tuple[str, ...]:
-    """The units over which a job may divide rows. One if there is no choice."""
-    able = (k.rows_over for k in LAYOUTS.values() if k.rows_over and k.possible_in(topology))
+def row_unit_choices(topology: Topology) -> tuple[str, ...]:
+    """The units ("host", "pod") over which a job may divide rows in a topology."""
+    able = (k.rows_over for k in LAYOUTS.values() if k.rows_over and k.possible_groups(topology))
     # Without a kind for the default, such as on hosts of one device, a job has no rows over units.
     return (topology.row_unit,) if topology.rows_over else tuple(dict.fromkeys([topology.row_unit, *able]))
 
 
-def _outputs(weights: Any, outputs: Any, problem: Problem) -> Any:
-    """Bytes of the outputs of the global batch."""
+def _entered_outputs(weights: Any, outputs: Any, problem: Problem) -> Any:
+    """Bytes that a shard enters into a channel of outputs: those of the global batch."""
     return outputs
 
 
-def _compressed(entering: Bytes) -> Bytes:
-    """Bytes of what tower modules leave of these (see Layout.channels_in)."""
+def _compressed_by_tower(entering: Bytes) -> Bytes:
+    """A formula for bytes entered into a channel, divided by the compression of tower modules."""
     return lambda weights, outputs, problem: entering(weights, outputs, problem) / problem.job.tower_ratio
 
 
-def _gradients(weights: Any, outputs: Any, problem: Problem) -> Any:
-    """Bytes of a dense gradient of the shard. It has the type of the weights."""
+def _entered_gradients(weights: Any, outputs: Any, problem: Problem) -> Any:
+    """Bytes that a shard enters into an all-reduce: a dense gradient of the type of its weights."""
     return weights
 
 
@@ -242,31 +248,34 @@ _SCOPES_OF = {unit: scopes_of_unit(level) for unit, level in ROWS_OVER.items()}
 """Scopes within units over which rows may be divided, and across them."""
 
 
-def _over_one(name: str, unit: str) -> Layout:
-    """The kind that divides rows over one unit, such as a host."""
+def _rows_over_unit_layout(name: str, unit: str) -> Layout:
+    """The kind of sharding that divides rows over the devices of one unit, such as a host."""
     within, across = _SCOPES_OF[unit]
 
-    def of_unit(weights: Any, outputs: Any, problem: Problem) -> Any:
-        """Bytes of outputs after the devices of a unit have summed theirs: each has its share of the batch."""
-        return outputs / len(groups_in(problem.topology, within)[0])
+    def unit_output_bytes(weights: Any, outputs: Any, problem: Problem) -> Any:
+        """Bytes of outputs on each device after the devices of a unit have summed and divided them."""
+        return outputs / len(groups_in_topology(problem.topology, within)[0])
 
     return Layout(
         name,
         f"rows divided over one {unit}",
-        _each_unit(within),
+        _groups_by_unit(within),
         divides_rows=True,
         cuts_columns=True,
         local_batch=False,
         dense_gradient=False,
         ids=BUCKETIZED_IDS,
-        channels={Channel("reduce_scatter", within): _outputs, Channel("all_to_all", across): of_unit},
+        channels={
+            Channel("reduce_scatter", within): _entered_outputs,
+            Channel("all_to_all", across): unit_output_bytes,
+        },
         sequence_channels=None,
         torchrec=("table_row_wise", "grid_shard"),
         # Only towers of such units: rows of one tower are not divided over several.
         tower_channels={
             unit: {
-                Channel("reduce_scatter", within): _outputs,
-                Channel("all_to_all", across): _compressed(of_unit),
+                Channel("reduce_scatter", within): _entered_outputs,
+                Channel("all_to_all", across): _compressed_by_tower(unit_output_bytes),
             }
         },
         rows_over=unit,
@@ -279,19 +288,19 @@ LAYOUTS: Mapping[str, Layout] = {
         Layout(
             "column",
             "all rows on one device",
-            _each_device,
+            _single_device_groups,
             divides_rows=False,
             cuts_columns=True,
             local_batch=False,
             dense_gradient=False,
             ids=IDS,
-            channels={Channel("all_to_all"): _outputs},
-            sequence_channels={Channel("all_to_all"): _outputs},
+            channels={Channel("all_to_all"): _entered_outputs},
+            sequence_channels={Channel("all_to_all"): _entered_outputs},
             torchrec=("table_wise", "column_wise", "table_column_wise"),
             tower_channels={
                 unit: {
-                    Channel("all_to_all", within): _outputs,
-                    Channel("all_to_all", across): _compressed(_outputs),
+                    Channel("all_to_all", within): _entered_outputs,
+                    Channel("all_to_all", across): _compressed_by_tower(_entered_outputs),
                 }
                 for unit, (within, across) in _SCOPES_OF.items()
             },
@@ -299,39 +308,42 @@ LAYOUTS: Mapping[str, Layout] = {
         Layout(
             "row",
             "rows divided over all devices",
-            _all_devices,
+            _one_group_of_all,
             divides_rows=True,
             cuts_columns=False,
             local_batch=False,
             dense_gradient=False,
             ids=BUCKETIZED_IDS,
-            channels={Channel("reduce_scatter"): _outputs},
+            channels={Channel("reduce_scatter"): _entered_outputs},
             # Each lookup is on one device only, so there is nothing to sum.
-            sequence_channels={Channel("all_to_all"): _outputs},
+            sequence_channels={Channel("all_to_all"): _entered_outputs},
             torchrec=("row_wise",),
         ),
-        *(_over_one("host_row", "host"), _over_one("pod_row", "pod")),
+        *(_rows_over_unit_layout("host_row", "host"), _rows_over_unit_layout("pod_row", "pod")),
         Layout(
             "data_parallel",
             "a replica on every device",
-            _all_devices,
+            _one_group_of_all,
             divides_rows=False,
             cuts_columns=False,
             local_batch=True,
             dense_gradient=True,
             ids=None,
-            channels={Channel("all_reduce"): _gradients},
-            sequence_channels={Channel("all_reduce"): _gradients},
+            channels={Channel("all_reduce"): _entered_gradients},
+            sequence_channels={Channel("all_reduce"): _entered_gradients},
             torchrec=("data_parallel",),
         ),
     )
 }
 """The kinds by name. Ops, and collectives of one direction, run in this order."""
 
-RUNS: tuple[Layout, ...] = (*LAYOUTS.values(), *(x.as_sequence for x in LAYOUTS.values() if x.as_sequence))
+RUNS: tuple[Layout, ...] = (
+    *LAYOUTS.values(),
+    *(x.sequence_layout for x in LAYOUTS.values() if x.sequence_layout),
+)
 """Runs: tables of a kind as one op on each device. Pooled tables first, then sequences.
 
-Each collection has separate runs (`run_of`). These are those of the collection without a name.
+Each collection has separate runs (`layout_for_table`). These are those of the collection without a name.
 """
 
 ID_CHANNELS: tuple[Channel, ...] = tuple(dict.fromkeys(x.ids for x in LAYOUTS.values() if x.ids))
@@ -351,8 +363,8 @@ WHOLE_ROWS = next(kind for kind in LAYOUTS.values() if kind.cuts_columns and not
 """The kind in which one device has all rows. Searches place most tables in this kind."""
 
 
-def kinds_of(channel: Channel, towers: bool = False) -> str:
-    """The kinds that have a channel, in words: in a job with towers, or where no others have it."""
+def kinds_of_channel(channel: Channel, towers: bool = False) -> str:
+    """Names of the kinds of sharding that use a channel, as text, in a job with or without towers."""
     plain = [name for name, x in LAYOUTS.items() if channel in (*x.channels, x.ids)]
     in_towers = [
         name
@@ -363,24 +375,25 @@ def kinds_of(channel: Channel, towers: bool = False) -> str:
 
 
 def kinds_on_all_devices(topology: Topology) -> tuple[Layout, ...]:
-    """The kinds whose shards are always on all devices."""
+    """The kinds of sharding whose shards are always on all devices."""
     return tuple(k for k in LAYOUTS.values() if len(topology) > 1 and k.groups(topology) == (topology.ranks,))
 
 
-def layout_of(kind: str) -> Layout:
-    """The row of a kind. Raises ShardCoreError for an unknown name."""
+def layout_of_kind(kind: str) -> Layout:
+    """The definition of a kind of sharding. Raises ShardCoreError for an unknown name."""
     if kind not in LAYOUTS:
         raise ShardCoreError(f"a placement or constraint has kind {kind!r}; known are {', '.join(LAYOUTS)}")
     return LAYOUTS[kind]
 
 
-def run_of(kind: str, table: Table) -> Layout:
-    """The run of a table of a kind, together with others of its collection: one of `runs_of`.
+def layout_for_table(kind: str, table: Table) -> Layout:
+    """The layout of the fused op that runs a table by a kind of sharding, together with others of its collection.
 
-    Raises ShardCoreError for an unknown kind, or one that runs no such table."""
-    layout = layout_of(kind)
-    run = layout.as_sequence if table.sequence else layout
-    if table.in_host_memory and not layout.caches:
+    Raises ShardCoreError for an unknown kind, or one that runs no such table.
+    """
+    layout = layout_of_kind(kind)
+    run = layout.sequence_layout if table.sequence else layout
+    if table.in_host_memory and not layout.may_cache_rows:
         raise ShardCoreError(
             f"plan places table {table.name!r} by {kind}, with load_factor {table.load_factor:g}; TorchRec has no "
             "rows of it below device memory, so it needs another kind, or load_factor 1"
@@ -390,19 +403,19 @@ def run_of(kind: str, table: Table) -> Layout:
             f"plan places table {table.name!r} by {kind}, which TorchRec does not run for a "
             "sequence; it needs another kind"
         )
-    return _of_collection(run, table.collection)
+    return _layout_of_collection(run, table.collection)
 
 
 @cache  # one object each, for runs are compared by identity
-def _of_collection(run: Layout, name: str) -> Layout:
+def _layout_of_collection(run: Layout, name: str) -> Layout:
     return replace(run, collection=name) if name else run
 
 
-def runs_of(tables: Iterable[Table]) -> tuple[Layout, ...]:
-    """Possible runs of some tables: collection by collection, in the order of RUNS."""
+def layouts_for_tables(tables: Iterable[Table]) -> tuple[Layout, ...]:
+    """Layouts of all fused ops that some tables may need, collection by collection, in the order in which they run."""
     collections = sorted({(t.collection, t.sequence) for t in tables})
     return tuple(
-        _of_collection(run, name)
+        _layout_of_collection(run, name)
         for name, sequence in collections
         for run in RUNS
         if run.sequence == sequence
@@ -410,14 +423,14 @@ def runs_of(tables: Iterable[Table]) -> tuple[Layout, ...]:
 
 
 def layouts_of_torchrec(sharding_type: str) -> list[Layout]:
-    """The kinds that TorchRec runs under a name. A topology has at most one of them."""
+    """The kinds that TorchRec runs under a sharding type. A topology has at most one of them."""
     return [layout for layout in LAYOUTS.values() if sharding_type in layout.torchrec]
 
 
 def layout_of_torchrec(
     sharding_type: str, topology: Topology | None = None, devices: int | None = None
 ) -> Layout | None:
-    """The kind that TorchRec runs under a name, one that a topology has. None for an unknown name.
+    """The kind that TorchRec runs under a sharding type in a topology. None for an unknown type.
 
     devices: number of devices that share a shard. None: as the topology's rows_over, or the default, has it.
     """
@@ -425,12 +438,12 @@ def layout_of_torchrec(
     if topology is None or not named:
         return named[0] if named else None
     # A plan of the undecided topology has either kind; the size of its groups tells which.
-    sized = [x for x in named if any(len(group) == devices for group in x.possible_in(topology)[:1])]
+    sized = [x for x in named if any(len(group) == devices for group in x.possible_groups(topology)[:1])]
     return next(iter([*sized, *(x for x in named if x.groups(topology)), *named]))
 
 
-def even_share(rows: int, n: int) -> int | None:
-    """Rows of each device except the last, when TorchRec divides a table over n: ceil(rows / n).
+def even_row_share(rows: int, n: int) -> int | None:
+    """Rows of each device but the last if TorchRec divides a table over n devices: ceil(rows / n).
 
     None if the last device would get no rows: TorchRec's kernels fail then.
     """
@@ -438,27 +451,27 @@ def even_share(rows: int, n: int) -> int | None:
     return each if each * (n - 1) < rows else None
 
 
-def even_rows(rows: int, n: int) -> list[tuple[int, int]] | None:
-    """The row ranges [lo, hi) of n devices, in their order. None as in `even_share`."""
-    each = even_share(rows, n)
+def even_row_ranges(rows: int, n: int) -> list[tuple[int, int]] | None:
+    """Row ranges [lo, hi) of n devices that divide a table evenly. None if the last would have no rows."""
+    each = even_row_share(rows, n)
     # The last range may be shorter.
     return None if each is None else [(i * each, min((i + 1) * each, rows)) for i in range(n)]
 
 
-def shards_on(placement: Placement) -> Iterator[tuple[int, Shard]]:
-    """Each device of a placement, and its rows of the shard."""
+def shards_by_device(placement: Placement) -> Iterator[tuple[int, Shard]]:
+    """Each device of a placement, with the shard that it holds."""
     shard, devices = placement.shard, placement.devices
-    if not layout_of(placement.kind).divides_rows:
+    if not layout_of_kind(placement.kind).divides_rows:
         for device in devices:
             yield device, shard
         return
     # Row ranges are relative to the shard's own first row.
-    for device, (lo, hi) in zip(devices, even_rows(shard.rows, len(devices)) or (), strict=True):
+    for device, (lo, hi) in zip(devices, even_row_ranges(shard.rows, len(devices)) or (), strict=True):
         yield device, Shard(shard.table, shard.row_lo + lo, shard.row_lo + hi, shard.col_lo, shard.col_hi)
 
 
-def merged(placements: Sequence[Placement]) -> tuple[Placement, ...]:
-    """The placements as they run: all columns of a table that a kind has on a group of devices are one shard.
+def merged_placements(placements: Sequence[Placement]) -> tuple[Placement, ...]:
+    """Placements with all columns of a table that one group of devices holds by one kind merged into one shard.
 
     TorchRec's planner merges them, and its fused kernel fails on shards of unequal width of one table.
     Columns are interchangeable, so a merged shard starts at its first column and is as wide as all together.
@@ -477,39 +490,43 @@ def merged(placements: Sequence[Placement]) -> tuple[Placement, ...]:
 
 
 @lru_cache(maxsize=16)
-def group_of(layout: Layout, topology: Topology) -> Mapping[frozenset[int], Group]:
-    """The group that a set of devices is. There may be thousands of groups."""
-    return {frozenset(group): group for group in layout.possible_in(topology)}
+def groups_by_members(layout: Layout, topology: Topology) -> Mapping[frozenset[int], Group]:
+    """The possible groups of devices of a kind, by their set of members."""
+    return {frozenset(group): group for group in layout.possible_groups(topology)}
 
 
 def possible_groups(
     layout: Layout, rows: int, topology: Topology, allowed: Collection[int] | None
 ) -> list[Group]:
-    """The groups of a kind that can share a table of so many rows.
+    """The groups of devices that can share a table of `rows` rows by a kind of sharding.
 
     allowed: devices where the table may live; None for all.
     """
-    # An empty last range would break TorchRec's kernels (see even_share).
+    # An empty last range would break TorchRec's kernels (see even_row_share).
     return [
         group
         for group in layout.groups(topology)
         if (allowed is None or set(group) <= set(allowed))
-        and (not layout.divides_rows or even_share(rows, len(group)))
+        and (not layout.divides_rows or even_row_share(rows, len(group)))
     ]
 
 
-def require_placement(placement: Placement, problem: Problem) -> None:
-    """Raise ShardCoreError unless the placement's devices and cuts are possible for its kind."""
-    layout, shard, devices = run_of(placement.kind, placement.shard.table), placement.shard, placement.devices
+def require_valid_placement(placement: Placement, problem: Problem) -> None:
+    """Raise ShardCoreError unless a placement's devices and cuts are possible for its kind."""
+    layout, shard, devices = (
+        layout_for_table(placement.kind, placement.shard.table),
+        placement.shard,
+        placement.devices,
+    )
     what = f"plan places {shard.label} by {layout.name} on {device_names(devices)}"
     if max(devices) >= len(problem.topology):
         raise ShardCoreError(
             f"plan places {shard.label} on device {max(devices)}; "
             f"problem {problem.name!r} has devices 0 to {len(problem.topology) - 1}"
         )
-    if layout.name == WHOLE_ROWS.name and len(devices) == 1 and shard.full_rows:
+    if layout.name == WHOLE_ROWS.name and len(devices) == 1 and shard.has_all_rows:
         return  # the most common case
-    groups = layout.possible_in(problem.topology)
+    groups = layout.possible_groups(problem.topology)
     if layout.rows_over and layout.rows_over != (unit := problem.topology.rows_over or layout.rows_over):
         raise ShardCoreError(
             f"{what}; topology.rows_over is {unit!r}: it needs to be {layout.rows_over!r}, or left out"
@@ -519,20 +536,20 @@ def require_placement(placement: Placement, problem: Problem) -> None:
             f"{what}; it needs several hosts with the same number of devices each, 2 or more"
         )
     # The order matters: row ranges are dealt out in it.
-    if group_of(layout, problem.topology).get(frozenset(devices)) != devices:
+    if groups_by_members(layout, problem.topology).get(frozenset(devices)) != devices:
         shown = " or ".join(device_names(g) for g in groups[:3]) + " or ..." * (len(groups) > 3)
         raise ShardCoreError(f"{what}; such a shard lives on {shown}, in this order")
-    if not shard.full_rows or not (layout.cuts_columns or shard.width == shard.table.dim):
+    if not shard.has_all_rows or not (layout.cuts_columns or shard.width == shard.table.dim):
         raise ShardCoreError(
             f"{what}; it needs all rows{'' if layout.cuts_columns else ' and all columns'} of the table"
         )
-    if layout.divides_rows and not even_share(shard.rows, len(devices)):
+    if layout.divides_rows and not even_row_share(shard.rows, len(devices)):
         raise ShardCoreError(
             f"{what}; {shard.rows} rows in even ranges would leave the last of {len(devices)} devices none"
         )
 
 
 def device_names(devices: Sequence[int]) -> str:
-    """Devices for people: the first few of many."""
+    """Numbers of devices as text, such as "devices 0, 1"; the first few of many."""
     shown = ", ".join(map(str, devices[:8])) + (f" and {len(devices) - 8} more" if len(devices) > 8 else "")
     return f"device{'s' * (len(devices) > 1)} {shown}"

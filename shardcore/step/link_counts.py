@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from shardcore.core.links import joins
+from shardcore.core.links import joining_levels
 
 COUNTS = ("bytes", "busiest", "port", "uplink", "shared_uplink", "head_start")
 """Counts that the terms of a level of links multiply (core.links.Level.terms).
@@ -26,17 +26,17 @@ All are 0 where a level joins no devices. Only a ring counts the innermost alway
 """
 
 
-def link_counts(
+def link_byte_counts(
     ring: bool, owned: np.ndarray, units: np.ndarray, shares_links: bool
 ) -> list[dict[str, np.ndarray | float]]:
-    """[K] counts of each level of links (COUNTS), each broadcasting to [..., n].
+    """[K] counts of a collective's bytes on each level of links (COUNTS), each broadcasting to [..., n].
 
     An all-to-all: each device sends owned / n to every other one. Backward it receives as much, so counts are
     the same. A ring (Patarasuk and Yuan 2009): (n - 1) / n of the bytes leave and enter every device, and
     every unit. They do so in n - 1 rounds, each as slow as its slowest link.
     """
     # [K] levels that join devices which no inner level joins. Others carry nothing.
-    used = joins(units)
+    used = joining_levels(units)
     if ring:
         rounds = units.shape[1] - 1
         moved, levels = owned * rounds / units.shape[1], []
@@ -52,28 +52,27 @@ def link_counts(
     for outer, joins_some in zip(units, used, strict=True):
         counts = dict.fromkeys(COUNTS, 0.0)
         if joins_some:
-            counts, out, into = _level_counts(owned, inner, outer, shares_links)
+            counts, out, into = _level_byte_counts(owned, inner, outer, shares_links)
             # A port carries the bytes of this level and of all levels inside it.
             leaves_ports, enters_ports = leaves_ports + out, enters_ports + into
-            counts["port"] = _busiest(leaves_ports, enters_ports)
+            counts["port"] = _busiest_bytes(leaves_ports, enters_ports)
         levels.append(counts)
         # The units of a level are what the next one joins.
         inner = outer
     return levels
 
 
-def _level_counts(
+def _level_byte_counts(
     owned: np.ndarray, inner: np.ndarray, outer: np.ndarray, shares_links: bool
 ) -> tuple[dict[str, np.ndarray | float], np.ndarray, np.ndarray]:
-    """Counts of an all-to-all on one level, and bytes [..., n] that leave and enter each device there.
+    """Counts of an all-to-all's bytes on one level of links, and bytes [..., n] that leave and enter each device
+    there.
 
     inner, outer: [n] units of the level before, and of this one.
     """
     n = len(inner)
     # Bytes and sizes of the units around each device: at the level inside, and at this one.
-    (of_inner, size_in, first), (of_outer, size_out, _) = (
-        _sums_of_units(owned, unit) for unit in (inner, outer)
-    )
+    (of_inner, size_in, first), (of_outer, size_out, _) = (_unit_sums(owned, unit) for unit in (inner, outer))
     # Each device sends an equal part to each other one; those of its inner unit count there.
     # out: to devices of the outer unit that are not in the inner one. into: from them.
     out, into = owned * (size_out - size_in) / n, (of_outer - of_inner) / n
@@ -87,8 +86,8 @@ def _level_counts(
     return (
         {
             "bytes": out + into,
-            "busiest": _busiest(out, into),
-            "uplink": _busiest(leaves, enters),
+            "busiest": _busiest_bytes(out, into),
+            "uplink": _busiest_bytes(leaves, enters),
             # Of two units there is one other, so nothing is left.
             "shared_uplink": leaves.mean(-1, keepdims=True) * (others - 1) / others,
             "head_start": -1.0,
@@ -98,8 +97,8 @@ def _level_counts(
     )
 
 
-def _sums_of_units(owned: np.ndarray, unit: np.ndarray) -> tuple[np.ndarray, np.ndarray | int, np.ndarray]:
-    """Bytes [..., n] and devices [n] of each device's unit, and a device of each unit."""
+def _unit_sums(owned: np.ndarray, unit: np.ndarray) -> tuple[np.ndarray, np.ndarray | int, np.ndarray]:
+    """Bytes [..., n] and number of devices [n] of each device's unit (host, pod), and one device of each unit."""
     # Few units or one device each are the common cases, and cheap.
     if not np.ptp(unit):
         return owned.sum(-1, keepdims=True), len(unit), np.zeros(1, dtype=int)
@@ -112,6 +111,6 @@ def _sums_of_units(owned: np.ndarray, unit: np.ndarray) -> tuple[np.ndarray, np.
     return on_unit[..., number], sizes[number], first
 
 
-def _busiest(out: np.ndarray, into: np.ndarray) -> np.ndarray:
-    """The most bytes of any device, in either direction."""
+def _busiest_bytes(out: np.ndarray, into: np.ndarray) -> np.ndarray:
+    """The most bytes of any device, in either direction of its links."""
     return np.maximum(out.max(-1, keepdims=True), into.max(-1, keepdims=True))

@@ -6,7 +6,7 @@ After the dense part it exchanges their gradients and updates rows (backward).
 As in TorchRec, the shards of a kind and collection run as one fused FBGEMM op with its collectives: a run
 (see kinds.py).
 
-Shapes: C channels (kinds.CHANNELS), L lanes (`lanes`), D devices.
+Shapes: C channels (kinds.CHANNELS), L lanes (`assign_lanes`), D devices.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from shardcore.step.kinds import (
     Channel,
     Layout,
     device_names,
-    layout_of,
-    merged,
-    require_placement,
-    run_of,
-    runs_of,
-    shards_on,
+    layout_for_table,
+    layout_of_kind,
+    layouts_for_tables,
+    merged_placements,
+    require_valid_placement,
+    shards_by_device,
 )
-from shardcore.step.memory import require_ops
+from shardcore.step.memory import require_op_limits
 from shardcore.step.shard_memory import exchanged_amounts
 
 
@@ -57,13 +57,13 @@ class Op:
     batch: int
 
     @property
-    def run(self) -> Layout:
-        """Run of its shards."""
-        return run_of(self.kind, self.shards[0].table)
+    def layout(self) -> Layout:
+        """The layout by which the op's shards run."""
+        return layout_for_table(self.kind, self.shards[0].table)
 
 
-def is_sequence(shards: Sequence[Shard]) -> bool:
-    """Tell if lookups of an op are not pooled. Raises ShardCoreError for shards of several ops."""
+def is_sequence_op(shards: Sequence[Shard]) -> bool:
+    """Tell if lookups of a fused op are not pooled. Raises ShardCoreError for shards of several ops."""
     kinds = {s.table.sequence for s in shards}
     # FBGEMM's op has one pooling mode for all of its tables.
     if len(kinds) > 1:
@@ -82,7 +82,7 @@ def is_sequence(shards: Sequence[Shard]) -> bool:
 class Workload:
     """One step of a plan.
 
-    ops: (D tuples) of each device, in the order of `runs_of`. Devices that run the same shards share an Op.
+    ops: (D tuples) of each device, in the order of `layouts_for_tables`. Devices that run the same shards share an Op.
     traffic: [L C, D] bytes that enter each channel; of kinds.ID_CHANNELS, bytes that arrive.
         All 0 along D means that its collective does not run.
     memory_bytes: (D) bytes held on each device.
@@ -111,23 +111,23 @@ class Workload:
 
     @property
     def channels(self) -> tuple[Channel, ...]:
-        """[L C] the channel of each row of traffic."""
-        return channels_of(self.traffic)
+        """[L C] the channel of each row of the step's traffic."""
+        return channels_of_traffic(self.traffic)
 
     @cached_property
     def lanes(self) -> dict[Layout, int]:
-        """The runs of the step, in their order, and where they stand in traffic."""
+        """The layouts of the step's ops in their order, each with its lane in the rows of traffic."""
         # Ordered by first appearance, without duplicates. Lanes depend on the runs, not on their devices.
         ops = {id(op): op for ops in self.ops for op in ops}.values()
-        return _lanes({op.run: None for op in ops}, (s.table for op in ops for s in op.shards))
+        return _lanes_among_runs({op.layout: None for op in ops}, (s.table for op in ops for s in op.shards))
 
-    def entering(self, run: Layout, channel: Channel) -> np.ndarray:
-        """[D] bytes that enter a channel of a run."""
-        return self.traffic[row_in(self.lanes[run], channel)]
+    def entering_bytes(self, run: Layout, channel: Channel) -> np.ndarray:
+        """[D] bytes that each device enters into a channel of a layout."""
+        return self.traffic[traffic_row(self.lanes[run], channel)]
 
 
 def lower(plan: Plan, problem: Problem, fits: bool = True) -> Workload:
-    """The Workload of a plan.
+    """Lower a plan to a Workload: the ops, traffic and memory of one training step.
 
     Raises ShardCoreError if the plan does not cover the problem's tables exactly once.
     Raises it too for a placement that its kind does not allow, and for a broken constraint.
@@ -137,29 +137,29 @@ def lower(plan: Plan, problem: Problem, fits: bool = True) -> Workload:
     require_type(plan, Plan, "plan", "a Plan, as a sharder gives")
     require_type(problem, Problem, "problem", "a Problem")
     # First: bytes of a plan that lacks a table mean nothing.
-    require_plan(plan, problem, fits=False)
+    require_valid_plan(plan, problem, fits=False)
     # Memory is needed in either case, for the Workload states it.
     used = (memory.require_fits if fits else memory.used_bytes)(plan, problem)
     if fits:
-        require_ops(plan, problem)
+        require_op_limits(plan, problem)
     n_devices = len(problem.topology)
     # All shards of a run on a device are one fused op, as TorchRec groups them.
     held: dict[tuple[Layout, int], list[Shard]] = defaultdict(list)
-    for placement in merged(plan.placements):
-        run = run_of(placement.kind, placement.shard.table)
-        for device, shard in shards_on(placement):
+    for placement in merged_placements(plan.placements):
+        run = layout_for_table(placement.kind, placement.shard.table)
+        for device, shard in shards_by_device(placement):
             held[run, device].append(shard)
     ops: list[list[Op]] = [[] for _ in range(n_devices)]
     # Runs of this plan only, so that most plans have one lane.
     outputs, ids = dict[Layout, np.ndarray](), dict[Layout, np.ndarray]()
-    for layout in _lanes({layout for layout, _ in held}, problem.tables):
+    for layout in _lanes_among_runs({layout for layout, _ in held}, problem.tables):
         last = None
         outputs[layout], ids[layout] = np.zeros((2, n_devices))
         for device in (d for d in range(n_devices) if (layout, d) in held):
             shards = tuple(held[layout, device])
             # Devices of a replicated kind run the same shards. They share an Op, so that it is priced once.
             if last is None or last.shards != shards:
-                last = Op(layout.name, shards, layout.batch(problem))
+                last = Op(layout.name, shards, layout.op_batch(problem))
                 amounts = [exchanged_amounts(layout, shard, problem) for shard in shards]
                 arrived, entered, _ = map(sum, zip(*amounts, strict=True))
             ops[device].append(last)
@@ -175,9 +175,9 @@ def lower(plan: Plan, problem: Problem, fits: bool = True) -> Workload:
     )
 
 
-def _lanes(among: Container[Layout], tables: Iterable[Table]) -> dict[Layout, int]:
-    """The lanes of some runs of tables, in the order of runs."""
-    return lanes(run for run in runs_of(tables) if run in among)
+def _lanes_among_runs(among: Container[Layout], tables: Iterable[Table]) -> dict[Layout, int]:
+    """Lanes of those layouts of some tables that are in `among`, in the order in which they run."""
+    return assign_lanes(run for run in layouts_for_tables(tables) if run in among)
 
 
 def traffic_of_outputs(
@@ -185,37 +185,37 @@ def traffic_of_outputs(
     problem: Problem,
     id_bytes: Mapping[Layout, np.ndarray] | None = None,
 ) -> np.ndarray:
-    """[L C, ..., D] bytes that enter each channel, if devices have bytes of outputs [..., D] of some runs.
+    """[L C, ..., D] bytes that devices enter into each channel, from bytes of outputs [..., D] by layout.
 
     outputs: bytes of outputs; of replicas, bytes of their gradients.
     id_bytes: [..., D] bytes of ids and lengths that devices receive for some of these runs.
     """
     # Any leading dimensions: searches price several candidate plans in one call.
-    of_run, shape = lanes(outputs), next(iter(outputs.values())).shape
+    of_run, shape = assign_lanes(outputs), next(iter(outputs.values())).shape
     traffic = np.zeros(((1 + max(of_run.values())) * len(CHANNELS), *shape))
     for run, n_bytes in (id_bytes or {}).items():
         # Replicas look up their own samples, so no ids travel for them.
         if run.ids:
-            traffic[row_in(of_run[run], run.ids)] = n_bytes
+            traffic[traffic_row(of_run[run], run.ids)] = n_bytes
     for run, n_bytes in outputs.items():
-        for channel, entering in run.channels_in(problem.job, problem.topology).items():
+        for channel, entering in run.channels_in_job(problem.job, problem.topology).items():
             # A channel carries gradients of weights, or outputs.
-            traffic[row_in(of_run[run], channel)] += entering(n_bytes, n_bytes, problem)
-    return shared_on_units(traffic, problem)
+            traffic[traffic_row(of_run[run], channel)] += entering(n_bytes, n_bytes, problem)
+    return spread_over_units(traffic, problem)
 
 
-def require_plan(plan: Plan, problem: Problem, fits: bool = True) -> None:
-    """Raise what `lower` raises. Without `fits`, everything except Infeasible."""
-    require_cover(plan, problem)
+def require_valid_plan(plan: Plan, problem: Problem, fits: bool = True) -> None:
+    """Raise ShardCoreError for a plan that `lower` would refuse. Memory is checked only with `fits`."""
+    require_full_cover(plan, problem)
     # After coverage: constraints assume that placements are valid for their kinds.
     require_constraints(plan, problem)
     if fits:
         memory.require_fits(plan, problem)
-        require_ops(plan, problem)
+        require_op_limits(plan, problem)
 
 
-def require_cover(plan: Plan, problem: Problem) -> None:
-    """Raise ShardCoreError unless every cell of every table is placed exactly once.
+def require_full_cover(plan: Plan, problem: Problem) -> None:
+    """Raise ShardCoreError unless a plan places every cell of every table exactly once.
 
     Placements have to be possible for their kind, on devices that exist.
     """
@@ -231,8 +231,8 @@ def require_cover(plan: Plan, problem: Problem) -> None:
                 f"plan places table {shard.table.name!r}, which problem {problem.name!r} does not have (or not with "
                 "this shape and these statistics)"
             )
-        require_placement(placement, problem)
-        if unit := layout_of(placement.kind).rows_over:
+        require_valid_placement(placement, problem)
+        if unit := layout_of_kind(placement.kind).rows_over:
             over.setdefault(unit, shard.table.name)
         by_table[shard.table.name].append(shard)
     if len(over) > 1:
@@ -251,8 +251,8 @@ def require_cover(plan: Plan, problem: Problem) -> None:
                 f"plan places {placed} of the {table.rows * table.dim} cells of table {table.name!r}"
             )
     # FBGEMM sees merged shards, so limits apply to a table's columns on a device, not to each shard.
-    most = problem.topology.most_columns
-    for placement, width in _widths(p for p in plan.placements if p.shard.table.dim > most):
+    most = problem.topology.max_shard_columns
+    for placement, width in _merged_widths(p for p in plan.placements if p.shard.table.dim > most):
         if width > most:
             raise ShardCoreError(
                 f"plan places {width} columns of table {placement.shard.table.name!r} by "
@@ -261,8 +261,8 @@ def require_cover(plan: Plan, problem: Problem) -> None:
             )
 
 
-def _widths(placements: Iterable[Placement]) -> Iterable[tuple[Placement, int]]:
-    """One placement of each table, kind and group of devices, and the columns of all: they are one shard."""
+def _merged_widths(placements: Iterable[Placement]) -> Iterable[tuple[Placement, int]]:
+    """One placement of each table, kind and group of devices, with the total columns of all."""
     # The first placement of a key stands for all: only their columns differ.
     widths: dict[tuple[str, str, tuple[int, ...]], tuple[Placement, int]] = {}
     for p in placements:
@@ -271,13 +271,13 @@ def _widths(placements: Iterable[Placement]) -> Iterable[tuple[Placement, int]]:
     return widths.values()
 
 
-def _require_codecs(plan: Plan, problem: Problem) -> None:
-    """Raise ShardCoreError if a codec of the job fails on an exchange of the plan."""
+def _require_working_codecs(plan: Plan, problem: Problem) -> None:
+    """Raise ShardCoreError if a payload codec of the job fails on an exchange of the plan."""
     columns: Counter[tuple[Layout, int]] = Counter()
     suspects: dict[tuple[Layout, int], tuple[Shard, str]] = {}
-    for placement in merged(plan.placements):
-        shard, run = placement.shard, run_of(placement.kind, placement.shard.table)
-        reason = problem.why_no_codec(run, replace(shard.table, dim=shard.width))
+    for placement in merged_placements(plan.placements):
+        shard, run = placement.shard, layout_for_table(placement.kind, placement.shard.table)
+        reason = problem.why_codec_fails(run, replace(shard.table, dim=shard.width))
         for device in placement.devices:
             columns[run, device] += shard.width * shard.table.features
             if reason:
@@ -286,7 +286,7 @@ def _require_codecs(plan: Plan, problem: Problem) -> None:
     for (run, device), (shard, reason) in suspects.items():
         # Pooled columns of a device travel together, so only all of them have to be whole blocks.
         elements = columns[run, device] * problem.local_batch
-        together = run.cuts_columns and not (shard.table.sequence or shard.table.is_variable)
+        together = run.cuts_columns and not (shard.table.sequence or shard.table.has_variable_batch)
         carried = (there.pads or not elements % there.block) and not elements % back.block
         sums_fail = run.divides_rows and () in (there.summed, back.summed)
         require(
@@ -296,13 +296,13 @@ def _require_codecs(plan: Plan, problem: Problem) -> None:
 
 
 def require_constraints(plan: Plan, problem: Problem) -> None:
-    """Raise ShardCoreError if the plan breaks a constraint.
+    """Raise ShardCoreError if a plan breaks a constraint of the problem.
 
     Tables that must stay whole are whole. All live only where they may. Bundles are on one device. Tables
     are run by kinds that may run them, in shards that are wide enough.
     """
     # Checks go from cheap to dear: merging placements is left for problems that need it.
-    kinds = problem.kinds_of
+    kinds = problem.allowed_kinds
     for placement in plan.placements if kinds else ():
         name = placement.shard.table.name
         if placement.kind not in kinds.get(name, (placement.kind,)):
@@ -311,13 +311,13 @@ def require_constraints(plan: Plan, problem: Problem) -> None:
                 f"{' or '.join(kinds[name])} (constraints.kinds)"
             )
     for placement in plan.placements:
-        if reason := problem.why_no_replicas(layout_of(placement.kind)):
+        if reason := problem.why_replicas_fail(layout_of_kind(placement.kind)):
             raise ShardCoreError(f"plan places {placement.shard.label} by {placement.kind}; {reason}")
-    if problem.codecs_fail:
-        _require_codecs(plan, problem)
+    if problem.codecs_may_fail:
+        _require_working_codecs(plan, problem)
     # A table that is narrower than its minimum width only has to be whole.
     least = dict(problem.constraints.min_widths)
-    for placement, width in _widths(p for p in plan.placements if p.shard.table.name in least):
+    for placement, width in _merged_widths(p for p in plan.placements if p.shard.table.name in least):
         table = placement.shard.table
         if width < min(table.dim, least[table.name]):
             raise ShardCoreError(
@@ -325,31 +325,31 @@ def require_constraints(plan: Plan, problem: Problem) -> None:
                 f"{least[table.name]} or more (constraints.min_widths)"
             )
     # Most problems have no others.
-    if not problem.whole and not problem.pinned:
+    if not problem.uncut_tables and not problem.pinned_devices:
         return
     homes: dict[tuple[str, ...], tuple[str, tuple[int, ...]]] = {}
-    for placement in merged(plan.placements):
+    for placement in merged_placements(plan.placements):
         shard, devices, name = placement.shard, placement.devices, placement.shard.table.name
         # A range of rows is a cut as well, unless a single device has all of them.
-        divided = layout_of(placement.kind).divides_rows and len(devices) > 1
+        divided = layout_of_kind(placement.kind).divides_rows and len(devices) > 1
         # Columns were merged above, so two shards on one device count as whole.
-        if name in problem.whole and (divided or shard != Shard.whole(shard.table)):
+        if name in problem.uncut_tables and (divided or shard != Shard.whole(shard.table)):
             # Name a shard as it runs: for divided rows, one device's range.
-            one = next(s for _, s in shards_on(placement))
+            one = next(s for _, s in shards_by_device(placement))
             raise ShardCoreError(
                 f"plan cuts table {name!r}, one shard being {one.label}; it must stay whole "
-                f"({problem.kept_whole_by(name)})"
+                f"({problem.constraint_against_cuts(name)})"
             )
         # Tables that nothing pins may live anywhere.
-        allowed = problem.pinned.get(name, devices)
+        allowed = problem.pinned_devices.get(name, devices)
         for wrong in (d for d in devices if d not in allowed):
             raise ShardCoreError(
                 f"plan places {shard.label} on device {wrong}; table {name!r} may only live "
                 f"on {device_names(allowed)} (constraints.pinned)"
             )
         # The first table of a bundle sets its device. All others are compared with that.
-        if name in problem.bundle_of:
-            other, home = homes.setdefault(problem.bundle_of[name], (name, devices))
+        if name in problem.group_by_table:
+            other, home = homes.setdefault(problem.group_by_table[name], (name, devices))
             if len(devices) > 1 or devices != home:
                 raise ShardCoreError(
                     f"plan places table {name!r} on {device_names(devices)} and {other!r} on "
@@ -360,8 +360,8 @@ def require_constraints(plan: Plan, problem: Problem) -> None:
 # --- arrays of bytes by channel, and where the runs of a plan stand in them ---------------------------------------
 
 
-def lanes(runs: Iterable[Layout]) -> dict[Layout, int]:
-    """Lane of each run in arrays of bytes, from 0.
+def assign_lanes(runs: Iterable[Layout]) -> dict[Layout, int]:
+    """The lane of each layout in arrays of bytes by channel, from 0. Layouts without a common channel share a lane.
 
     Each run has separate collectives. Runs without a channel in common share a lane, so most plans have
     one. Gradients of replicas are all in the first: DDP reduces them together.
@@ -371,7 +371,7 @@ def lanes(runs: Iterable[Layout]) -> dict[Layout, int]:
     lane_of = {}
     for run in runs:
         # Dense channels do not conflict: DDP reduces all gradients in one call, so their bytes add up.
-        channels = {c for c in (*run.channels, run.ids) if c and not c.row.dense}
+        channels = {c for c in (*run.channels, run.ids) if c and not c.definition.dense}
         lane_of[run] = next((i for i, others in enumerate(in_use) if not channels & others), len(in_use))
         # A run that fits no lane opens the next one.
         in_use += [set()] * (lane_of[run] == len(in_use))
@@ -379,26 +379,27 @@ def lanes(runs: Iterable[Layout]) -> dict[Layout, int]:
     return lane_of
 
 
-def row_in(lane: int, channel: Channel) -> int:
-    """The row of a channel in arrays of bytes."""
+def traffic_row(lane: int, channel: Channel) -> int:
+    """Index of a channel's row in an array of traffic."""
     # Lane-major: [L C, ...] holds the C rows of lane 0, then those of lane 1.
     return lane * len(CHANNELS) + CHANNELS.index(channel)
 
 
-def channels_of(traffic: np.ndarray) -> tuple[Channel, ...]:
-    """The channel of each row of an array of bytes."""
+def channels_of_traffic(traffic: np.ndarray) -> tuple[Channel, ...]:
+    """The channel of each row of an array of traffic."""
     return CHANNELS * (len(traffic) // len(CHANNELS))
 
 
-def shared_on_units(traffic: np.ndarray, problem: Problem) -> np.ndarray:
-    """Traffic [L C, ..., D]; with towers, what crosses hosts (or pods) is divided evenly over each one's devices.
+def spread_over_units(traffic: np.ndarray, problem: Problem) -> np.ndarray:
+    """[L C, ..., D] traffic in which, with towers, bytes across hosts (or pods) are divided evenly over each one's
+    devices.
 
-    After the exchange within a tower, all its devices have equally many samples (Layout.channels_in).
+    After the exchange within a tower, all its devices have equally many samples (Layout.channels_in_job).
     """
     if problem.job.tower_ratio is not None:
         on_units = np.array(problem.topology.row_units)
         # Only exchanges across them are compressed by towers. Others keep each device's own bytes.
-        for row in (i for i, c in enumerate(channels_of(traffic)) if c.scope.across):
+        for row in (i for i, c in enumerate(channels_of_traffic(traffic)) if c.scope.across):
             of_unit = traffic[row][..., on_units]
             # The mean over a unit keeps its total, which is what its uplink carries.
             traffic[row][..., on_units] = np.broadcast_to(of_unit.mean(-1, keepdims=True), of_unit.shape)

@@ -6,7 +6,7 @@ The buffers in which FBGEMM's CUDA kernels sort are given, from its source. Scra
 counted.
 
 A plan fits if every device's peak memory is at most its capacity (`require_fits`), and no op has more than FBGEMM runs
-(`require_ops`).
+(`require_op_limits`).
 
 The timeline is linear. In each phase a device holds its shards' resident bytes, and multiples of a few sums over its
 shards (`Sums`): ids that arrived, outputs (or gradients of replicas), and lookups. Buffers for the local batch are the
@@ -34,19 +34,24 @@ from shardcore.core.tiers import TIERS
 from shardcore.core.types import PRECISION_BYTES, Placement, Plan, Problem, Shard, Table
 from shardcore.core.validation import require_type
 from shardcore.step.access import access_share
-from shardcore.step.id_bytes import sample_bytes
-from shardcore.step.kinds import WHOLE_ROWS, Layout, merged, run_of, shards_on
-from shardcore.step.memory_timeline import needed_times, phases_of, stages_under, times_of
+from shardcore.step.id_bytes import id_bytes_per_sample
+from shardcore.step.kinds import WHOLE_ROWS, Layout, layout_for_table, merged_placements, shards_by_device
+from shardcore.step.memory_timeline import (
+    buffer_multiplicities,
+    peak_multiplicities,
+    stages_under_pipeline,
+    step_phases,
+)
 from shardcore.step.shard_memory import (
     RunBatch,
-    bucketized_bytes,
+    bucketized_id_bytes,
+    buffers_per_unit,
     exchanged_amounts,
-    local_buffers,
+    local_batch_buffers,
+    local_batch_shares,
     offset_bytes,
-    op_ids,
+    op_id_count,
     output_buffers,
-    run_batches,
-    unit_buffers,
 )
 
 PARTS = (
@@ -106,7 +111,7 @@ class DeviceMemory:
 
 
 def resident_bytes(layout: Layout, shard: Shard, problem: Problem) -> tuple[int, int]:
-    """Bytes of a shard's weights in device memory, and of its optimizer's state there.
+    """Bytes of a shard's weights in device memory, and of its optimizer state there.
 
     Weights include their cache, and the map from ids to rows.
     """
@@ -114,19 +119,19 @@ def resident_bytes(layout: Layout, shard: Shard, problem: Problem) -> tuple[int,
     table, (a_cell, a_row) = shard.table, STATE_BYTES[problem.optimizer]
     collision = table.managed_collision or _NO_COLLISION
     # Maps have an entry for every row, cached or not, so they do not shrink with the cache.
-    tier = table.below
+    tier = table.lower_tier
     mapped = tier.row_bytes * (0 < table.load_factor < 1) + (collision.row_bytes or 0)
-    mapped += collision.known.slot_bytes / collision.known.slot_rows
+    mapped += collision.hash_form.slot_bytes / collision.hash_form.slot_rows
     # Managed collision keeps ids that it saw since its last eviction. A row range has its share of them.
-    seen = problem.global_batch * table.looked_up * collision.lookup_bytes
+    seen = problem.global_batch * table.lookups_per_sample * collision.lookup_bytes
     mapping = collision.bytes + math.ceil(shard.rows * mapped + (seen and seen * access_share(shard)))
-    # Device memory holds only the cache. State of rows stays there for all rows (see host_bytes).
+    # Device memory holds only the cache. State of rows stays there for all rows (see host_tier_bytes).
     if table.in_host_memory:
         if not tier.shares_cache:
             a_cached = stored_row_bytes(shard, problem.optimizer) + CACHED_ROW_BYTES
             state = (a_row + shard.width * a_cell * (not tier.holds_cells)) * (not tier.holds_state)
-            return own_cache_rows(shard) * a_cached + mapping, shard.rows * state
-        return table.cached(shard.rows) * _cached_row_bytes(shard) + mapping, shard.rows * a_row
+            return private_cache_rows(shard) * a_cached + mapping, shard.rows * state
+        return table.cached_rows(shard.rows) * _cached_row_bytes(shard) + mapping, shard.rows * a_row
     if layout.dense_gradient:
         # Torch's optimizers keep state of the weights' type.
         dense, each = DENSE_OPTIMIZERS[problem.replica_optimizer], PRECISION_BYTES[table.precision]
@@ -136,84 +141,89 @@ def resident_bytes(layout: Layout, shard: Shard, problem: Problem) -> tuple[int,
 
 
 def _cached_row_bytes(shard: Shard) -> int:
-    """Bytes of a cached row of a shard, if no shard of its op is wider. Caches.padding has what is beyond."""
+    """Bytes of a cached row of a shard, if no shard of the same op is wider."""
     return shard.width * PRECISION_BYTES[shard.table.precision] + CACHED_ROW_BYTES
 
 
 def stored_row_bytes(shard: Shard, optimizer: str) -> int:
-    """Bytes of a row of a shard in its tier and in its own cache: weights, and state that is packed behind
+    """Bytes of a shard's row in its tier and in its private cache: weights, and the optimizer state packed behind
     them.
 
     Source: cache_row_dim of FBGEMM's SSDTableBatchedEmbeddingBags.
     """
     table, each = shard.table, PRECISION_BYTES[shard.table.precision]
     a_cell, a_row = STATE_BYTES[optimizer]
-    state = math.ceil((shard.width * a_cell + a_row) / each) * table.below.holds_state
+    state = math.ceil((shard.width * a_cell + a_row) / each) * table.lower_tier.holds_state
     return each * (shard.width + math.ceil(state / 4) * 4)
 
 
-def own_cache_mib(shard: Shard) -> int:
-    """MiB of weights in the cache of a shard that shares none (KeyValueParams.max_l1_cache_size)."""
+def private_cache_mib(shard: Shard) -> int:
+    """MiB of weights in a shard's private cache (KeyValueParams.max_l1_cache_size)."""
     a_row = shard.width * PRECISION_BYTES[shard.table.precision]
     # A cache has a set at least.
     least = math.ceil(CACHE_SET_ROWS * a_row / MIB)
-    return max(round(shard.table.cached(shard.rows) * a_row / MIB), least)
+    return max(round(shard.table.cached_rows(shard.rows) * a_row / MIB), least)
 
 
-def own_cache_rows(shard: Shard) -> int:
-    """Rows of the cache of a shard that shares none.
+def private_cache_rows(shard: Shard) -> int:
+    """Number of rows in a shard's private cache.
 
     Source: _populate_ssd_tbe_params in batched_embedding_kernel.py of TorchRec 1.8.
     """
-    most = shard.table.below.most_cached
+    most = shard.table.lower_tier.most_cached
     a_set = CACHE_SET_ROWS * shard.width * PRECISION_BYTES[shard.table.precision]
     sets = max(int(most * shard.rows / CACHE_SET_ROWS), 1)
-    return CACHE_SET_ROWS * min(sets, own_cache_mib(shard) * MIB // a_set)
+    return CACHE_SET_ROWS * min(sets, private_cache_mib(shard) * MIB // a_set)
 
 
-def host_bytes(shard: Shard, problem: Problem) -> int:
-    """Bytes of a shard in its tier below device memory: all of its weights, and there may be the state of
-    cells.
+def host_tier_bytes(shard: Shard, problem: Problem) -> int:
+    """Bytes of a shard in its memory tier below the device: all weights, and in some tiers optimizer state of cells.
 
     Source: FBGEMM allocates both as UVM. State of rows is in device memory. On SSD there are weights alone.
     """
     table = shard.table
     if not table.in_host_memory:
         return 0
-    tier, (a_cell, _) = table.below, STATE_BYTES[problem.optimizer]
+    tier, (a_cell, _) = table.lower_tier, STATE_BYTES[problem.optimizer]
     if tier.shares_cache:
         return shard.bytes + shard.rows * shard.width * a_cell * tier.holds_cells
     return shard.rows * (stored_row_bytes(shard, problem.optimizer) + tier.header_bytes)
 
 
-def held_bytes(problem: Problem) -> list[int]:
-    """[D] bytes that embeddings may take, with their inputs and outputs: memory less the reserve."""
+def usable_bytes(problem: Problem) -> list[int]:
+    """[D] bytes of each device's memory that embeddings may take: memory less the reserve."""
     return [d.memory_bytes - problem.constraints.reserved_bytes for d in problem.topology.devices]
 
 
 # --- memory of a plan ------------------------------------------------------------------------------------
 
 
-def by_part(plan: Plan, problem: Problem) -> list[DeviceMemory]:
-    """[D] memory of a plan on each device, by part."""
+def memory_by_part(plan: Plan, problem: Problem) -> list[DeviceMemory]:
+    """[D] peak memory of a plan on each device, by part."""
     require_type(plan, Plan, "plan", "a Plan, as a sharder gives")
     require_type(problem, Problem, "problem", "a Problem")
     # Buffers of a local batch are equal on all devices, so they are computed once.
-    local, devices = local_buffers(run_batches(merged(plan.placements), problem), problem), []
+    local, devices = (
+        local_batch_buffers(local_batch_shares(merged_placements(plan.placements), problem), problem),
+        [],
+    )
     pipeline = PIPELINES[problem.job.pipeline]
-    stages = tuple(stages_under(run.stages, pipeline) for run in local)
+    stages = tuple(stages_under_pipeline(run.memory_stages, pipeline) for run in local)
     # [phases] moments of a step, and [buffers, phases] how often each buffer counts in each.
     replicas = any(run.local_batch for run in local)
-    phases = phases_of(stages, pipeline, replicas)
-    names, times = times_of(stages, pipeline, replicas)
+    phases = step_phases(stages, pipeline, replicas)
+    names, times = buffer_multiplicities(stages, pipeline, replicas)
     # Buffers are keyed by run number: the timeline knows runs by their order only.
     numbers = {run: number for number, run in enumerate(local)}
     # Buffers that a device does not have count as 0 bytes.
     of_all: defaultdict[tuple[int, str], float] = defaultdict(float)
     of_all |= {(numbers[run], name): n for run in local for name, n in local[run].items()}
-    units, of_devices = {run: unit_buffers(run, problem) for run in local}, _held(plan, problem)
+    units, of_devices = (
+        {run: buffers_per_unit(run, problem) for run in local},
+        _shards_of_devices(plan, problem),
+    )
     # All devices share one index of caches, so that their counts have the same meaning.
-    caches = Caches.of(pair for held in of_devices for pair in held)
+    caches = Caches.from_shards(pair for held in of_devices for pair in held)
     for held in of_devices:
         # Resident bytes are in every phase, so they do not affect which phase is largest.
         resident = [resident_bytes(layout, shard, problem) for layout, shard in ticking(held)]
@@ -228,17 +238,17 @@ def by_part(plan: Plan, problem: Problem) -> list[DeviceMemory]:
         parts: dict[str, float] = dict.fromkeys(PARTS, 0.0)
         parts["weights"], parts["optimizer state"] = (sum(n) for n in zip((0, 0), *resident, strict=True))
         # The cache is as wide as its widest shard: what resident_bytes does not count is padding.
-        parts["weights"] += float(caches.padding(caches.total(held))) if len(caches) else 0.0
+        parts["weights"] += float(caches.padding_bytes(caches.total_counts(held))) if len(caches) else 0.0
         # Attribute the peak's buffers to parts, so that reports add up to the same total.
         for (part, run, name), n in phase.alive.items():
             # A buffer may count for several parts, and more than once in each.
             parts[part] += n * buffers[run, name]
-        devices.append(DeviceMemory(phase.name, _whole(parts)))
+        devices.append(DeviceMemory(phase.name, _rounded_parts(parts)))
     return devices
 
 
-def _whole(parts: Mapping[str, float]) -> dict[str, int]:
-    """The parts in whole bytes that sum to the rounded sum."""
+def _rounded_parts(parts: Mapping[str, float]) -> dict[str, int]:
+    """Parts of memory in whole bytes that sum to the rounded sum."""
     # Round the running sum, not each part: rounding errors then never add up.
     # Integers of Python, as those of NumPy overflow with a huge batch.
     ends = [round(end) for end in np.cumsum(list(parts.values())).tolist()]
@@ -264,8 +274,8 @@ class Caches:
     row_bytes: np.ndarray
 
     @classmethod
-    def of(cls, shards: Iterable[tuple[Layout, Shard]]) -> Caches:
-        """The caches that these shards may have."""
+    def from_shards(cls, shards: Iterable[tuple[Layout, Shard]]) -> Caches:
+        """The embedding caches that fused ops of these shards may have."""
         # Widths are known up front, so that counts are fixed-length vectors that add and subtract.
         widths: dict[tuple[Layout, str], set[int]] = defaultdict(set)
         for run, shard in shards:
@@ -282,30 +292,32 @@ class Caches:
         return cls(ops, row_bytes)
 
     def __len__(self) -> int:
-        """C. 0 if there are none."""
+        """Number of counts, C. 0 if there are no caches."""
         return len(self.row_bytes)
 
-    def counts(self, run: Layout, shard: Shard) -> dict[int, float]:
-        """A shard's counts, those that are not 0."""
+    def shard_counts(self, run: Layout, shard: Shard) -> dict[int, float]:
+        """A shard's nonzero counts in its op's cache, by index."""
         table = shard.table
         if not table.shares_cache:
             return {}
         # A shard's cache is that of its run and precision, as FBGEMM makes one op for each.
         at, widths = self.ops[run, table.precision]
-        rows = table.cached(shard.rows)
+        rows = table.cached_rows(shard.rows)
         # Cached bytes at the shard's own width are entry 0, which padding takes off again.
         return {0: rows * _cached_row_bytes(shard), at: rows, at + 1 + widths.index(shard.width): 1}
 
-    def total(self, shards: Iterable[tuple[Layout, Shard]]) -> np.ndarray:
-        """[C] counts of some shards together."""
+    def total_counts(self, shards: Iterable[tuple[Layout, Shard]]) -> np.ndarray:
+        """[C] counts of caches, summed over shards."""
         total = np.zeros(len(self))
         for run, shard in shards:
-            for i, n in self.counts(run, shard).items():
+            for i, n in self.shard_counts(run, shard).items():
                 total[i] += n
         return total
 
-    def padding(self, counts: np.ndarray) -> np.ndarray:
-        """[...] bytes of caches beyond those that `resident_bytes` has."""
+    def padding_bytes(self, counts: np.ndarray) -> np.ndarray:
+        """[...] bytes of embedding caches beyond those that `resident_bytes` counts, as rows are as wide as the
+        widest shard.
+        """
         # Remove what resident_bytes counted at each shard's own width. The caches below count it in full.
         n_bytes = -counts[..., 0]
         for at, widths in self.ops.values():
@@ -318,28 +330,28 @@ class Caches:
 
 
 def used_bytes(plan: Plan, problem: Problem) -> list[int]:
-    """[D] bytes that a plan takes on each device."""
-    return [device.bytes for device in by_part(plan, problem)]
+    """[D] peak bytes of a plan on each device."""
+    return [device.bytes for device in memory_by_part(plan, problem)]
 
 
-def _held(plan: Plan, problem: Problem) -> list[list[tuple[Layout, Shard]]]:
-    """[D] the shards of each device, and how each runs."""
+def _shards_of_devices(plan: Plan, problem: Problem) -> list[list[tuple[Layout, Shard]]]:
+    """[D] the shards of a plan on each device, each with its layout."""
     # Merged: two shards of a table on one device are one shard, with one set of lengths and one cache.
     held: list[list[tuple[Layout, Shard]]] = [[] for _ in problem.topology.devices]
-    for placement in merged(plan.placements):
-        layout = run_of(placement.kind, placement.shard.table)
-        for device, shard in shards_on(placement):
+    for placement in merged_placements(plan.placements):
+        layout = layout_for_table(placement.kind, placement.shard.table)
+        for device, shard in shards_by_device(placement):
             held[device].append((layout, shard))
     return held
 
 
 def require_fits(plan: Plan, problem: Problem) -> list[int]:
-    """[D] `used_bytes` of a plan. Raises Overfull, naming the device that has most too much.
+    """[D] peak bytes of a plan. Raises Overfull, naming the device with the largest excess.
 
     A device without a shard is not checked: a reserve larger than its memory keeps it out. Raises Infeasible
     for a host whose memory does not hold the rows of its devices.
     """
-    used, may_hold = used_bytes(plan, problem), held_bytes(problem)
+    used, may_hold = used_bytes(plan, problem), usable_bytes(problem)
     _require_hosts_fit(plan, problem)
     # An unused device may have a reserve above its memory.
     holding = {device for placement in plan.placements for device in placement.devices}
@@ -348,19 +360,20 @@ def require_fits(plan: Plan, problem: Problem) -> list[int]:
         return used
     # The worst device says best how much memory is lacking.
     device = max(too_much, key=too_much.__getitem__)
-    parts = by_part(plan, problem)[device].parts
+    parts = memory_by_part(plan, problem)[device].parts
     # The three largest parts tell a user where to save.
     largest = sorted(filter(parts.get, parts), key=lambda part: -parts[part])[:3]
     raise Overfull(
-        f"device {device} of problem {problem.name!r} would hold {gib(used[device])} "
-        f"({', '.join(f'{part} {gib(parts[part])}' for part in largest)}); it may hold {gib(may_hold[device])}, "
-        f"{gib(too_much[device])} too little. It would fit with as much more memory, or less reserved",
+        f"device {device} of problem {problem.name!r} would hold {size_text(used[device])} "
+        f"({', '.join(f'{part} {size_text(parts[part])}' for part in largest)}); it may hold "
+        f"{size_text(may_hold[device])}, {size_text(too_much[device])} too little. "
+        "It would fit with as much more memory, or less reserved",
         too_much[device],
     )
 
 
-def fits(plan: Plan, problem: Problem) -> bool:
-    """Tell if `require_fits` accepts a plan."""
+def plan_fits(plan: Plan, problem: Problem) -> bool:
+    """Tell if the memory of devices and hosts suffices for a plan."""
     try:
         require_fits(plan, problem)
     except Infeasible:
@@ -369,25 +382,25 @@ def fits(plan: Plan, problem: Problem) -> bool:
 
 
 def _require_hosts_fit(plan: Plan, problem: Problem) -> None:
-    """Raise Infeasible, naming the first host with a tier of memory that does not hold its devices' rows."""
+    """Raise Infeasible, naming the first host whose memory does not hold the rows of its devices."""
     topology = problem.topology
     for memory in topology.memory:
         # [D] bytes in this tier. Devices of a host share it, so their sums count.
         on_device = [
-            sum(host_bytes(shard, problem) for _, shard in held if shard.table.tier == memory.tier)
-            for held in _held(plan, problem)
+            sum(host_tier_bytes(shard, problem) for _, shard in held if shard.table.tier == memory.tier)
+            for held in _shards_of_devices(plan, problem)
         ]
-        for host, devices in zip(topology.hosts, topology.on_hosts, strict=True):
+        for host, devices in zip(topology.hosts, topology.devices_by_host, strict=True):
             if (used := sum(on_device[d] for d in devices)) > memory.bytes:
                 raise Infeasible(
-                    f"host {host!r} of problem {problem.name!r} would hold {gib(used)} of rows "
-                    f"in {TIERS[memory.tier].words}; it may hold {gib(memory.bytes)} there, "
-                    f"{gib(used - memory.bytes)} too little"
+                    f"host {host!r} of problem {problem.name!r} would hold {size_text(used)} of rows "
+                    f"in {TIERS[memory.tier].words}; it may hold {size_text(memory.bytes)} there, "
+                    f"{size_text(used - memory.bytes)} too little"
                 )
 
 
-def gib(n_bytes: float) -> str:
-    """A size for people, in GiB. MiB below 0.1 GiB, bytes below 0.1 MiB."""
+def size_text(n_bytes: float) -> str:
+    """A number of bytes as text, such as "1.5 GiB" or "3 bytes"."""
     if abs(n_bytes) >= 0.1 * 2**30:
         return f"{n_bytes / 2**30:.1f} GiB"
     if abs(n_bytes) >= 0.1 * 2**20:
@@ -405,8 +418,8 @@ class TooManyInOneOp(Infeasible):
     """An op has more features or ids than FBGEMM runs. Another plan may spread them."""
 
 
-def most_features(batch: int) -> int:
-    """The most features of an op with pooled outputs over so many samples.
+def max_op_features(batch: int) -> int:
+    """The most features of one FBGEMM op with pooled outputs over `batch` samples.
 
     Its backward packs the numbers of a feature and of a sample into 32 bits. T features take as many bits as
     T itself. Source: get_infos_metadata in FBGEMM.
@@ -415,35 +428,35 @@ def most_features(batch: int) -> int:
     return (1 << max(0, 32 - batch.bit_length())) - 1
 
 
-def may_bind(problem: Problem) -> bool:
-    """Tell if some plan may have more in an op than FBGEMM runs."""
+def may_exceed_op_limits(problem: Problem) -> bool:
+    """Tell if some plan of a problem may have more features or ids in one op than FBGEMM runs."""
     tables = problem.tables
     # All tables in one op is the worst case. Mostly it is far below the limits, which saves every check.
     return not problem.topology.on_cpu and (
-        sum(t.features for t in tables) > most_features(problem.global_batch)
-        or sum(t.looked_up for t in tables) * problem.global_batch > MOST_IDS
+        sum(t.features for t in tables) > max_op_features(problem.global_batch)
+        or sum(t.lookups_per_sample for t in tables) * problem.global_batch > MOST_IDS
     )
 
 
-def require_ops(plan: Plan, problem: Problem) -> None:
-    """Raise TooManyInOneOp, naming the first device whose op has too many features or ids."""
-    if not may_bind(problem):
+def require_op_limits(plan: Plan, problem: Problem) -> None:
+    """Raise TooManyInOneOp, naming the first device with too many features or ids in one FBGEMM op."""
+    if not may_exceed_op_limits(problem):
         return
     # One entry a table and row range: two shards of columns would count its features and ids twice.
     held = {
-        (run_of(p.kind, s.table), device, s.table, s.row_lo): s
+        (layout_for_table(p.kind, s.table), device, s.table, s.row_lo): s
         for p in plan.placements
-        for device, s in shards_on(p)
+        for device, s in shards_by_device(p)
     }
     features: Counter[tuple[Layout, int]] = Counter()
     ids: defaultdict[tuple[Layout, int], float] = defaultdict(float)
     for (run, device, table, _), shard in held.items():
         # Sequences have no pooled outputs, so their op packs no feature number.
         features[run, device] += 0 if run.sequence else table.features
-        ids[run, device] += op_ids(run, shard, problem)
+        ids[run, device] += op_id_count(run, shard, problem)
     for (run, device), n in features.items():
-        batch, what = run.batch(problem), f"device {device} of problem {problem.name!r} would run"
-        if n > (most := most_features(batch)):
+        batch, what = run.op_batch(problem), f"device {device} of problem {problem.name!r} would run"
+        if n > (most := max_op_features(batch)):
             raise TooManyInOneOp(
                 f"{what} {n} features in one op ({run.name}) over {batch} samples; FBGEMM's CUDA op packs both into "
                 f"32 bits, so at most {most} features: it needs more devices, or a smaller batch"
@@ -480,20 +493,20 @@ class Sums(NamedTuple):
     on_host: int
 
 
-def sums_of(run: Layout, shard: Shard, problem: Problem) -> Sums:
-    """Sums of a device's rows of a shard."""
+def shard_sums(run: Layout, shard: Shard, problem: Problem) -> Sums:
+    """A shard's contribution to its device's sums, from which memory follows."""
     table, memory = shard.table, problem.topology.memory
     arrived, entered, lookups = exchanged_amounts(run, shard, problem)
     # A replica's gradient lives all step in DDP's bucket.
-    always = PIPELINES[problem.job.pipeline].least_arrived * arrived + entered * run.local_batch
+    always = PIPELINES[problem.job.pipeline].min_arrived_batches * arrived + entered * run.local_batch
     return Sums(
         sum(resident_bytes(run, shard, problem)) + offset_bytes(run, shard, problem) + always,
         arrived,
         entered,
         lookups,
-        # Sequences do not count: FBGEMM's limit packs the feature number of pooled outputs (require_ops).
+        # Sequences do not count: FBGEMM's limit packs the feature number of pooled outputs (require_op_limits).
         0 if run.sequence else table.features,
-        host_bytes(shard, problem) * (not memory or table.tier == memory[0].tier),
+        host_tier_bytes(shard, problem) * (not memory or table.tier == memory[0].tier),
     )
 
 
@@ -519,41 +532,41 @@ class Account:
     phases: int
 
     @classmethod
-    def of(cls, batches: Mapping[Layout, RunBatch], problem: Problem) -> Account:
-        """The account of plans with these runs.
+    def from_batches(cls, batches: Mapping[Layout, RunBatch], problem: Problem) -> Account:
+        """The memory account of plans with these layouts, from each layout's share of a local batch.
 
         batches: share of each run in a local batch, in the order of runs.
         """
         # The timeline needs only the memory stages of each run, so it is cached by them.
         pipeline = PIPELINES[problem.job.pipeline]
-        keys = tuple(stages_under(run.stages, pipeline) for run in batches)
+        keys = tuple(stages_under_pipeline(run.memory_stages, pipeline) for run in batches)
         # Only phases that can be the peak: each one is a column of every vector of a search.
-        names, times = needed_times(keys, pipeline, any(run.local_batch for run in batches))
+        names, times = peak_multiplicities(keys, pipeline, any(run.local_batch for run in batches))
         rows = {name: i for i, name in enumerate(names)}
         sent = times[rows[0, "sent"]]
         base = np.zeros(times.shape[1])
         coefficients = np.zeros((len(keys), len(Sums._fields), len(base)))
         # Bytes of the local batch are a constant, whatever the devices hold.
-        for r, (run, buffers) in enumerate(local_buffers(batches, problem).items()):
+        for r, (run, buffers) in enumerate(local_batch_buffers(batches, problem).items()):
             base += sum(n * times[rows[r, name]] for name, n in buffers.items() if (r, name) in rows)
             # Resident bytes are in every phase once.
             coefficients[r, 0] = 1.0
             # A coefficient is how many bytes a phase has for one byte (or lookup) of a sum.
-            for f, unit in enumerate(unit_buffers(run, problem), start=1):
+            for f, unit in enumerate(buffers_per_unit(run, problem), start=1):
                 # Buffers that no remaining phase has are left out of `rows`.
                 coefficients[r, f] = sum(
                     n * times[rows[r, name]] for name, n in unit.items() if (r, name) in rows
                 )
             # They are resident, too (see Sums).
-            coefficients[r, 1] -= pipeline.least_arrived * (not run.local_batch)
+            coefficients[r, 1] -= pipeline.min_arrived_batches * (not run.local_batch)
             coefficients[r, 2] -= run.local_batch
         # One limit a device, repeated for all phases: the peak is the largest of them.
-        limits = np.tile(np.array(held_bytes(problem), dtype=float)[:, None], len(base))
+        limits = np.tile(np.array(usable_bytes(problem), dtype=float)[:, None], len(base))
         phases = len(base)
         # FBGEMM's limits are extra columns: searches then check them by the same comparison as memory.
-        if may_bind(problem):
+        if may_exceed_op_limits(problem):
             # Load and limit are both scaled by OF_OP, so an excess of one id reads as 1 KiB too much.
-            of_op = np.array([(MOST_IDS, most_features(run.batch(problem))) for run in batches], float)
+            of_op = np.array([(MOST_IDS, max_op_features(run.op_batch(problem))) for run in batches], float)
             base, sent = (np.append(x, np.zeros(of_op.size)) for x in (base, sent))
             limits = np.append(limits, np.tile(of_op.ravel() * OF_OP, (len(limits), 1)), axis=1)
             of_ops = np.zeros((len(keys), len(Sums._fields), len(keys), 2))
@@ -564,67 +577,70 @@ class Account:
         runs = {run: r for r, run in enumerate(batches)}
         return cls(problem, runs, base, coefficients, sent, limits, phases)
 
-    def vector(self, run: Layout, shard: Shard, sums: Sums | None = None) -> np.ndarray:
-        """[P] bytes that a device has of a shard in each phase. sums: those of the shard, if known."""
+    def bytes_by_phase(self, run: Layout, shard: Shard, sums: Sums | None = None) -> np.ndarray:
+        """[P] bytes that a shard takes on its device in each phase of a step. sums: the shard's `Sums`, if known."""
         # One dot product [F] by [F, P]: the cost of memory in a search's trial.
-        return np.array(sums or sums_of(run, shard, self.problem), float) @ self.coefficients[self.runs[run]]
+        return (
+            np.array(sums or shard_sums(run, shard, self.problem), float) @ self.coefficients[self.runs[run]]
+        )
 
-    def loads(self, placements: Iterable[Placement]) -> np.ndarray:
-        """[D, P] bytes that devices have of these placements in each phase, without the local batch."""
+    def device_loads(self, placements: Iterable[Placement]) -> np.ndarray:
+        """[D, P] bytes of placements on each device in each phase of a step, without the local batch."""
         load = np.zeros(self.limits.shape)
         for placement in placements:
-            for device, shard in shards_on(placement):
-                load[device] += self.vector(run_of(placement.kind, shard.table), shard)
+            for device, shard in shards_by_device(placement):
+                load[device] += self.bytes_by_phase(layout_for_table(placement.kind, shard.table), shard)
         return load
 
 
-def own_peaks(problem: Problem) -> Callable[[Layout, Shard], int]:
-    """A function of a run and a shard: bytes that a device has of it in its own largest phase.
+def peak_bytes_function(problem: Problem) -> Callable[[Layout, Shard], int]:
+    """A function of a layout and a shard: bytes that the shard alone takes on a device at its peak.
 
     The ids of a local batch that a cut or a division adds to all devices are included.
     """
     accounts: dict[Layout, Account] = {}
 
-    def bytes_of(run: Layout, shard: Shard) -> int:
+    def peak_bytes(run: Layout, shard: Shard) -> int:
         # An account without a local batch: only what the shard itself adds.
+        """Bytes that a shard alone takes on a device at its peak."""
         if run not in accounts:
-            accounts[run] = Account.of({run: RunBatch(0, False, 0.0, 0)}, problem)
+            accounts[run] = Account.from_batches({run: RunBatch(0, False, 0.0, 0)}, problem)
         account, ids = accounts[run], 0.0
         # Cutting a table sends its ids once more, so every device permutes one more copy.
         if shard.width < shard.table.dim and not run.local_batch:
-            ids += sample_bytes(shard.table, problem.job)
+            ids += id_bytes_per_sample(shard.table, problem.job)
         # Bucketized ids are an extra copy, with lengths for each range.
         if run.divides_rows:
-            ids += bucketized_bytes(shard.table, problem.job, len(run.shared_by(problem.topology)[0]))
+            ids += bucketized_id_bytes(shard.table, problem.job, len(run.shared_by(problem.topology)[0]))
         # Columns beyond `phases` are op limits, not bytes.
-        vector = account.vector(run, shard) + problem.local_batch * ids * account.sent
+        vector = account.bytes_by_phase(run, shard) + problem.local_batch * ids * account.sent
         return math.ceil(vector[: account.phases].max())
 
-    return bytes_of
+    return peak_bytes
 
 
-def table_bytes(table: Table, problem: Problem, width: int | None = None) -> int:
-    """Bytes of a table on a device, or of some of its columns, in its own largest phase."""
+def table_peak_bytes(table: Table, problem: Problem, width: int | None = None) -> int:
+    """Peak bytes of a table on a device, or of `width` of its columns."""
     shard = Shard(table, 0, table.rows, 0, width or table.dim)
-    return own_peaks(problem)(run_of(WHOLE_ROWS.name, table), shard)
+    return peak_bytes_function(problem)(layout_for_table(WHOLE_ROWS.name, table), shard)
 
 
 def local_batch_bytes(problem: Problem) -> int:
-    """Bytes of a local batch on a device with half of an even share of all tables, which are whole.
+    """Bytes that a local batch adds to the peak of a device with half of an even share of all tables.
 
     The largest phase counts. So with more shards, the local batch adds less.
     """
     whole = [Placement(WHOLE_ROWS.name, Shard.whole(t), (0,)) for t in problem.tables]
-    account = account_of(whole, problem)
+    account = memory_account(whole, problem)
     # All tables on device 0, then half of what an even share would be.
-    load = account.loads(whole)[0, : account.phases] / (2 * len(problem.topology))
+    load = account.device_loads(whole)[0, : account.phases] / (2 * len(problem.topology))
     # Resident bytes are in all phases.
     return math.ceil((account.base[: account.phases] + load).max() - load.max())
 
 
-def account_of(placements: Iterable[Placement], problem: Problem) -> Account:
-    """The account of a plan, complete or not."""
-    return Account.of(run_batches(placements, problem), problem)
+def memory_account(placements: Iterable[Placement], problem: Problem) -> Account:
+    """The memory account of a plan, complete or not."""
+    return Account.from_batches(local_batch_shares(placements, problem), problem)
 
 
 @dataclass(frozen=True, eq=False)
@@ -646,9 +662,10 @@ class StageCoefficients:
     most: np.ndarray
 
     @classmethod
-    def of(cls, runs: Sequence[Layout], problem: Problem) -> StageCoefficients:
+    def from_runs(cls, runs: Sequence[Layout], problem: Problem) -> StageCoefficients:
+        """Coefficients of memory in each stage of a step, for ops of these layouts."""
         pipeline = PIPELINES[problem.job.pipeline]
-        stages = [stages_under(run.stages, pipeline) for run in runs]
+        stages = [stages_under_pipeline(run.memory_stages, pipeline) for run in runs]
         n_phases = np.array([[len(buffers.phases) for buffers in of] for of in stages], dtype=np.int64)
         # Runs with fewer phases keep zeros in the slots that they lack.
         n_slots = 3 + int(n_phases.max())
@@ -664,7 +681,7 @@ class StageCoefficients:
                 for together in (False, True)
             ]
             local = [unit for case in cases for unit in case]
-            _, entered, sorting = unit_buffers(run, problem)
+            _, entered, sorting = buffers_per_unit(run, problem)
             for t, held in enumerate(stages[r]):
                 # The order of slots is a contract with engine/memory.py.
                 slots = (held.before, held.after, held.freed_late, *held.phases.values())

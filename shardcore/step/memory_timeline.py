@@ -4,8 +4,8 @@ Source: live tensors of TorchRec's CPU processes (tests/torchrec/peaks.py), and 
 comm_ops.py. Gloo gathers in a buffer
 that its thread frees when it is done. That buffer counts until it is waited for.
 
-A run is a kind's op and exchange (`kinds.run_of`). TorchRec takes runs in the order of the first table of each, in
-four stages:
+A run is a kind's op and exchange (`kinds.layout_for_table`). TorchRec takes runs in the order of the first table of
+each, in four stages:
 
 1. Each run looks up, and sends outputs.
 2. Each run waits for outputs.
@@ -82,13 +82,13 @@ Stages = tuple[StageBuffers, ...]
 """Buffers of a run in the four stages."""
 
 _MOMENTS = (1, 2, 4, 4)
-"""Moment of each stage, by its place in Pipeline.moments."""
+"""Moment of each stage, by its place in Pipeline.ids_by_moment."""
 
 
 def stage_buffers(
     before: Alive | None = None, after: Alive | None = None, freed_late: Alive | None = None, **phases: Alive
 ) -> StageBuffers:
-    """Buffers of a stage. Names of phases have underscores for spaces."""
+    """Make the buffers of a stage. Underscores in names of phases stand for spaces."""
     named = {name.replace("_", " "): alive for name, alive in phases.items()}
     return StageBuffers(before or {}, named, freed_late or {}, after or {})
 
@@ -102,8 +102,8 @@ _ALWAYS: Alive = {
 
 
 @cache
-def stages_under(stages: Stages, pipeline: Pipeline) -> Stages:
-    """Stages of a run under a pipeline.
+def stages_under_pipeline(stages: Stages, pipeline: Pipeline) -> Stages:
+    """Memory buffers of an op in the four stages of a step, under the job's training pipeline.
 
     One that looks up ahead has outputs of a batch, and their gradients, until the step ends. The next batch's
     outputs are on their way from before backward.
@@ -113,32 +113,34 @@ def stages_under(stages: Stages, pipeline: Pipeline) -> Stages:
     lookups, outputs_arrive, sent_back, update = stages
     received: Alive = {"received outputs": {"local": 1}}
     gradient: Alive = {"output gradients": {"gradient": 1}}
-    kept = _together(lookups.after, received, gradient)
+    kept = _merge_buffers(lookups.after, received, gradient)
     # The gradient of outputs stays, so stages need not list it.
-    sent_back = _each(sent_back, lambda alive: _without(alive, ("gradient", "uncut")))
-    update = _each(update, lambda alive: _without(alive, ("gradient",)))
+    sent_back = _map_buffers(sent_back, lambda alive: _drop_buffers(alive, ("gradient", "uncut")))
+    update = _map_buffers(update, lambda alive: _drop_buffers(alive, ("gradient",)))
     return (
         # Activations are measured without this gradient.
-        _each(lookups, lambda alive: _together(alive, received, gradient)),
+        _map_buffers(lookups, lambda alive: _merge_buffers(alive, received, gradient)),
         outputs_arrive,
-        *(_each(stage, lambda alive: _together(alive, kept)) for stage in (sent_back, update)),
+        *(_map_buffers(stage, lambda alive: _merge_buffers(alive, kept)) for stage in (sent_back, update)),
     )
 
 
-def _each(stage: StageBuffers, changed: Callable[[Alive], Alive]) -> StageBuffers:
-    """A stage with changed buffers before, in and after its phases."""
+def _map_buffers(stage: StageBuffers, changed: Callable[[Alive], Alive]) -> StageBuffers:
+    """A stage with a function applied to all its sets of buffers."""
     phases = {name: changed(alive) for name, alive in stage.phases.items()}
     return replace(stage, before=changed(stage.before), phases=phases, after=changed(stage.after))
 
 
-def _together(*several: Alive) -> Alive:
+def _merge_buffers(*several: Alive) -> Alive:
+    """Sets of buffers merged into one, with their numbers added."""
     parts: dict[str, Counter[str]] = {}
     for part, buffers in (item for alive in several for item in alive.items()):
         parts.setdefault(part, Counter()).update(buffers)
     return parts
 
 
-def _without(alive: Alive, names: Sequence[str]) -> Alive:
+def _drop_buffers(alive: Alive, names: Sequence[str]) -> Alive:
+    """A set of buffers without those of some names."""
     return {part: {b: n for b, n in buffers.items() if b not in names} for part, buffers in alive.items()}
 
 
@@ -150,8 +152,8 @@ class Phase:
     alive: Mapping[tuple[str, int, str], int]
 
 
-def _phase(name: str, *buffers: Iterable[tuple[int, Alive]]) -> Phase:
-    """A phase with some buffers of runs, by their numbers."""
+def _make_phase(name: str, *buffers: Iterable[tuple[int, Alive]]) -> Phase:
+    """Make a memory phase of a step from buffers of ops, given by the op's number."""
     # A Counter, as one buffer may be listed for a run more than once in a phase.
     alive: Counter[tuple[str, int, str]] = Counter()
     for run, of_run in (pair for pairs in buffers for pair in pairs):
@@ -162,8 +164,8 @@ def _phase(name: str, *buffers: Iterable[tuple[int, Alive]]) -> Phase:
 
 
 @lru_cache(maxsize=256)
-def phases_of(stages: tuple[Stages, ...], pipeline: Pipeline, replicas: bool) -> tuple[Phase, ...]:
-    """The phases of a step, in the order of TorchRec.
+def step_phases(stages: tuple[Stages, ...], pipeline: Pipeline, replicas: bool) -> tuple[Phase, ...]:
+    """The memory phases of a training step, in the order in which TorchRec runs them.
 
     stages: of each run, under the pipeline. replicas: whether there are any.
     """
@@ -171,12 +173,12 @@ def phases_of(stages: tuple[Stages, ...], pipeline: Pipeline, replicas: bool) ->
     runs = range(len(stages))
 
     # A buffer of each run, for phases that concern all of them.
-    def on_all(part: str, buffer: str) -> list[tuple[int, Alive]]:
+    def one_buffer_per_run(part: str, buffer: str) -> list[tuple[int, Alive]]:
         return [(run, {part: {buffer: 1}}) for run in runs]
 
-    def always(moment: int) -> list[tuple[int, Alive]]:
+    def buffers_at_moment(moment: int) -> list[tuple[int, Alive]]:
         # Buffers that exist in every phase of a moment, for each run.
-        ids = pipeline.moments[moment]
+        ids = pipeline.ids_by_moment[moment]
         sent = ids.sent + replicas * ids.replicas
         in_ids = {"batch": ids.batches, "sent": sent, "arrived": ids.arrived, "offsets": 1}
         buffers = {**_ALWAYS, "ids": in_ids}
@@ -187,44 +189,49 @@ def phases_of(stages: tuple[Stages, ...], pipeline: Pipeline, replicas: bool) ->
 
     # The last batch's ids live until the next lookup. The new ones are permuted on arrival.
     waiting = [(run, of_run[0].before) for run, of_run in enumerate(stages)]
-    phases, held = [_phase("ids arrive", always(0), waiting)], []
+    phases, held = [_make_phase("ids arrive", buffers_at_moment(0), waiting)], []
     for stage in range(4):
-        now = always(_MOMENTS[stage])
+        now = buffers_at_moment(_MOMENTS[stage])
         buffers = [of_run[stage] for of_run in stages]
         # Every run holds what a stage starts with, until it runs.
         held = [of_run.before for of_run in buffers]
         freed_late: list[tuple[int, Alive]] = []
         # Between forward and backward: TorchRec returns outputs, and the dense part runs.
         if stage == 2:  # outputs in one tensor, and its gradient
-            received = on_all("received outputs", "local")
-            joined = on_all("received outputs", "together")
+            received = one_buffer_per_run("received outputs", "local")
+            joined = one_buffer_per_run("received outputs", "together")
             phases += [
-                _phase("outputs joined", always(2), received, joined),
+                _make_phase("outputs joined", buffers_at_moment(2), received, joined),
                 # Outputs that are kept are among what waits for backward.
-                _phase("dense part", always(3), [] if pipeline.looks_up_ahead else received, enumerate(held)),
+                _make_phase(
+                    "dense part",
+                    buffers_at_moment(3),
+                    [] if pipeline.looks_up_ahead else received,
+                    enumerate(held),
+                ),
             ]
         # Autograd visits runs in reverse.
         for run in reversed(runs) if stage > 1 else runs:
             # While a run is in its own phases, these list its buffers in full.
             held[run] = {}
             for name, alive in buffers[run].phases.items():
-                phases.append(_phase(name, now, enumerate(held), freed_late, [(run, alive)]))
+                phases.append(_make_phase(name, now, enumerate(held), freed_late, [(run, alive)]))
                 # Only the first phase after a run still has what it frees late.
                 freed_late = []
             # From here on the run holds what it keeps until the end of the stage.
             held[run], freed_late = buffers[run].after, [(run, buffers[run].freed_late)]
     # A dense optimizer updates one table after another. Gradients are in DDP's buckets only.
     scratch = [(0, {"dense gradients": {"scratch": 1}})]
-    phases.append(_phase("dense update", always(5), enumerate(held), scratch))
+    phases.append(_make_phase("dense update", buffers_at_moment(5), enumerate(held), scratch))
     return tuple(phases)
 
 
 @lru_cache(maxsize=256)
-def times_of(
+def buffer_multiplicities(
     stages: tuple[Stages, ...], pipeline: Pipeline, replicas: bool
 ) -> tuple[tuple[tuple[int, str], ...], np.ndarray]:
-    """(run, buffer) that count, and [buffers, phases] how many are alive, all parts together."""
-    phases = phases_of(stages, pipeline, replicas)
+    """The buffers (op number, name) of a step, and [buffers, phases] how many of each are alive in each phase."""
+    phases = step_phases(stages, pipeline, replicas)
     # Insertion order, so that the same stages always give the same rows.
     buffers = tuple(dict.fromkeys((run, buffer) for phase in phases for _, run, buffer in phase.alive))
     rows, times = {buffer: row for row, buffer in enumerate(buffers)}, np.zeros((len(buffers), len(phases)))
@@ -236,11 +243,11 @@ def times_of(
 
 
 @lru_cache(maxsize=256)
-def needed_times(
+def peak_multiplicities(
     stages: tuple[Stages, ...], pipeline: Pipeline, replicas: bool
 ) -> tuple[tuple[tuple[int, str], ...], np.ndarray]:
-    """`times_of` without phases that are nowhere above another: they are never the peak."""
-    buffers, times = times_of(stages, pipeline, replicas)
+    """The buffers of a step and how many are alive, in the phases that can be a device's peak."""
+    buffers, times = buffer_multiplicities(stages, pipeline, replicas)
     # Equal columns are one phase for the purpose of a maximum.
     times = np.unique(times, axis=1)
     # less[a, b]: no buffer is alive more often in a than in b. Then a is never the peak.

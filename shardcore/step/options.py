@@ -3,7 +3,7 @@
 A search works on integers. Two words, used in all of search/:
 
 strip: columns that devices divide among them. Mostly those of a whole table; else of a row range, or a bundle.
-unit: the columns of which a strip's shards have multiples: Problem.unit_width, or MIN_WIDTH by default.
+unit: the columns of which a strip's shards have multiples: Problem.shard_width_unit, or MIN_WIDTH by default.
   Tables kept together are a single unit. A sequence that is cut has equal parts, each a unit.
 
 Columns of a strip are exchangeable. So a shard is (strip, units): how many it has, not which.
@@ -40,15 +40,15 @@ from shardcore.step.engine.arrays import (
     RESIDENT,
     SINGLE_MS,
 )
-from shardcore.step.kinds import WHOLE_ROWS, Layout, even_share, run_of, runs_of
-from shardcore.step.memory import Caches, StageCoefficients, Sums, sums_of
-from shardcore.step.shard_memory import moments_of, shard_batch
+from shardcore.step.kinds import WHOLE_ROWS, Layout, even_row_share, layout_for_table, layouts_for_tables
+from shardcore.step.memory import Caches, StageCoefficients, Sums, shard_sums
+from shardcore.step.shard_memory import local_batch_by_moment, local_batch_share
 from shardcore.step.ways import (
     IMPOSSIBLE,
     Bundle,
     RowRange,
-    bundles,
-    devices_of,
+    allowed_devices_of_shard,
+    bundle_shards,
     join_columns,
     layout_of_shard,
     may_be_on_a_device,
@@ -80,7 +80,7 @@ Integers = int | np.ndarray
 class Options(Generic[Model]):
     """The strips that `shards` cover, and ways to run them, under one problem and model.
 
-    `add` and `need` make options of shards, `shared` those of groups.
+    `add_merged_shards` and `make_shards` make options of shards, `shared_options` those of groups.
 
     strips: [S] the bundle that is the whole strip: mostly a single shard.
     parts: [S] the run and the shard of each table of a strip. Tables of a bundle may run differently.
@@ -88,7 +88,7 @@ class Options(Generic[Model]):
     allowed: [S, D] devices where a strip may be.
     freedom: [S] number of these devices. Strips with least freedom are placed first, as others could take their
       memory and go elsewhere: the rule of the least flexible job (Pinedo, Scheduling, 5.1).
-    kinds: runs of the strips (kinds.runs_of).
+    kinds: runs of the strips (kinds.layouts_for_tables).
     kind: [S] number of the strip's run in `kinds`. Of a bundle, its first table counts.
     groups: kinds and their groups of several devices, which may share whole tables.
     layouts: [Y] the kinds of these.
@@ -110,56 +110,59 @@ class Options(Generic[Model]):
         self.speed = np.array([d.speed for d in problem.topology.devices])
         shards = list(shards)
         tick()
-        self.strips, self._cut_sequences = bundles(join_columns(shards), problem), _cut_sequences(shards)
+        self.strips, self._cut_sequences = (
+            bundle_shards(join_columns(shards), problem),
+            _cut_sequence_widths(shards),
+        )
         # By row range, so that a shard's strip is one of few.
         self._strips_at: dict[RowRange, list[tuple[Shard, int]]] = defaultdict(list)  # (whole strip, number)
         for i, bundle in enumerate(self.strips):
             for shard in bundle:
                 self._strips_at[row_range(shard)].append((shard, i))
         runs = [layout_of_shard(bundle[0], problem) for bundle in ticking(self.strips)]
-        # In the order of runs_of, whatever the order of the shards.
-        self.kinds = tuple(run for run in runs_of(problem.tables) if run in runs)
+        # In the order of layouts_for_tables, whatever the order of the shards.
+        self.kinds = tuple(run for run in layouts_for_tables(problem.tables) if run in runs)
         self.kind = np.array([self.kinds.index(run) for run in runs])
         # A row range is never in a bundle, so tables after the first run as whole rows.
         self.parts = [
-            [(run, bundle[0]), *((run_of(WHOLE_ROWS.name, s.table), s) for s in bundle[1:])]
+            [(run, bundle[0]), *((layout_for_table(WHOLE_ROWS.name, s.table), s) for s in bundle[1:])]
             for run, bundle in zip(runs, self.strips, strict=True)
         ]
-        self.is_range = np.array([not bundle[0].full_rows for bundle in self.strips])
-        self.unit = np.array([problem.unit_width(bundle[0].table) for bundle in self.strips])
+        self.is_range = np.array([not bundle[0].has_all_rows for bundle in self.strips])
+        self.unit = np.array([problem.shard_width_unit(bundle[0].table) for bundle in self.strips])
         widths: dict[int, list[int]] = defaultdict(list)
         for shard in shards:
             if shard.table.sequence:
-                widths[self._strip(shard)].append(shard.width)
+                widths[self._strip_of_shard(shard)].append(shard.width)
         for strip, of_parts in widths.items():
             # A sequence that is cut has equal parts.
             self.unit[strip] = gcd(*of_parts) if len(of_parts) > 1 else self.unit[strip]
-        self.size = np.array([self._units(i, bundle[0]) for i, bundle in enumerate(self.strips)])
-        keys = self.keys(ticking(shards))
+        self.size = np.array([self._unit_count(i, bundle[0]) for i, bundle in enumerate(self.strips)])
+        keys = self.shard_keys(ticking(shards))
         # Cut already because they do not fit whole: of sequences, only these may be cut.
         self._cut_before = {strip for strip, units in keys if units < self.size[strip]}
         # [S] shards of each strip. With fewer, some would not fit.
         self._n_before = np.bincount([strip for strip, _ in keys], minlength=len(self))
-        self.most = np.array([self._most(i) for i in range(len(self))])
+        self.most = np.array([self._max_units(i) for i in range(len(self))])
         known: dict[Hashable, int] = {}
-        self.like = np.array([known.setdefault(self._likeness(s), s) for s in range(len(self))])
+        self.like = np.array([known.setdefault(self._equivalence_key(s), s) for s in range(len(self))])
         self.allowed = np.ones((len(self), len(problem.topology)), dtype=bool)
         for i, (first, *_) in enumerate(self.strips):
-            if self.is_range[i] or first.table.name in problem.pinned:
+            if self.is_range[i] or first.table.name in problem.pinned_devices:
                 self.allowed[i] = False
-                self.allowed[i, list(devices_of(first, problem))] = True
+                self.allowed[i, list(allowed_devices_of_shard(first, problem))] = True
         self.freedom = self.allowed.sum(1)
         # A group of one device holds what single devices hold anyway.
         self.groups = tuple(
             (layout, group)
-            for layout in runs_of(problem.tables)
+            for layout in layouts_for_tables(problem.tables)
             for group in layout.groups(problem.topology)
             if len(group) > 1
         )
         self.layouts = tuple(dict.fromkeys(layout for layout, _ in self.groups))
         of_strips = (run for parts in self.parts for run, _ in parts)
         self.runs = tuple(dict.fromkeys((*self.kinds, *of_strips, *self.layouts)))
-        self.stages = StageCoefficients.of(self.runs, problem)
+        self.stages = StageCoefficients.from_runs(self.runs, problem)
         # [S, U + 1] number of the shard with so many units. -1: not made yet.
         self._numbers = np.full((len(self), self.size.max() + 1), -1)
         self._numbers[:, 0] = 0
@@ -170,78 +173,82 @@ class Options(Generic[Model]):
         self.options, self.alone = np.zeros((1, 2), np.int64), np.zeros((1, SINGLE_MS + 1))
 
     def __len__(self) -> int:
-        """S."""
+        """Number of strips, S."""
         return len(self.strips)
 
     @cached_property
     def strip_by_name(self) -> dict[str, int]:
-        """A strip of each table, by name: the same one for all row ranges. Of a bundle only the first table."""
+        """The first strip (columns of a table) of each table, by table name."""
         return {self.table(s).name: s for s in range(len(self))}
 
     @cached_property
     def caches(self) -> Caches:
-        """The caches in device memory that a plan's ops may have."""
+        """The embedding caches in device memory that a plan's ops may have."""
         # Widths of all shards that a plan may have: a cache is as wide as its widest.
         cached = [t for t in self.problem.tables if t.in_host_memory]
-        whole = [(run, Shard.whole(t)) for t in cached for run in runs_of([t]) if run.caches]
+        whole = [
+            (run, Shard.whole(t)) for t in cached for run in layouts_for_tables([t]) if run.may_cache_rows
+        ]
         narrow = [
-            (parts[0][0], self._columns(s, 0, units)[0])
+            (parts[0][0], self._cut_units(s, 0, units)[0])
             for s, parts in enumerate(self.parts)
             if self.table(s).in_host_memory
             for units in range(1, self.size[s])
         ]
-        return Caches.of([*whole, *narrow])
+        return Caches.from_shards([*whole, *narrow])
 
     def covers(self, shards: Sequence[Shard]) -> bool:
-        """Tell if these shards make up exactly the strips of the cache, with sequences cut the same."""
-        strips = bundles(join_columns(shards), self.problem)
-        return self._cut_sequences == _cut_sequences(shards) and self.strips == strips
+        """Tell if shards make up exactly these strips, with sequences cut into the same widths."""
+        strips = bundle_shards(join_columns(shards), self.problem)
+        return self._cut_sequences == _cut_sequence_widths(shards) and self.strips == strips
 
     def table(self, strip: int) -> Table:
-        """The strip's table, or the first of several kept together."""
+        """The table of a strip; the first table of a bundle."""
         return self.strips[strip][0].table
 
-    def key(self, shard: Shard) -> ShardKey:
-        """A shard as strip and units. A table kept together with others has the key of their bundle."""
-        strip = self._strip(shard)
-        return strip, self._units(strip, shard)
+    def shard_key(self, shard: Shard) -> ShardKey:
+        """A shard as (strip, number of units). A table of a bundle has the key of the bundle."""
+        strip = self._strip_of_shard(shard)
+        return strip, self._unit_count(strip, shard)
 
-    def _strip(self, shard: Shard) -> int:
+    def _strip_of_shard(self, shard: Shard) -> int:
+        """Number of the strip that contains a shard."""
         return next(
             i for whole, i in self._strips_at[row_range(shard)] if whole.col_lo <= shard.col_lo < whole.col_hi
         )
 
-    def keys(self, shards: Iterable[Shard]) -> list[ShardKey]:
-        """One key for each bundle of these shards. All of a bundle's tables have to be given, or none."""
-        return [self.key(bundle[0]) for bundle in bundles(shards, self.problem)]
+    def shard_keys(self, shards: Iterable[Shard]) -> list[ShardKey]:
+        """The (strip, number of units) of each bundle of shards."""
+        return [self.shard_key(bundle[0]) for bundle in bundle_shards(shards, self.problem)]
 
-    def bundles(self, keys: Sequence[ShardKey]) -> list[Bundle]:
-        """The bundle of each key, with columns dealt out in the order given. A strip must not be exceeded."""
+    def deal_bundles(self, keys: Sequence[ShardKey]) -> list[Bundle]:
+        """The bundle of shards of each key, with columns of a strip dealt out from left to right."""
         # [S] the unit with which a strip's next shard begins.
         begins, dealt = [0] * len(self), []
         for strip, units in keys:
-            dealt.append(self._columns(strip, begins[strip], begins[strip] + units))
+            dealt.append(self._cut_units(strip, begins[strip], begins[strip] + units))
             begins[strip] += units
         return dealt
 
-    def _units(self, strip: int, shard: Shard) -> int:
+    def _unit_count(self, strip: int, shard: Shard) -> int:
         # A bundle is a single unit.
+        """Number of a strip's units in a shard."""
         return shard.width // int(self.unit[strip]) if len(self.strips[strip]) == 1 else 1
 
-    def _most(self, strip: int) -> int:
-        """Units that a device may have of a strip."""
+    def _max_units(self, strip: int) -> int:
+        """The most units of a strip that one device may hold."""
         table = self.table(strip)
         # Two parts on a device would be one wider than the others, and TorchRec needs all equally wide.
         if table.sequence and strip in self._cut_before:
             return 1
-        if table.dim <= self.problem.topology.most_columns:
+        if table.dim <= self.problem.topology.max_shard_columns:
             return int(self.size[strip])
         # FBGEMM's CUDA op runs no wider shard.
-        return max(1, self.problem.most_width(table) // int(self.unit[strip]))
+        return max(1, self.problem.max_shard_width(table) // int(self.unit[strip]))
 
-    def _likeness(self, strip: int) -> Hashable:
-        """All that a strip's options depend on: all but names of tables."""
-        kinds_of = self.problem.kinds_of
+    def _equivalence_key(self, strip: int) -> Hashable:
+        """A key that strips share if they differ in table names only, so that their options are the same."""
+        kinds_of = self.problem.allowed_kinds
         shards = (
             (_BUT_NAME(s.table), s.row_lo, s.row_hi, s.col_lo, s.col_hi, kinds_of.get(s.table.name))
             for s in self.strips[strip]
@@ -249,27 +256,27 @@ class Options(Generic[Model]):
         return self.kind[strip], self.unit[strip], self.most[strip], *shards
 
     @property
-    def bytes(self) -> np.ndarray:
-        """[O] peak memory of each option alone."""
+    def peak_bytes(self) -> np.ndarray:
+        """[O] peak memory of each option alone on a device."""
         return self.alone[:, PEAK_BYTES].astype(np.int64)
 
     @property
-    def single_ms(self) -> np.ndarray:
-        """[O] cost of an op with only this option, at speed 1."""
+    def single_op_ms(self) -> np.ndarray:
+        """[O] ms of an op with only this option, at speed 1."""
         return self.alone[:, SINGLE_MS]
 
     @property
-    def outputs(self) -> np.ndarray:
-        """[O] bytes of outputs."""
+    def output_bytes(self) -> np.ndarray:
+        """[O] bytes of lookup outputs of each option."""
         return self.vectors[:, ENTERED]
 
     @property
-    def least_parts(self) -> np.ndarray:
-        """[S] fewest shards of a strip that devices' memory and FBGEMM allow."""
+    def min_shards(self) -> np.ndarray:
+        """[S] fewest shards into which each strip has to be cut, by memory and FBGEMM's limits."""
         return np.maximum(self._n_before, -(-self.size // self.most))
 
-    def _columns(self, strip: int, low: int, high: int) -> Bundle:
-        """Units low to high of a strip."""
+    def _cut_units(self, strip: int, low: int, high: int) -> Bundle:
+        """The shards of a bundle with units low to high of a strip."""
         bundle = self.strips[strip]
         # Tables kept together always come here: they are never cut.
         if high - low == self.size[strip]:
@@ -279,7 +286,7 @@ class Options(Generic[Model]):
         return (Shard(whole.table, whole.row_lo, whole.row_hi, *columns),)
 
     def may_split(self, strip: int) -> bool:
-        """Tell if shards of several units may be cut by columns. A row range may not: it has only one device.
+        """Tell if a strip may be cut by columns into several shards.
 
         TorchRec needs all shards of a sequence equally wide.
         So one is cut only where it does not fit whole, and then no further.
@@ -287,30 +294,30 @@ class Options(Generic[Model]):
         table = self.table(strip)
         return (
             not self.is_range[strip]
-            and table.name not in self.problem.whole
+            and table.name not in self.problem.uncut_tables
             and (not table.sequence or strip in self._cut_before)
         )
 
-    def add(self, keys: Iterable[ShardKey]) -> None:
-        """Make all shards that those of one plan can form on a device.
+    def add_merged_shards(self, keys: Iterable[ShardKey]) -> None:
+        """Make options of all shards that may form on a device when shards of a plan merge.
 
         Their units are the sums of any subset of a strip's shards.
         """
         sums: dict[int, set[int]] = defaultdict(lambda: {0})
         for strip, units in keys:
             sums[strip] |= {held + units for held in sums[strip]}
-        self.need(*np.array([(strip, units) for strip in sums for units in sorted(sums[strip])]).T)
+        self.make_shards(*np.array([(strip, units) for strip in sums for units in sorted(sums[strip])]).T)
 
-    def need(self, strips: np.ndarray, units: np.ndarray) -> None:
-        """Make the shards of these strips [N] and units [N]."""
+    def make_shards(self, strips: np.ndarray, units: np.ndarray) -> None:
+        """Make options of shards, given by strips [N] and units [N], where they do not exist yet."""
         strips = self.like[strips]
         missing = self._numbers[strips, units] < 0
         if not missing.any():
             return
         new = list(dict.fromkeys(zip(strips[missing].tolist(), units[missing].tolist(), strict=True)))
         # Columns are exchangeable, so the first u units stand for any.
-        made = [self._columns(s, 0, u) for s, u in ticking(new)]
-        numbers = self._make(
+        made = [self._cut_units(s, 0, u) for s, u in ticking(new)]
+        numbers = self._make_options(
             [
                 [(run, shard) for (run, _), shard in zip(self.parts[s], bundle, strict=True)]
                 for (s, _), bundle in zip(new, made, strict=True)
@@ -322,15 +329,20 @@ class Options(Generic[Model]):
         self.made[numbers[0] : numbers[-1] + 1] = made
         possible = units_of_new <= self.most[strips_of_new]
         # Checking each shard takes long, so it is skipped where nothing can refuse one.
-        problem, most_columns = self.problem, self.problem.topology.most_columns
-        if problem.kinds_of or problem.codecs_fail or any(t.dim > most_columns for t in problem.tables):
+        problem, most_columns = self.problem, self.problem.topology.max_shard_columns
+        if (
+            problem.allowed_kinds
+            or problem.codecs_may_fail
+            or any(t.dim > most_columns for t in problem.tables)
+        ):
             possible &= [all(may_be_on_a_device(shard, problem) for shard in bundle) for bundle in made]
         # As resident bytes that no device has, impossible shards need no check of their own in searches.
         self.vectors[numbers[~possible], RESIDENT] = self.alone[numbers[~possible], PEAK_BYTES] = IMPOSSIBLE
 
     @cached_property
-    def shared(self) -> np.ndarray:
-        """[2, Y, S] options of a strip on each device of a layout's groups but the last, and on the last.
+    def shared_options(self) -> np.ndarray:
+        """[2, Y, S] option numbers of each strip on devices of a group that shares it: all but the last device, and
+        the last.
 
         0 where the layout does not run the strip.
         """
@@ -343,38 +355,38 @@ class Options(Generic[Model]):
                 # One op runs a collection's tables.
                 if (table.sequence, table.collection) != (layout.sequence, layout.collection):
                     continue
-                if table.in_host_memory and not layout.caches:
+                if table.in_host_memory and not layout.may_cache_rows:
                     continue
-                each = even_share(table.rows, size) if layout.divides_rows else None
+                each = even_row_share(table.rows, size) if layout.divides_rows else None
                 parts.append([(layout, Shard(table, 0, each or table.rows, 0, table.dim))])
                 shared[:, y, s] = len(parts)
                 # The last device has the rows that are left.
                 if each and each * size != table.rows:
                     parts.append([(layout, Shard(table, each * (size - 1), table.rows, 0, table.dim))])
                     shared[1, y, s] = len(parts)
-        return np.insert(self._make(parts), 0, 0)[shared.take(self.like, 2)] if parts else shared
+        return np.insert(self._make_options(parts), 0, 0)[shared.take(self.like, 2)] if parts else shared
 
     def may_share(self, s: int, y: int) -> bool:
-        """Tell if groups of a layout may share a strip: a whole table that is not pinned, or kept with others.
+        """Tell if groups of devices may share strip s by layout y.
 
         Kinds that divide rows need unordered rows that may be divided, and at least one row for each device.
         They also need that no strip is a row range, as those would run in the same op.
         """
         table, layout, problem = self.table(s), self.layouts[y], self.problem
         if (
-            not self.shared[0, y, s]
+            not self.shared_options[0, y, s]
             or self.is_range[s]
-            or table.name in {**problem.pinned, **problem.bundle_of}
+            or table.name in {**problem.pinned_devices, **problem.group_by_table}
         ):
             return False
         divides = not layout.divides_rows or (
-            not (table.ordered or table.name in problem.whole or self.is_range.any())
-            and even_share(table.rows, len(layout.groups(problem.topology)[0])) is not None
+            not (table.ordered or table.name in problem.uncut_tables or self.is_range.any())
+            and even_row_share(table.rows, len(layout.groups(problem.topology)[0])) is not None
         )
         return divides and problem.may_run(layout, table)
 
-    def _make(self, options: Sequence[Sequence[Part]]) -> np.ndarray:
-        """Make options, each of shards on one device with their runs. Returns their numbers [N]."""
+    def _make_options(self, options: Sequence[Sequence[Part]]) -> np.ndarray:
+        """Make options, each of shards on one device with their layouts. Returns their numbers [N]."""
         begin, runs, owners = len(self.vectors), [parts[0][0] for parts in options], list(range(len(options)))
         rows, following, flat = list[int](), [0] * len(options), [part for parts in options for part in parts]
         for i, parts in enumerate(options):
@@ -389,13 +401,15 @@ class Options(Generic[Model]):
                     owners.append(i)
                 rows.append(row_of[run])
         vectors, alone = (np.zeros((len(runs), of.shape[1])) for of in (self.vectors, self.alone))
-        for total, each in zip((vectors, alone[:, :PEAK_BYTES]), self.amounts(flat), strict=True):
+        for total, each in zip(
+            (vectors, alone[:, :PEAK_BYTES]), self.vectors_and_batch_shares(flat), strict=True
+        ):
             np.add.at(total, rows, each)
         # Further options of a chain are in every plan, so the engine counts their local batch apart.
         alone[len(options) :] = 0.0
         run = np.array([self.runs.index(run) for run in runs], np.int64)
         # Resident and arrived, and the rest in the phase in which it takes most.
-        peaks = vectors[:, RESIDENT] + moments_of(self.problem)[0, -1, 2] * vectors[:, ARRIVED]
+        peaks = vectors[:, RESIDENT] + local_batch_by_moment(self.problem)[0, -1, 2] * vectors[:, ARRIVED]
         peaks += (vectors[:, [ENTERED, LOOKUPS]] * self.stages.most[run]).sum(1)
         codes = vectors[:, self.first_code :]
         ms = np.asarray(self.model.head(codes))
@@ -411,8 +425,8 @@ class Options(Generic[Model]):
         self.made += [self.strips[0]] * len(runs)
         return np.arange(begin, begin + len(options))
 
-    def amounts(self, parts: Sequence[Part]) -> tuple[np.ndarray, np.ndarray]:
-        """[N, V] vectors of shards in an op, and [N, 4] their shares of a local batch.
+    def vectors_and_batch_shares(self, parts: Sequence[Part]) -> tuple[np.ndarray, np.ndarray]:
+        """[N, V] vectors that shards add to an op, and [N, 4] their shares of a local batch.
 
         Bytes are linear in columns. So those of a row range follow from its narrowest and its widest shard.
         Caches of whole MiB are not, so shards that have one are counted each.
@@ -420,7 +434,11 @@ class Options(Generic[Model]):
         problem, n_sums = self.problem, len(Sums._fields)
         widths = np.array([shard.width for _, shard in parts])
         keys = [
-            (run, row_range(s), width if s.table.in_host_memory and not s.table.below.shares_cache else 0)
+            (
+                run,
+                row_range(s),
+                width if s.table.in_host_memory and not s.table.lower_tier.shares_cache else 0,
+            )
             for (run, s), width in zip(parts, widths.tolist(), strict=True)
         ]
         numbers = {key: i for i, key in enumerate(dict.fromkeys(keys))}
@@ -430,7 +448,7 @@ class Options(Generic[Model]):
         # [2, ranges] the narrowest shard of each row range, and the widest. Only these are counted exactly.
         ends = order[np.stack([begins, begins + counts - 1])]
         exact = {
-            i: (*sums_of(run, shard, problem), *shard_batch(run, shard, problem))
+            i: (*shard_sums(run, shard, problem), *local_batch_share(run, shard, problem))
             for i, (run, shard) in ((i, parts[i]) for i in ticking(np.unique(ends).tolist()))
         }
         narrow, wide = np.array([[exact[i] for i in of] for of in ends.tolist()], float)
@@ -444,17 +462,18 @@ class Options(Generic[Model]):
         vectors = np.zeros((len(parts), self.vectors.shape[1]))
         vectors[:, :n_sums] = sums[:, :n_sums]
         for i, (run, shard) in enumerate(parts) if len(self.caches) else ():
-            for c, n in self.caches.counts(run, shard).items():
+            for c, n in self.caches.shard_counts(run, shard).items():
                 vectors[i, CACHED + c] = n
         # Replicas look up a local batch, other kinds the global one.
-        batch_of = {run: run.batch(problem) for run in dict.fromkeys(run for run, _ in parts)}
+        batch_of = {run: run.op_batch(problem) for run in dict.fromkeys(run for run, _ in parts)}
         for batch in dict.fromkeys(batch_of.values()):
             some = [i for i, (run, _) in enumerate(parts) if batch_of[run] == batch]
             vectors[some, self.first_code :] = encode_shards([parts[i][1] for i in some], self.model, batch)
         return vectors, local
 
-    def numbers(self, strips: Integers, units: Integers) -> np.ndarray:
-        """[...] numbers of the shards of these strips and units; both arguments broadcast.
+    def option_numbers(self, strips: Integers, units: Integers) -> np.ndarray:
+        """[...] option numbers of shards, given by strips and units, which broadcast. -1 for shards without an
+        option.
 
         The shards have to be computed before: the number of any other is -1.
         """
@@ -462,7 +481,7 @@ class Options(Generic[Model]):
 
 
 def encode_shards(shards: Sequence[Shard], model: Encoder, batch: int | None = None) -> np.ndarray:
-    """[N, F] the model's encodings, a chunk at a time. batch: as in Encoder.encode."""
+    """[N, F] a cost model's encodings of shards, computed a chunk at a time."""
     chunks = []
     for i in range(0, len(shards), _ENCODED_AT_ONCE):
         # A chunk may take seconds.
@@ -471,6 +490,6 @@ def encode_shards(shards: Sequence[Shard], model: Encoder, batch: int | None = N
     return np.concatenate(chunks)
 
 
-def _cut_sequences(shards: Iterable[Shard]) -> frozenset[tuple[str, int]]:
-    """Sequences that are cut by columns, and the widths of their shards."""
+def _cut_sequence_widths(shards: Iterable[Shard]) -> frozenset[tuple[str, int]]:
+    """Names and shard widths of sequence tables that are cut by columns."""
     return frozenset((s.table.name, s.width) for s in shards if s.table.sequence and s.width < s.table.dim)

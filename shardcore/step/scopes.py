@@ -41,14 +41,14 @@ class Scope:
     across: bool = False
 
     def groups(self, units: Units) -> tuple[Group, ...]:
-        """The groups of these units. None if their sizes differ."""
+        """The groups of devices in this scope, from the devices of each unit (host, pod). () if unit sizes differ."""
         if len({len(devices) for devices in units}) != 1:
             return ()
         return tuple(zip(*units, strict=True) if self.across else map(tuple, units))
 
     @property
-    def link(self) -> str:
-        """The outermost level of links that its groups cross."""
+    def outermost_level(self) -> str:
+        """Name of the outermost level of links that groups in this scope cross."""
         return _OUTERMOST if self.across else self.unit
 
 
@@ -69,7 +69,7 @@ SCOPES: Mapping[str, Scope] = {
 
 
 def scopes_of_unit(level: str) -> tuple[str, str]:
-    """Names of the scopes of a unit's groups, and of the groups across such units. level: that joins a unit."""
+    """Names of the two scopes of a unit, such as a host: groups within units, and groups across units."""
     within, across = (
         next(row.name for row in SCOPES.values() if row.unit == level and row.across == far)
         for far in (False, True)
@@ -77,28 +77,28 @@ def scopes_of_unit(level: str) -> tuple[str, str]:
     return within, across
 
 
-def scope_of(name: str) -> Scope:
-    """The row of a scope. Raises ShardCoreError for an unknown name."""
+def scope_by_name(name: str) -> Scope:
+    """The definition of a scope. Raises ShardCoreError for an unknown name."""
     if name not in SCOPES:
         raise ShardCoreError(f"scope {name!r} is not known; known are {', '.join(SCOPES)}")
     return SCOPES[name]
 
 
-def groups_among(hosts: Sequence[str], scope: str) -> tuple[Group, ...]:
-    """The groups of a scope among devices, from the names of their hosts. Devices are in TorchRec's order."""
-    row = scope_of(scope)
+def groups_among_hosts(hosts: Sequence[str], scope: str) -> tuple[Group, ...]:
+    """The groups of a scope among devices given by the names of their hosts."""
+    row = scope_by_name(scope)
     return row.groups(unit_members(hosts, row.unit))
 
 
 @lru_cache(maxsize=128)
-def groups_in(topology: Topology, scope: str) -> tuple[Group, ...]:
-    """The groups of a scope. None where they need units of one size."""
-    row = scope_of(scope)
-    return row.groups(topology.on_units(row.unit))
+def groups_in_topology(topology: Topology, scope: str) -> tuple[Group, ...]:
+    """The groups of devices of a scope in a topology. () if its units differ in size."""
+    row = scope_by_name(scope)
+    return row.groups(topology.devices_by_unit(row.unit))
 
 
 @lru_cache(maxsize=128)
-def groups_of(scope: str, topology: Topology) -> np.ndarray:
-    """[G, n] devices of each group of a scope. [0, 0] where there are none."""
-    groups = groups_in(topology, scope)
+def group_members(scope: str, topology: Topology) -> np.ndarray:
+    """[G, n] devices of each group of a scope in a topology. [0, 0] if there are none."""
+    groups = groups_in_topology(topology, scope)
     return np.array(groups) if groups else np.zeros((0, 0), dtype=int)

@@ -13,9 +13,9 @@ from shardcore.core.payloads import payload_of
 from shardcore.core.progress import ticking
 from shardcore.core.types import OUTPUT_BYTES, Placement, Problem, Shard, Table
 from shardcore.step.access import access_share, output_bytes, table_output_rows
-from shardcore.step.collectives import carried_as
-from shardcore.step.id_bytes import received_bytes, sample_bytes
-from shardcore.step.kinds import Channel, Layout, run_of
+from shardcore.step.collectives import carried_payload
+from shardcore.step.id_bytes import id_bytes_per_sample, received_id_bytes
+from shardcore.step.kinds import Channel, Layout, layout_for_table
 
 SORTING_BYTES = 52
 """Bytes a lookup that FBGEMM's CUDA backward needs to sort rows. Given, not measured.
@@ -28,29 +28,30 @@ OFFSET_BYTES = 8
 """Bytes of an offset of a lookup: int64, whatever lengths are (batched_embedding_kernel.py of TorchRec)."""
 
 
-def op_ids(run: Layout, shard: Shard, problem: Problem) -> float:
-    """Ids that the op of a run looks up in a shard in a step."""
-    return run.batch(problem) * shard.table.looked_up * access_share(shard)
+def op_id_count(run: Layout, shard: Shard, problem: Problem) -> float:
+    """Mean number of ids that a fused op looks up in a shard in a step."""
+    return run.op_batch(problem) * shard.table.lookups_per_sample * access_share(shard)
 
 
 def exchanged_amounts(run: Layout, shard: Shard, problem: Problem) -> tuple[int, int, float]:
-    """Bytes of ids that a device with a shard receives in a step, bytes that it enters into collectives, and lookups.
+    """Bytes of ids that a device receives for a shard in a step, bytes that it enters into collectives, and its
+    lookups.
 
     It enters outputs of the global batch, in FP32, or a replica's gradient.
     """
-    lookups = op_ids(run, shard, problem)
+    lookups = op_id_count(run, shard, problem)
     # A replica looks up its own samples. Its gradient has the size of its weights.
     if run.local_batch:
         return 0, shard.bytes * run.dense_gradient, lookups
-    return received_bytes(shard, problem), output_bytes(shard, problem.global_batch), lookups
+    return received_id_bytes(shard, problem), output_bytes(shard, problem.global_batch), lookups
 
 
-def unit_buffers(run: Layout, problem: Problem) -> tuple[dict[str, float], ...]:
-    """Bytes of each buffer (memory_timeline.Alive) for a unit of each of `exchanged_amounts`."""
+def buffers_per_unit(run: Layout, problem: Problem) -> tuple[dict[str, float], ...]:
+    """Bytes of each memory buffer for a byte of received ids, a byte entered into collectives, and a lookup."""
     if run.local_batch:
         return {}, {"dense": 1.0}, {}
     entered: dict[str, float] = {}
-    # Each channel has its own buffers: host_row sends outputs twice. Without towers, as Layout.stages has them.
+    # Each channel has its own buffers: host_row sends outputs twice. Without towers, as Layout.memory_stages has them.
     for channel, entering in run.channels.items():
         entered |= exchange_buffers(channel, entering(0, 1.0, problem), problem.job)
     # FBGEMM's CPU kernels do not sort in a buffer of this kind.
@@ -58,32 +59,32 @@ def unit_buffers(run: Layout, problem: Problem) -> tuple[dict[str, float], ...]:
 
 
 def offset_bytes(layout: Layout, shard: Shard, problem: Problem) -> int:
-    """Bytes of offsets of a shard's lookups in a step: where the ids of each bag begin."""
+    """Bytes of the offsets of a shard's lookups in a step: where the ids of each bag begin."""
     # Whole offsets, so that searches can add and subtract bytes exactly.
-    return OFFSET_BYTES * round(layout.batch(problem) * shard.table.bags)
+    return OFFSET_BYTES * round(layout.op_batch(problem) * shard.table.mean_bags)
 
 
 def exchange_buffers(channel: Channel, n_bytes: float, job: Job, received: str = "") -> dict[str, float]:
-    """Bytes of a buffer that enters an exchange, of it as it travels, and of its casts.
+    """Bytes of the buffers of an exchange of `n_bytes`: FP32 values, their payloads, and copies made by casts.
 
     received: name of what arrives, whose gradients leave. "": it enters, by the channel's name.
     """
-    name, row = received or channel.name, channel.row
-    there = payload_of(carried_as(row, "forward", job.forward_payload))
-    back = payload_of(carried_as(row, "backward", job.backward_payload))
+    name, row = received or channel.name, channel.definition
+    there = payload_of(carried_payload(row, "forward", job.forward_payload))
+    back = payload_of(carried_payload(row, "backward", job.backward_payload))
     # The receiver's forward is the sender's backward, so the two types swap.
     leaves, arrives = (back, there) if received else (there, back)
     return {
         name: n_bytes,
         # Bytes of the payload for a byte of FP32: 1 means that no cast is made.
-        f"{name} there": n_bytes * there.share,
-        f"{name} back": n_bytes * back.share,
-        # FP32 needs no codec, so no copies. (leaves.share < 1) is 0 then.
-        f"{name} cast": n_bytes * leaves.share * (leaves.share < 1),
+        f"{name} there": n_bytes * there.size_ratio,
+        f"{name} back": n_bytes * back.size_ratio,
+        # FP32 needs no codec, so no copies. (leaves.size_ratio < 1) is 0 then.
+        f"{name} cast": n_bytes * leaves.size_ratio * (leaves.size_ratio < 1),
         f"{name} clamped": n_bytes * leaves.copies,
         # Decoding makes an FP32 copy, whatever arrived.
-        f"{name} decoded": n_bytes * (arrives.share < 1),
-        f"{name} recast": n_bytes * back.share * (back.share < 1),
+        f"{name} decoded": n_bytes * (arrives.size_ratio < 1),
+        f"{name} recast": n_bytes * back.size_ratio * (back.size_ratio < 1),
     }
 
 
@@ -102,30 +103,32 @@ class RunBatch(NamedTuple):
     scratch: int
 
 
-def shard_batch(run: Layout, shard: Shard, problem: Problem) -> RunBatch:
-    """Share of a shard in a local batch, on however many devices it is."""
+def local_batch_share(run: Layout, shard: Shard, problem: Problem) -> RunBatch:
+    """A shard's share of a local batch: outputs, ids sent, and optimizer scratch."""
     table, local = shard.table, problem.local_batch
-    sent = sample_bytes(table, problem.job)
+    sent = id_bytes_per_sample(table, problem.job)
     # Kinds that hold all rows need no buckets.
     if run.divides_rows:
-        sent += bucketized_bytes(table, problem.job, len(run.shared_by(problem.topology)[0]))
+        sent += bucketized_id_bytes(table, problem.job, len(run.shared_by(problem.topology)[0]))
     outputs = OUTPUT_BYTES * shard.width * table_output_rows(table, local)
-    return RunBatch(outputs, shard.width < table.dim, local * sent, scratch_bytes(run, shard, problem))
+    return RunBatch(
+        outputs, shard.width < table.dim, local * sent, optimizer_scratch_bytes(run, shard, problem)
+    )
 
 
-def run_batches(placements: Iterable[Placement], problem: Problem) -> dict[Layout, RunBatch]:
-    """Each run's share of a local batch, in the order in which TorchRec runs them.
+def local_batch_shares(placements: Iterable[Placement], problem: Problem) -> dict[Layout, RunBatch]:
+    """Each layout's share of a local batch, in the order in which TorchRec runs their ops.
 
     That is the order of their first tables. Collections are in the order of theirs.
 
     placements: each counts as one shard, whatever its devices.
     """
     # Sorting by table order makes the first table of a run decide its place, as in TorchRec.
-    numbers = table_order(problem)
+    numbers = table_sort_keys(problem)
     runs: dict[Layout, list[RunBatch]] = {}
     for placement in ticking(sorted(placements, key=lambda p: numbers[p.shard.table.name])):
-        run = run_of(placement.kind, placement.shard.table)
-        runs.setdefault(run, []).append(shard_batch(run, placement.shard, problem))
+        run = layout_for_table(placement.kind, placement.shard.table)
+        runs.setdefault(run, []).append(local_batch_share(run, placement.shard, problem))
     batches = {}
     for run, each in runs.items():
         outputs, cut, sent, scratch = zip(*each, strict=True)
@@ -134,8 +137,8 @@ def run_batches(placements: Iterable[Placement], problem: Problem) -> dict[Layou
     return batches
 
 
-def table_order(problem: Problem) -> dict[str, tuple[int, int]]:
-    """Sort key of each table's run: places of the first table of its collection, and of the table."""
+def table_sort_keys(problem: Problem) -> dict[str, tuple[int, int]]:
+    """Sort key of each table: number of the first table of its collection, and its own number."""
     of_collection: dict[tuple[str, bool], int] = {}
     return {
         # Collections stay together even if the tables of two are interleaved.
@@ -144,13 +147,15 @@ def table_order(problem: Problem) -> dict[str, tuple[int, int]]:
     }
 
 
-def local_buffers(batches: Mapping[Layout, RunBatch], problem: Problem) -> dict[Layout, dict[str, float]]:
-    """Bytes of each buffer of a local batch, run by run, in the order of the runs."""
+def local_batch_buffers(
+    batches: Mapping[Layout, RunBatch], problem: Problem
+) -> dict[Layout, dict[str, float]]:
+    """Bytes of each memory buffer of a local batch, by layout, in the order in which ops run."""
     collections: dict[tuple[str, bool], list[int]] = {}
     for run, batch in batches.items():
         # Outputs of a collection are one tensor in TorchRec, if there are several runs.
         collections.setdefault((run.collection, run.sequence), []).append(batch.outputs)
-    found, last = {}, _last_to_need_gradients(batches)
+    found, last = {}, _last_runs_in_backward(batches)
     for run, batch in batches.items():
         # Sequences of several runs are not joined to one tensor. Cut columns have to be.
         joined = collections[run.collection, run.sequence]
@@ -164,22 +169,25 @@ def local_buffers(batches: Mapping[Layout, RunBatch], problem: Problem) -> dict[
         found[run]["sent"] = batch.sent
     # Counted once for the device, not once for each run.
     first = next(iter(found.values()))
-    first["batch"], first["expanded"] = batch_bytes(problem), expanded_bytes(problem)
+    first["batch"], first["expanded"] = input_batch_bytes(problem), expanded_output_bytes(problem)
     first["scratch"] = max(problem.job.update_bytes, *(batch.scratch for batch in batches.values()))
     first["dense part"], first["activations"] = problem.job.dense_bytes, problem.job.activation_bytes
     return found
 
 
-def bucketized_bytes(table: Table, job: Job, ranges: int) -> float:
-    """Bytes of a sample's ids in buckets, one for each range of rows, with their lengths.
+def bucketized_id_bytes(table: Table, job: Job, ranges: int) -> float:
+    """Bytes of a sample's ids and lengths in buckets, one bucket for each range of a table's rows.
 
     For a sequence TorchRec also keeps the place of each id (unbucketize_permute_tensor), to order its outputs.
     """
-    return sample_bytes(table, job, ranges=ranges) + table.sequence * table.looked_up * job.id_bytes
+    return (
+        id_bytes_per_sample(table, job, ranges=ranges)
+        + table.sequence * table.lookups_per_sample * job.id_bytes
+    )
 
 
-def _last_to_need_gradients(runs: Iterable[Layout]) -> set[Layout]:
-    """The last run in backward of each collection. Those of replicas come after all exchanges."""
+def _last_runs_in_backward(runs: Iterable[Layout]) -> set[Layout]:
+    """The layout of each collection whose op runs last in backward. Replicas come after all exchanges."""
     last: dict[tuple[str, bool], Layout] = {}
     for run in runs:
         key = run.collection, run.sequence
@@ -190,7 +198,7 @@ def _last_to_need_gradients(runs: Iterable[Layout]) -> set[Layout]:
 
 
 def output_buffers(run: Layout, outputs: float, job: Job, cut: bool, together: bool) -> dict[str, float]:
-    """Bytes of the buffers of a run's outputs for a local batch."""
+    """Bytes of the memory buffers of an op's outputs for a local batch."""
     # Outputs arrive by the run's last exchange.
     buffers = exchange_buffers(tuple(run.channels)[-1], outputs, job, received="local")
     # Outputs that are the whole tensor, and travel as FP32, are sent without a copy.
@@ -203,35 +211,36 @@ def output_buffers(run: Layout, outputs: float, job: Job, cut: bool, together: b
     }
 
 
-def batch_bytes(problem: Problem) -> float:
-    """Bytes of a local batch."""
-    ids = problem.local_batch * sum(sample_bytes(t, problem.job) for t in problem.tables)
+def input_batch_bytes(problem: Problem) -> float:
+    """Bytes of a local batch of input: ids, lengths, and dense features."""
+    ids = problem.local_batch * sum(id_bytes_per_sample(t, problem.job) for t in problem.tables)
     return ids + problem.job.input_bytes
 
 
-def moments_of(problem: Problem) -> np.ndarray:
-    """[2, M + 1, 3] what each of Pipeline.moments has of a local batch, without replicas and with.
+def local_batch_by_moment(problem: Problem) -> np.ndarray:
+    """[2, M + 1, 3] bytes of local batches and multiples of ids at each moment of the pipeline, without and with
+    replicas.
 
     Bytes of batches and activations, and multiples of ids that are sent, and of those that arrived, beyond the ones
     that are always there. The last row has the largest of each.
     """
-    job, batch = problem.job, batch_bytes(problem)
+    job, batch = problem.job, input_batch_bytes(problem)
     pipeline = PIPELINES[job.pipeline]
     of_each = [
         [
-            (n.batches * batch, n.sent + replicas * n.replicas, n.arrived - pipeline.least_arrived)
-            for n in pipeline.moments
+            (n.batches * batch, n.sent + replicas * n.replicas, n.arrived - pipeline.min_arrived_batches)
+            for n in pipeline.ids_by_moment
         ]
         for replicas in (False, True)
     ]
     moments = np.array(of_each, float)
-    # Activations are there between forward and backward (memory_timeline.phases_of).
+    # Activations are there between forward and backward (memory_timeline.step_phases).
     moments[:, [0, 1, 3] if pipeline.looks_up_ahead else [3], 0] += job.activation_bytes
     return np.append(moments, moments.max(1, keepdims=True), axis=1)
 
 
-def expanded_bytes(problem: Problem) -> float:
-    """Bytes of pooled outputs of a local batch, copied from bags of other strides, twice: TorchRec permutes them.
+def expanded_output_bytes(problem: Problem) -> float:
+    """Bytes of pooled outputs of tables with variable batches, copied from bags to samples, twice.
 
     They are counted in all phases, though they live from the last exchange of outputs to the first of gradients.
     """
@@ -239,6 +248,6 @@ def expanded_bytes(problem: Problem) -> float:
     return 2.0 * OUTPUT_BYTES * problem.local_batch * cells
 
 
-def scratch_bytes(layout: Layout, shard: Shard, problem: Problem) -> int:
-    """Bytes by which a dense optimizer updates a replica. 0 for other kinds."""
+def optimizer_scratch_bytes(layout: Layout, shard: Shard, problem: Problem) -> int:
+    """Bytes of scratch in which a dense optimizer updates a replica. 0 for other kinds."""
     return shard.bytes * layout.dense_gradient * DENSE_OPTIMIZERS[problem.replica_optimizer].scratch

@@ -27,7 +27,7 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem
 from shardcore.core.validation import MOST_DEVICES, Record, one_of, require, within
 from shardcore.step import memory
-from shardcore.step.kinds import merged, row_unit_of, run_of, shards_on
+from shardcore.step.kinds import layout_for_table, merged_placements, row_unit_of, shards_by_device
 
 CONTIGUOUS, STRIDED = "contiguous", "strided"
 GROUP_LAYOUTS = (CONTIGUOUS, STRIDED)
@@ -67,15 +67,15 @@ class GroupedPlan:
     problem: Problem
 
 
-def sizes(problem: Problem) -> tuple[int, ...]:
-    """The sizes of groups that divide a problem's devices evenly, falling."""
+def group_sizes(problem: Problem) -> tuple[int, ...]:
+    """Sizes of groups that divide a problem's devices evenly, largest first."""
     n = len(problem.topology)
     # Falling: the first is one group of all devices, the plain case.
     return tuple(size for size in range(n, 0, -1) if n % size == 0)
 
 
-def groupings(problem: Problem, sync_every: int, among: Iterable[int]) -> tuple[Grouping, ...]:
-    """The different ways to divide a problem's devices into groups of some sizes.
+def possible_groupings(problem: Problem, sync_every: int, among: Iterable[int]) -> tuple[Grouping, ...]:
+    """All distinct ways to divide a problem's devices into groups of the given sizes.
 
     Layouts of one group, and of groups of one device, are the same. They are listed once.
     """
@@ -88,8 +88,8 @@ def groupings(problem: Problem, sync_every: int, among: Iterable[int]) -> tuple[
     )
 
 
-def members(topology: Topology, grouping: Grouping) -> tuple[tuple[int, ...], ...]:
-    """[R][M] the devices of each group, by their position in it.
+def devices_of_groups(topology: Topology, grouping: Grouping) -> tuple[tuple[int, ...], ...]:
+    """[R][M] the devices of each sharding group, by their position in the group.
 
     Raises ShardCoreError for a size that does not divide the devices evenly.
     """
@@ -107,14 +107,14 @@ def members(topology: Topology, grouping: Grouping) -> tuple[tuple[int, ...], ..
     return tuple(ranks[g::count] for g in range(count))
 
 
-def replicas(topology: Topology, grouping: Grouping) -> tuple[tuple[int, ...], ...]:
-    """[M][R] the devices that hold the same shards, by position. Raises as `members`."""
+def replica_devices(topology: Topology, grouping: Grouping) -> tuple[tuple[int, ...], ...]:
+    """[M][R] the devices with the same position in all sharding groups, which hold the same shards."""
     # Transposed: position in a group, then group.
-    return tuple(zip(*members(topology, grouping), strict=True))
+    return tuple(zip(*devices_of_groups(topology, grouping), strict=True))
 
 
 def problem_of_group(problem: Problem, grouping: Grouping) -> Problem:
-    """The problem of one group: its devices, links and share of the batch.
+    """The problem of one sharding group: its devices, links and share of the batch.
 
     One plan serves all groups. So a device has the least memory, and the lowest speed, of all at its
     position.
@@ -123,7 +123,7 @@ def problem_of_group(problem: Problem, grouping: Grouping) -> Problem:
     Raises Infeasible if groups differ in how their devices are spread over hosts.
     """
     topology, p = problem.topology, f"problem {problem.name!r}"
-    each = members(topology, grouping)
+    each = devices_of_groups(topology, grouping)
     # One group is the plain problem, with nothing to synchronise.
     if len(each) == 1:
         return problem
@@ -133,7 +133,7 @@ def problem_of_group(problem: Problem, grouping: Grouping) -> Problem:
         f"{', '.join(name for name, o in OPTIMIZERS.items() if o.states in SYNCED_STATES)}, for TorchRec "
         "1.8 synchronises no other",
     )
-    apart = next((t for t in problem.tables if t.in_host_memory and not t.below.is_synced), None)
+    apart = next((t for t in problem.tables if t.in_host_memory and not t.lower_tier.is_synced), None)
     require(
         apart is None,
         f"{p} has table {apart and apart.name!r} with kernel {apart and apart.kernel}, which TorchRec 1.8 does not "
@@ -147,12 +147,12 @@ def problem_of_group(problem: Problem, grouping: Grouping) -> Problem:
     )
     # Names differ between groups. The pattern of their hosts and pods has to agree, or links would differ.
     for where, unit_of in (("on its hosts", str), ("in its pods", pod_of)):
-        spread = [numbered([unit_of(topology.devices[d].host) for d in group]) for group in each]
+        spread = [number_hosts([unit_of(topology.devices[d].host) for d in group]) for group in each]
         for number, units in enumerate(spread):
             if units != spread[0]:
                 raise Infeasible(
-                    f"group {number} has {_counts(units)} devices {where}, group 0 {_counts(spread[0])}; one plan for "
-                    "all groups needs them alike"
+                    f"group {number} has {_device_counts_text(units)} devices {where}, group 0 "
+                    f"{_device_counts_text(spread[0])}; one plan for all groups needs them alike"
                 )
     devices = tuple(
         Device(
@@ -161,17 +161,17 @@ def problem_of_group(problem: Problem, grouping: Grouping) -> Problem:
             min(topology.devices[d].speed for d in same),
             host=topology.devices[same[0]].host,
         )
-        for same in replicas(topology, grouping)
+        for same in replica_devices(topology, grouping)
     )
     # Names are limited to 100 characters.
     name = f"{problem.name[:70]}.{grouping.layout}-{grouping.size}"
     # Groups have the same pattern of hosts, so the first stands for all.
-    links = replace(topology.among(each[0]), devices=devices)
+    links = replace(topology.restricted_to(each[0]), devices=devices)
     if topology.memory:
         # Groups on one host share its memory, by their devices there.
         shares = [
-            len(here) / len(topology.on_hosts[topology.hosts.index(host)])
-            for host, here in zip(links.hosts, links.on_hosts, strict=True)
+            len(here) / len(topology.devices_by_host[topology.hosts.index(host)])
+            for host, here in zip(links.hosts, links.devices_by_host, strict=True)
         ]
         # The smallest share fits on every host.
         tiers = tuple(
@@ -185,7 +185,7 @@ def problem_of_group(problem: Problem, grouping: Grouping) -> Problem:
 
 
 def synced_bytes(plan: Plan, problem: Problem) -> list[tuple[int, int]]:
-    """[M] bytes of weights, and of optimizer state, that replicas of each device average at once.
+    """[M] bytes of weights, and of optimizer state, that each device averages with its replicas in other groups.
 
     plan, problem: plan and problem of one group.
 
@@ -193,12 +193,12 @@ def synced_bytes(plan: Plan, problem: Problem) -> list[tuple[int, int]]:
     NCCL reduces them in place: this takes no more memory.
     """
     synced = [(0, 0)] * len(problem.topology)
-    for placement in merged(plan.placements):
+    for placement in merged_placements(plan.placements):
         # DDP already sums dense gradients over all groups.
-        layout = run_of(placement.kind, placement.shard.table)
+        layout = layout_for_table(placement.kind, placement.shard.table)
         if layout.dense_gradient:
             continue
-        for device, shard in shards_on(placement):
+        for device, shard in shards_by_device(placement):
             # Replicas average all rows, wherever they are, and not what a cache holds of them.
             on_device = replace(shard, table=replace(shard.table, load_factor=1.0))
             weights, state = memory.resident_bytes(layout, on_device, problem)
@@ -207,23 +207,25 @@ def synced_bytes(plan: Plan, problem: Problem) -> list[tuple[int, int]]:
 
 
 def replicated_gradient_bytes(plan: Plan) -> int:
-    """Bytes of dense gradients, which travel among all devices of all groups at each step."""
-    return sum(p.shard.bytes for p in plan.placements if run_of(p.kind, p.shard.table).dense_gradient)
+    """Bytes of a plan's dense gradients, which are summed over all devices at each step."""
+    return sum(
+        p.shard.bytes for p in plan.placements if layout_for_table(p.kind, p.shard.table).dense_gradient
+    )
 
 
-def per_unit(problem: Problem, plan: Plan | None = None) -> int:
-    """Devices of a group on each of its hosts, or in each of its pods where its plan divides rows over these.
+def devices_per_unit(problem: Problem, plan: Plan | None = None) -> int:
+    """Number of a group's devices on each host (or pod, if rows are divided over pods); all if hosts differ.
 
     The size of the group where they differ.
     """
     topology = problem.topology
-    units = topology.on_units(ROWS_OVER[row_unit_of(topology, plan.placements if plan else ())])
+    units = topology.devices_by_unit(ROWS_OVER[row_unit_of(topology, plan.placements if plan else ())])
     return len(units[0]) if len(set(map(len, units))) == 1 else len(topology)
 
 
-def require_size(text: str, problem: Problem) -> tuple[int, ...]:
-    """The sizes that `text` asks for: "auto", or a number. Raises ShardCoreError for anything else."""
-    allowed = sizes(problem)
+def parse_group_sizes(text: str, problem: Problem) -> tuple[int, ...]:
+    """Parse the sizes of sharding groups: "auto", or a number. Raises ShardCoreError for other text."""
+    allowed = group_sizes(problem)
     if text == "auto":
         return allowed
     if text.isdecimal() and len(text) < 9 and int(text) in allowed:
@@ -235,8 +237,8 @@ def require_size(text: str, problem: Problem) -> tuple[int, ...]:
     )
 
 
-def words(grouping: Grouping, problem: Problem) -> str:
-    """A grouping, for people."""
+def describe_grouping(grouping: Grouping, problem: Problem) -> str:
+    """A division of devices into groups, as text."""
     size, count = grouping.size, len(problem.topology) // grouping.size
     if count == 1:
         return f"all {size} devices as one group"
@@ -245,11 +247,12 @@ def words(grouping: Grouping, problem: Problem) -> str:
     return f"{count} {layout}groups of {size} device{'s' * (size > 1)}"
 
 
-def numbered(hosts: list[str]) -> tuple[int, ...]:
+def number_hosts(hosts: list[str]) -> tuple[int, ...]:
     """Names of hosts as numbers, in order of appearance."""
     number = {host: i for i, host in enumerate(dict.fromkeys(hosts))}
     return tuple(number[host] for host in hosts)
 
 
-def _counts(hosts: tuple[int, ...]) -> str:
+def _device_counts_text(hosts: tuple[int, ...]) -> str:
+    """The number of devices on each host, as text such as "2 and 2"."""
     return " and ".join(str(hosts.count(h)) for h in range(max(hosts) + 1))

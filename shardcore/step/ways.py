@@ -9,8 +9,8 @@ The columns of a row range are exchangeable: only their number on a device matte
 So shards of one row range on the same device count as one, in memory, cost and plan.
 TorchRec's fused kernel requires this: it fails on two shards of unequal width of one table on one rank.
 
-Each problem divides the rows of a table in one way, `division`. Sharders weigh others as problems of their
-own, `divided_otherwise`.
+Each problem divides the rows of a table in one way, `row_division`. Sharders weigh others as problems of their
+own, `alternative_row_divisions`.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from shardcore.step.kinds import (
     Group,
     Layout,
     kinds_on_all_devices,
-    layout_of,
+    layout_for_table,
+    layout_of_kind,
     possible_groups,
-    run_of,
-    shards_on,
+    shards_by_device,
 )
-from shardcore.step.memory import account_of
+from shardcore.step.memory import memory_account
 
 RowRange = tuple[Table, int, int]
 Bundle = tuple[Shard, ...]
@@ -47,13 +47,13 @@ _KINDS = tuple(LAYOUTS)
 
 
 def row_range(shard: Shard) -> RowRange:
-    """The key of shards whose columns are exchangeable: table, row_lo, row_hi."""
+    """The key of shards with the same rows of a table: table, row_lo, row_hi."""
     return shard.table, shard.row_lo, shard.row_hi
 
 
-def bundles(shards: Iterable[Shard], problem: Problem) -> list[Bundle]:
-    """Group shards into bundles: the tables of constraints.together, and every other shard alone."""
-    bundle_of = problem.bundle_of
+def bundle_shards(shards: Iterable[Shard], problem: Problem) -> list[Bundle]:
+    """Group shards into bundles: tables that constraints keep together; other shards alone."""
+    bundle_of = problem.group_by_table
     # A shard that is in no group has its own number as key, so it stays alone.
     grouped: dict[tuple[str, ...] | int, list[Shard]] = defaultdict(list)
     for i, shard in enumerate(shards):
@@ -61,117 +61,120 @@ def bundles(shards: Iterable[Shard], problem: Problem) -> list[Bundle]:
     return list(map(tuple, grouped.values()))
 
 
-def division(table: Table, problem: Problem) -> Placement | None:
-    """The table with its rows divided over a group of devices. None where that is impossible.
+def row_division(table: Table, problem: Problem) -> Placement | None:
+    """The placement of a table with its rows divided over a group of devices. None if that is impossible.
 
-    The first kind that constraints and the number of rows allow. `_dealt_groups` chooses among several
+    The first kind that constraints and the number of rows allow. `_assigned_division_groups` chooses among several
     groups, such as hosts.
     """
     for layout in LAYOUTS.values():
-        if layout.divides_rows and why_not(layout, table, problem) is None:
-            groups = shared_groups(layout, table, problem)
-            group = groups[0] if len(groups) == 1 else _dealt_groups(problem)[table.name]
+        if layout.divides_rows and reason_not_runnable(layout, table, problem) is None:
+            groups = sharing_groups(layout, table, problem)
+            group = groups[0] if len(groups) == 1 else _assigned_division_groups(problem)[table.name]
             return Placement(layout.name, Shard.whole(table), group)
     return None
 
 
-def required_division(table: Table, problem: Problem) -> Placement:
-    """The `division` of a table that has one. Raises ShardCoreError if it has none."""
-    placement = division(table, problem)
+def required_row_division(table: Table, problem: Problem) -> Placement:
+    """The placement of a table with its rows divided. Raises ShardCoreError if that is impossible."""
+    placement = row_division(table, problem)
     if placement is None:
         raise ShardCoreError(f"problem {problem.name!r} cannot divide the rows of table {table.name!r}")
     return placement
 
 
-def divided_otherwise(problem: Problem) -> Iterator[Problem]:
-    """Problems whose `division` uses another kind than the problem's: one problem for each such kind.
+def alternative_row_divisions(problem: Problem) -> Iterator[Problem]:
+    """Problems in which rows are divided by another kind of sharding than by default, one problem for each such kind.
 
     Tables that the kind cannot run keep theirs. Every plan of these problems is a plan of the problem.
     """
     for layout in (layout for layout in LAYOUTS.values() if layout.divides_rows):
-        # Without the other kinds that divide rows, `division` comes to this one.
+        # Without the other kinds that divide rows, `row_division` comes to this one.
         kinds = {
             table.name: tuple(
                 kind
-                for kind in problem.kinds_of.get(table.name, LAYOUTS)
+                for kind in problem.allowed_kinds.get(table.name, LAYOUTS)
                 if kind == layout.name or not LAYOUTS[kind].divides_rows
             )
             for table in searched_tables(problem)
-            if why_not(layout, table, problem) is None
-            and required_division(table, problem).kind != layout.name
+            if reason_not_runnable(layout, table, problem) is None
+            and required_row_division(table, problem).kind != layout.name
         }
         if kinds:
-            narrowed = tuple({**problem.kinds_of, **kinds}.items())
+            narrowed = tuple({**problem.allowed_kinds, **kinds}.items())
             yield replace(problem, constraints=replace(problem.constraints, kinds=narrowed))
 
 
 @lru_cache(1 << 4)
-def _dealt_groups(problem: Problem) -> Mapping[str, Group]:
-    """Groups for tables whose rows one of several may divide: the largest first, to the group with fewest bytes.
+def _assigned_division_groups(problem: Problem) -> Mapping[str, Group]:
+    """The group of devices that divides each table's rows, where there are several groups: largest table to the
+    emptiest.
 
     Tables that have to be divided go before others.
     """
     n_bytes: dict[Group, int] = defaultdict(int)
     dealt = {}
     for table in sorted(problem.tables, key=lambda t: (problem.may_run(WHOLE_ROWS, t), -t.bytes)):
-        kinds = (k for k in LAYOUTS.values() if k.divides_rows and why_not(k, table, problem) is None)
+        kinds = (
+            k for k in LAYOUTS.values() if k.divides_rows and reason_not_runnable(k, table, problem) is None
+        )
         # A single group leaves no choice, so only kinds with several are dealt.
-        several = (groups for k in kinds if len(groups := shared_groups(k, table, problem)) > 1)
+        several = (groups for k in kinds if len(groups := sharing_groups(k, table, problem)) > 1)
         if groups := next(several, None):
             dealt[table.name] = min(groups, key=n_bytes.__getitem__)
             n_bytes[dealt[table.name]] += table.bytes
     return dealt
 
 
-def why_not(layout: Layout, table: Table, problem: Problem) -> str | None:
-    """Reason that a kind cannot run a table in a search. None if it can."""
+def reason_not_runnable(layout: Layout, table: Table, problem: Problem) -> str | None:
+    """The reason why a kind of sharding cannot run a table. None if it can."""
     try:
         # Some kinds do not run sequences, or rows in host memory.
-        run_of(layout.name, table)
+        layout_for_table(layout.name, table)
     except ShardCoreError as error:
         return str(error)
-    most = problem.topology.most_columns
+    most = problem.topology.max_shard_columns
     if not problem.may_run(layout, table):
-        if layout.name not in problem.kinds_of.get(table.name, (layout.name,)):
+        if layout.name not in problem.allowed_kinds.get(table.name, (layout.name,)):
             return f"constraints.kinds do not have {layout.name}"
-        if reason := problem.why_no_replicas(layout) or problem.why_no_codec(layout, table):
+        if reason := problem.why_replicas_fail(layout) or problem.why_codec_fails(layout, table):
             return reason
         return f"{layout.name} has all {table.dim} columns in a shard; FBGEMM's CUDA op runs at most {most}"
     if layout.divides_rows or layout.local_batch:
-        if layout.divides_rows and table.name in problem.whole:
-            return f"{layout.name} cuts it, and it must stay whole ({problem.kept_whole_by(table.name)})"
-        if shared_groups(layout, table, problem):
+        if layout.divides_rows and table.name in problem.uncut_tables:
+            return f"{layout.name} cuts it, and it must stay whole ({problem.constraint_against_cuts(table.name)})"
+        if sharing_groups(layout, table, problem):
             return None
         return f"no devices share a table of {table.rows} rows by {layout.name}, where it may live" + (
             " (TorchRec divides rows evenly over all devices, or a whole host, and each has some)"
             * layout.divides_rows
         )
     # By columns, the narrowest cut into shards that FBGEMM runs has to exist.
-    width = table.dim if table.name in problem.whole else problem.most_width(table)
+    width = table.dim if table.name in problem.uncut_tables else problem.max_shard_width(table)
     if not 0 < width <= most:
         return f"no cut of its {table.dim} columns into shards of at most {most}, which FBGEMM's CUDA op runs"
     return None
 
 
 @lru_cache(1 << 12)
-def shared_groups(layout: Layout, table: Table, problem: Problem) -> tuple[Group, ...]:
-    """The groups of several devices that may share a table by a kind. Cached, as many shards ask for them."""
-    groups = possible_groups(layout, table.rows, problem.topology, problem.pinned.get(table.name))
+def sharing_groups(layout: Layout, table: Table, problem: Problem) -> tuple[Group, ...]:
+    """The groups of several devices that may share a table by a kind of sharding, cached."""
+    groups = possible_groups(layout, table.rows, problem.topology, problem.pinned_devices.get(table.name))
     # A group of one device divides nothing.
     return tuple(group for group in groups if len(group) > 1)
 
 
-def on_all_devices(table: Table, problem: Problem) -> bool:
-    """Tell if constraints.kinds leave a table only kinds whose shards are always on all devices."""
-    allowed = map(layout_of, problem.kinds_of.get(table.name, ()))
+def must_be_on_all_devices(table: Table, problem: Problem) -> bool:
+    """Tell if constraints allow a table only kinds of sharding that use all devices."""
+    allowed = map(layout_of_kind, problem.allowed_kinds.get(table.name, ()))
     # Kinds that cannot run the table anyway do not count.
-    kinds = [layout for layout in allowed if why_not(layout, table, problem) is None]
+    kinds = [layout for layout in allowed if reason_not_runnable(layout, table, problem) is None]
     everywhere = (problem.topology.ranks,)
-    return bool(kinds) and all(shared_groups(layout, table, problem) == everywhere for layout in kinds)
+    return bool(kinds) and all(sharing_groups(layout, table, problem) == everywhere for layout in kinds)
 
 
 def fixed_placements(problem: Problem) -> tuple[Placement, ...]:
-    """Placements of tables that constraints.kinds have on all devices, by the kind with the least memory.
+    """Placements of tables that constraints put on all devices, by the kind with the least memory.
 
     There is nothing to search: every plan has them.
 
@@ -179,33 +182,34 @@ def fixed_placements(problem: Problem) -> tuple[Placement, ...]:
     constraints keep on some devices or whole.
     """
     # Most problems have no such tables, and a look into the cache hashes the whole problem.
-    return _fixed_of_kinds(problem) if problem.kinds_of else ()
+    return _cached_fixed_placements(problem) if problem.allowed_kinds else ()
 
 
 @lru_cache(16)
-def _fixed_of_kinds(problem: Problem) -> tuple[Placement, ...]:
+def _cached_fixed_placements(problem: Problem) -> tuple[Placement, ...]:
+    """Placements of tables that constraints put on all devices, cached by problem."""
     fixed = []
-    for table in (t for t in problem.tables if t.name in problem.kinds_of):
-        _require_possible(table, problem)
-        if on_all_devices(table, problem):
+    for table in (t for t in problem.tables if t.name in problem.allowed_kinds):
+        _require_runnable(table, problem)
+        if must_be_on_all_devices(table, problem):
             placements = [
                 Placement(kind, Shard.whole(table), problem.topology.ranks)
-                for kind in problem.kinds_of[table.name]
-                if why_not(layout_of(kind), table, problem) is None
+                for kind in problem.allowed_kinds[table.name]
+                if reason_not_runnable(layout_of_kind(kind), table, problem) is None
             ]
-            fixed.append(min(placements, key=lambda p: account_of([p], problem).loads([p]).max()))
+            fixed.append(min(placements, key=lambda p: memory_account([p], problem).device_loads([p]).max()))
     return tuple(fixed)
 
 
 def searched_tables(problem: Problem) -> tuple[Table, ...]:
-    """The tables that a search places: all but those of `fixed_placements`."""
+    """The tables that a search places: all but those that constraints put on all devices."""
     fixed = {placement.shard.table.name for placement in fixed_placements(problem)}
     return tuple(t for t in problem.tables if t.name not in fixed) if fixed else problem.tables
 
 
-def _require_possible(table: Table, problem: Problem) -> None:
-    """Raise ShardCoreError unless one of its kinds can run a table."""
-    kinds, constraints = problem.kinds_of[table.name], problem.constraints
+def _require_runnable(table: Table, problem: Problem) -> None:
+    """Raise ShardCoreError unless one of a table's allowed kinds can run it."""
+    kinds, constraints = problem.allowed_kinds[table.name], problem.constraints
     # A table that is on all devices cannot be kept on some, or with others on one.
     for constraint, names in (
         ("pinned", dict(constraints.pinned)),
@@ -214,15 +218,17 @@ def _require_possible(table: Table, problem: Problem) -> None:
     ):
         if (
             table.name in names
-            and {layout_of(kind) for kind in kinds} <= set(kinds_on_all_devices(problem.topology))
-            and (constraint != "unsplit" or all(layout_of(kind).divides_rows for kind in kinds))
+            and {layout_of_kind(kind) for kind in kinds} <= set(kinds_on_all_devices(problem.topology))
+            and (constraint != "unsplit" or all(layout_of_kind(kind).divides_rows for kind in kinds))
         ):
             raise ShardCoreError(
                 f"problem {problem.name!r} has table {table.name!r} in constraints.kinds "
                 f"({', '.join(kinds)}, on all devices) and in constraints.{constraint}; it "
                 "needs to be in one of them"
             )
-    reasons = [reason for kind in kinds if (reason := why_not(layout_of(kind), table, problem))]
+    reasons = [
+        reason for kind in kinds if (reason := reason_not_runnable(layout_of_kind(kind), table, problem))
+    ]
     if len(reasons) < len(kinds):
         return
     # The message names the kinds that would do without this constraint.
@@ -231,7 +237,8 @@ def _require_possible(table: Table, problem: Problem) -> None:
         name
         for name, layout in LAYOUTS.items()
         # TorchRec maps raw ids to rows only where these are divided.
-        if (layout.divides_rows or not table.managed_collision) and why_not(layout, table, free) is None
+        if (layout.divides_rows or not table.managed_collision)
+        and reason_not_runnable(layout, table, free) is None
     ]
     raise ShardCoreError(
         f"problem {problem.name!r} runs table {table.name!r} by {' or '.join(kinds)} "
@@ -241,33 +248,33 @@ def _require_possible(table: Table, problem: Problem) -> None:
 
 
 def layout_of_shard(shard: Shard, problem: Problem) -> Layout:
-    """The layout by which a shard runs."""
-    kind = WHOLE_ROWS.name if shard.full_rows else required_division(shard.table, problem).kind
-    return run_of(kind, shard.table)
+    """The layout of the fused op that runs a shard."""
+    kind = WHOLE_ROWS.name if shard.has_all_rows else required_row_division(shard.table, problem).kind
+    return layout_for_table(kind, shard.table)
 
 
-def devices_of(shard: Shard, problem: Problem) -> tuple[int, ...]:
-    """The devices where a shard may go. A row range has only the device that `division` gives it."""
-    if shard.full_rows:
+def allowed_devices_of_shard(shard: Shard, problem: Problem) -> tuple[int, ...]:
+    """The devices that may hold a shard. A row range has a single one."""
+    if shard.has_all_rows:
         return problem.allowed_devices(shard.table.name)
-    devices = required_division(shard.table, problem).devices
-    # All ranges have ceil(rows / n) rows, except the last (kinds.even_share).
+    devices = required_row_division(shard.table, problem).devices
+    # All ranges have ceil(rows / n) rows, except the last (kinds.even_row_share).
     return (devices[shard.row_lo // -(-shard.table.rows // len(devices))],)
 
 
 def may_be_on_a_device(shard: Shard, problem: Problem) -> bool:
-    """Tell if a device may have so many columns of a table, with all rows. It may have any row range."""
+    """Tell if one device may hold a shard this wide. Any row range is allowed."""
     table = shard.table
-    if not shard.full_rows:
+    if not shard.has_all_rows:
         return True
     # Only tables wider than FBGEMM runs need a look at the shard's width.
-    if table.dim > problem.topology.most_columns and shard.width > problem.most_width(table):
+    if table.dim > problem.topology.max_shard_columns and shard.width > problem.max_shard_width(table):
         return False
-    return not (problem.kinds_of or problem.codecs_fail) or problem.may_run(WHOLE_ROWS, table)
+    return not (problem.allowed_kinds or problem.codecs_may_fail) or problem.may_run(WHOLE_ROWS, table)
 
 
-def equal_parts(shard: Shard, n: int, unit: int = 1) -> list[Shard]:
-    """The shard cut by columns into n, whose widths are multiples of a unit and differ by one unit at most.
+def cut_into_equal_parts(shard: Shard, n: int, unit: int = 1) -> list[Shard]:
+    """Cut a shard by columns into n parts, whose widths are multiples of `unit` and differ by one unit at most.
 
     The last one is as wide as any: in units of 4, 12 columns become 4 and 8.
     """
@@ -276,10 +283,10 @@ def equal_parts(shard: Shard, n: int, unit: int = 1) -> list[Shard]:
 
 
 def join_columns(shards: Iterable[Shard]) -> list[Shard]:
-    """Join neighbouring shards of a row range into wider ones."""
+    """Join shards with the same rows and neighbouring columns into wider shards."""
     joined: list[Shard] = []
     # Sorted, neighbours of a row range follow each other.
-    for shard in sorted(shards, key=_position):
+    for shard in sorted(shards, key=_shard_sort_key):
         if joined and row_range(joined[-1]) == row_range(shard) and joined[-1].col_hi == shard.col_lo:
             joined[-1] = replace(joined[-1], col_hi=shard.col_hi)
         else:
@@ -287,8 +294,8 @@ def join_columns(shards: Iterable[Shard]) -> list[Shard]:
     return joined
 
 
-def consolidate(placements: Iterable[Placement]) -> tuple[Placement, ...]:
-    """The same plan in canonical form: one shard for each table, kind and group of devices.
+def consolidate_placements(placements: Iterable[Placement]) -> tuple[Placement, ...]:
+    """Placements in canonical form: one shard for each table, kind and group of devices.
 
     Columns are dealt out in the order of kinds and groups. Shards are sorted by table name, rows and columns.
     Each group keeps the number of columns it had.
@@ -308,12 +315,14 @@ def consolidate(placements: Iterable[Placement]) -> tuple[Placement, ...]:
         widths: dict[tuple[int, Group], int] = defaultdict(int)
         for placement in group:
             widths[_KINDS.index(placement.kind), placement.devices] += placement.shard.width
-        result += _deal(join_columns(p.shard for p in group), sorted(widths.items()))
-    return tuple(sorted(result, key=lambda p: (*_position(p.shard), p.devices)))
+        result += _deal_columns(join_columns(p.shard for p in group), sorted(widths.items()))
+    return tuple(sorted(result, key=lambda p: (*_shard_sort_key(p.shard), p.devices)))
 
 
-def _deal(shards: Iterable[Shard], widths: Iterable[tuple[tuple[int, Group], int]]) -> Iterator[Placement]:
-    """Give each owner, a kind (number in _KINDS) and a group, its number of columns, from left to right."""
+def _deal_columns(
+    shards: Iterable[Shard], widths: Iterable[tuple[tuple[int, Group], int]]
+) -> Iterator[Placement]:
+    """Deal columns to owners (number of a kind, group of devices) by their widths, from left to right."""
     waiting = iter(shards)
     shard = next(waiting)
     for (kind, devices), width in widths:
@@ -325,13 +334,15 @@ def _deal(shards: Iterable[Shard], widths: Iterable[tuple[tuple[int, Group], int
             shard = replace(shard, col_lo=middle) if middle < shard.col_hi else next(waiting, shard)
 
 
-def _position(shard: Shard) -> tuple[str, int, int, int, int]:
-    """Sort key of a shard."""
+def _shard_sort_key(shard: Shard) -> tuple[str, int, int, int, int]:
+    """Sort key of a shard: table name, rows, columns."""
     return shard.table.name, shard.row_lo, shard.row_hi, shard.col_lo, shard.col_hi
 
 
-def placements_of(bundles: Sequence[Bundle], devices: Sequence[int], problem: Problem) -> list[Placement]:
-    """Placements for bundles[i] on devices[i].
+def placements_of_bundles(
+    bundles: Sequence[Bundle], devices: Sequence[int], problem: Problem
+) -> list[Placement]:
+    """Placements of bundles of shards on devices: bundles[i] on devices[i].
 
     The row ranges of a divided table become one placement. All of them have to be there.
     """
@@ -339,14 +350,14 @@ def placements_of(bundles: Sequence[Bundle], devices: Sequence[int], problem: Pr
     placements, ranges = [], defaultdict(list)
     for bundle, device in ticking(zip(bundles, devices, strict=True)):
         for shard in bundle:
-            if shard.full_rows:
+            if shard.has_all_rows:
                 placements.append(Placement(WHOLE_ROWS.name, shard, (int(device),)))
             else:
                 ranges[shard.table].append((int(device), shard))
     for table, shards in ranges.items():
-        whole = required_division(table, problem)
+        whole = required_row_division(table, problem)
         # A bug in a search, not in the user's input: hence RuntimeError.
-        if sorted(shards, key=lambda p: p[1].row_lo) != list(shards_on(whole)):
+        if sorted(shards, key=lambda p: p[1].row_lo) != list(shards_by_device(whole)):
             raise RuntimeError(
                 f"a search placed rows of table {table.name!r} as {shards[:3]}; they are divided as {whole}"
             )

@@ -139,20 +139,20 @@ def _statistics_from_sums(sums: torch.Tensor, tables: int, batch: int) -> torch.
     rows, rows2, lookups, lookups2, unique = sums[..., :5].unbind(-1)
     bins, bins2, lookups_in_bin = sums[..., 5:].unflatten(-1, (3, REUSE_BINS)).unbind(-2)
 
-    def sd(total, squares):
+    def standard_deviation(total, squares):
         # Rounding may leave a tiny negative variance, whose root would be NaN.
         return (squares / tables - (total / tables) ** 2).clamp_min(1e-12).sqrt()
 
     scalars = [
         rows / tables,
-        sd(rows, rows2),
+        standard_deviation(rows, rows2),
         lookups / batch / tables,
-        sd(lookups, lookups2) / batch,
+        standard_deviation(lookups, lookups2) / batch,
         lookups,
         unique,
     ]
     shares = lookups_in_bin / lookups[..., None]
-    return torch.cat([torch.stack(scalars, -1), bins / tables, sd(bins, bins2), shares], -1)
+    return torch.cat([torch.stack(scalars, -1), bins / tables, standard_deviation(bins, bins2), shares], -1)
 
 
 def _target_statistics(tables: int) -> torch.Tensor:
@@ -177,7 +177,7 @@ def _calibrate_parameters(draw: torch.Tensor, tables: int) -> torch.Tensor:
     """
     goal, batch = _target_statistics(tables), read_published_release()["batch_size"]
 
-    def deviations(x: torch.Tensor) -> torch.Tensor:
+    def relative_deviations(x: torch.Tensor) -> torch.Tensor:
         # Relative, so that millions of rows and shares below 1 count equally.
         return (
             _statistics_from_sums(
@@ -190,14 +190,14 @@ def _calibrate_parameters(draw: torch.Tensor, tables: int) -> torch.Tensor:
     x = best = draw.flatten()
     best_error = float("inf")
     for _ in range(30):
-        error = deviations(x)
+        error = relative_deviations(x)
         if float(error.norm()) > 0.99 * best_error and best_error < 0.1:
             # No further progress: published figures are rounded and cannot all be met exactly.
             break
         if float(error.norm()) < best_error:
             best, best_error = x, float(error.norm())
         # [S, parameters]. Reverse mode is cheaper, as statistics are few.
-        jacobian = torch.func.jacrev(deviations)(x)
+        jacobian = torch.func.jacrev(relative_deviations)(x)
         gram = jacobian @ jacobian.T
         # Damped, as statistics that nearly depend on each other make the matrix singular.
         gram += 1e-7 * gram.diagonal().mean() * torch.eye(len(goal), dtype=gram.dtype)
@@ -229,7 +229,8 @@ def _round_to_whole_rows(draw: torch.Tensor, rng: np.random.Generator) -> tuple[
 
 
 def _repair_statistics(rows_in_bin: torch.Tensor, unseen: torch.Tensor, tables: int) -> None:
-    """Undo the effect of rounding on the pool's statistics by moving single rows between bins, in place.
+    """Undo the effect of rounding on the pool's statistics by moving single rows between bins of the histogram, in
+    place.
 
     Each round makes the best of all moves, until all statistics are within _NEAR or no move helps. A move puts one row
     of a small table into a near bin, adds a row, or removes one.
@@ -245,7 +246,7 @@ def _repair_statistics(rows_in_bin: torch.Tensor, unseen: torch.Tensor, tables: 
     if len(small) == 0:
         return
 
-    def gains(i: torch.Tensor) -> torch.Tensor:
+    def changes_by_move(i: torch.Tensor) -> torch.Tensor:
         """[..., M, terms] change of the sums by each move of tables i. NaN for an impossible move."""
         moved = rows_in_bin[i][..., None, :] + moves
         after = _statistic_terms(moved, unseen[i][..., None].expand(moved.shape[:-1]))
@@ -254,15 +255,15 @@ def _repair_statistics(rows_in_bin: torch.Tensor, unseen: torch.Tensor, tables: 
         impossible = (moved < 0).any(-1) | (moved.sum(-1) < _LEAST)
         return change.masked_fill(impossible[..., None], torch.nan)
 
-    def deviations(sums: torch.Tensor) -> torch.Tensor:
+    def relative_deviations(sums: torch.Tensor) -> torch.Tensor:
         return _statistics_from_sums(sums, tables, batch) / goal - 1
 
     # [small tables, M, terms] changes, computed once. A round then only adds vectors.
-    sums, change = _statistic_terms(rows_in_bin, unseen).sum(0), gains(small)
+    sums, change = _statistic_terms(rows_in_bin, unseen).sum(0), changes_by_move(small)
     for _ in range(300):
-        now = deviations(sums)
+        now = relative_deviations(sums)
         # Impossible moves are NaN, and count as infinitely far.
-        after = deviations(sums + change).norm(dim=-1).nan_to_num(float("inf"))
+        after = relative_deviations(sums + change).norm(dim=-1).nan_to_num(float("inf"))
         table, move = divmod(int(after.argmin()), len(moves))
         # Near enough, or a local optimum.
         if now.abs().max() < _NEAR or after[table, move] >= now.norm():
@@ -270,7 +271,7 @@ def _repair_statistics(rows_in_bin: torch.Tensor, unseen: torch.Tensor, tables: 
         sums = sums + change[table, move]
         rows_in_bin[small[table]] += moves[move]
         # Only the changed table has new gains.
-        change[table] = gains(small[table])
+        change[table] = changes_by_move(small[table])
 
 
 def _rows_pooling_and_access(

@@ -160,7 +160,7 @@ def heat_of_tables(tables: Sequence[Table], batch: int, unseen: bool = False) ->
     what further samples would touch.
     """
     for table in tables:
-        if access.lookups(table, batch) == 0:
+        if access.lookup_count(table, batch) == 0:
             raise ShardCoreError(
                 f"table {table.name!r} has no access statistics: its pooling of "
                 f"{table.pooling:g} gives a batch of {batch} no lookup; it needs some"
@@ -175,7 +175,7 @@ def heat_of_tables(tables: Sequence[Table], batch: int, unseen: bool = False) ->
     # All histograms at once, which is much faster than table by table.
     numbers = [i for i, table in enumerate(tables) if not isinstance(table.access, Zipf)]
     if numbers:
-        rows, sums = access.bins_of([tables[i] for i in numbers])
+        rows, sums = access.reuse_bin_sizes([tables[i] for i in numbers])
         for i, rows_in_bin, lookups_in_bin in zip(numbers, rows, sums, strict=True):
             of_reuse[i] = _heat_from_reuse(tables[i], batch, rows_in_bin, lookups_in_bin, unseen)
     return [of_reuse.get(i) or _heat_from_zipf(table, batch) for i, table in enumerate(tables)]
@@ -222,7 +222,7 @@ def _heat_from_reuse(table: Table, batch: int, rows: np.ndarray, sums: np.ndarra
     sizes, keep = rows[live], batch / table.reuse.batch
     counts = sums[live] / sizes
     # In a smaller batch each lookup is kept with probability `keep`, so it sees fewer rows.
-    touched = access.seen_when_thinned(counts, keep)
+    touched = access.seen_probability(counts, keep)
     # Rows that the histogram's batch never saw.
     cold = table.rows - sizes.sum()
     if unseen and cold > 0 and rows[0]:
@@ -263,7 +263,7 @@ def _power_law_tail(first: float, last: float, lookups: float) -> tuple[np.ndarr
 
 
 def _heat_from_zipf(table: Table, batch: int) -> Heat:
-    sizes, mass = access.zipf_classes(table)
-    lookups = access.lookups(table, batch) * mass / sizes
+    sizes, mass = access.popularity_classes(table)
+    lookups = access.lookup_count(table, batch) * mass / sizes
     # A row's lookups are Poisson, so a batch touches it with probability 1 - exp(-lookups).
     return Heat(table.name, batch, sizes, lookups, -np.expm1(-lookups))

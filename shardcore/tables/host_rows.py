@@ -53,17 +53,17 @@ def _link_bytes(table: Table, batch: int, optimizer: str) -> tuple[float, float]
 
     Raises ShardCoreError as `heat_of_tables` does.
     """
-    if (lookups := access.lookups(table, batch)) == 0:
+    if (lookups := access.lookup_count(table, batch)) == 0:
         return 0.0, 0.0
     heat = _heat_with_unseen_rows(_as_in_device_memory(table), batch)
     a_cell, a_row = (OPTIMIZERS[optimizer].state_bytes(each) for each in ("cell", "row"))
     row = table.dim * PRECISION_BYTES[table.precision]
     # Read and written, so twice.
-    state = 2 * heat.unique_rows * table.dim * a_cell * table.below.holds_cells
-    if table.below.holds_state:
+    state = 2 * heat.unique_rows * table.dim * a_cell * table.lower_tier.holds_cells
+    if table.lower_tier.holds_state:
         # State comes and goes with its row.
         row, state = row + table.dim * a_cell + a_row, 0.0
-    if cached := table.cached(table.rows):
+    if cached := table.cached_rows(table.rows):
         # A miss fetches a row and writes back the one that it replaces.
         return 2 * row * float(heat.missed_rows(cached)), state
     # Deduplicated values are looked up, and so read, once.
@@ -80,14 +80,14 @@ def with_shared_cache_load_factors(shards: Sequence[Shard], batch: int) -> tuple
     caches: dict[str, list[int]] = defaultdict(list)
     for i, shard in enumerate(shards):
         # Rows without lookups never enter.
-        if shard.table.shares_cache and access.lookups(shard.table, batch):
+        if shard.table.shares_cache and access.lookup_count(shard.table, batch):
             caches[shard.table.precision].append(i)
     found = list(shards)
     for of_cache in caches.values():
         cached = [shards[i] for i in of_cache]
         # A range of rows is as hot as its table.
         held = np.array([cached_rows_by_memory(s.table, batch) * (s.rows / s.table.rows) for s in cached])
-        size = sum(s.table.cached(s.rows) for s in cached)
+        size = sum(s.table.cached_rows(s.rows) for s in cached)
         memories = np.arange(held.shape[1])
         memory = np.interp(size, held.sum(0), memories)
         for i, shard, rows in zip(of_cache, cached, held, strict=True):
@@ -106,9 +106,9 @@ def with_highest_load_factors(tables: Sequence[Table], batch: int, parts: int) -
     """
     memories = {}
     for i, table in enumerate(tables):
-        if table.shares_cache and access.lookups(table, batch):
+        if table.shares_cache and access.lookup_count(table, batch):
             held = cached_rows_by_memory(table, batch)
-            memories[i] = np.interp(table.cached(table.rows) + parts, held, np.arange(len(held)))
+            memories[i] = np.interp(table.cached_rows(table.rows) + parts, held, np.arange(len(held)))
     longest, found = max(memories.values(), default=0.0), list(tables)
     for i in memories:
         held = cached_rows_by_memory(tables[i], batch)

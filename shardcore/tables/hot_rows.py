@@ -56,11 +56,11 @@ def hot_row_counts(problem: Problem, least_lookups: float) -> dict[str, int]:
 def heat_of_divisible_tables(problem: Problem) -> list[tuple[Table, Heat]]:
     """Sequence tables that may be divided into hot and cold rows, each with its heat."""
     # A table whose kinds a user has fixed stays as it is.
-    fixed, batch = problem.kinds_of, problem.global_batch
+    fixed, batch = problem.allowed_kinds, problem.global_batch
     tables = [
         table
         for table in problem.tables
-        if table.sequence and table.name not in fixed and access.lookups(table, batch)
+        if table.sequence and table.name not in fixed and access.lookup_count(table, batch)
     ]
     return list(zip(tables, heat_of_tables(tables, problem.global_batch), strict=True))
 
@@ -135,7 +135,7 @@ def split_access_statistics(table: Table, rows: int, batch: int) -> tuple[float,
         # The first ranks of a power law follow it, too. The others do not.
         return share, table.access, _reuse_of_cold_rows(heat, rows)
     # Rows and lookups in each bin, in the histogram's batch, in which counts are exact.
-    bins, sums = (of_tables[0] for of_tables in access.bins_of([table]))
+    bins, sums = (of_tables[0] for of_tables in access.reuse_bin_sizes([table]))
     # Hot rows are taken from the bin with the highest mean count down. Of the last bin some may be left.
     hot, left = np.zeros(len(bins)), float(rows)
     for k in np.argsort(-np.where(bins > 0, sums / np.maximum(bins, 1), -1)):
@@ -152,7 +152,7 @@ def _reuse_of_cold_rows(heat: Heat, rows: int) -> Reuse:
     before = np.concatenate([[0.0], np.cumsum(heat.rows)])
     # Rows of each class that are not hot: clipping the cumulative counts removes the hottest.
     left = np.diff(np.clip(before - rows, 0, None))
-    return Reuse(access.expected_bins(left, heat.lookups), heat.batch)
+    return Reuse(access.expected_reuse_histogram(left, heat.lookups), heat.batch)
 
 
 def _move_to_cold_module(table: Table, collections: set[str]) -> Table:
@@ -165,7 +165,7 @@ def is_hot_table(table: Table, problem: Problem) -> bool:
     """Tell if a table of a problem holds the hot rows of another table."""
     return (
         table.name.endswith(HOT)
-        and problem.kinds_of.get(table.name) == (REPLICA.name,)
+        and problem.allowed_kinds.get(table.name) == (REPLICA.name,)
         # A user's table may have such a name. Only a hot part also has this kind, and a cold part beside it.
         and any(other.name == table.name.removesuffix(HOT) + COLD for other in problem.tables)
     )

@@ -35,7 +35,7 @@ def public_pool(name: str, zipf_alpha: float | None = None) -> tuple[Table, ...]
 
 
 def public_optimizer(name: str) -> str:
-    """Optimizer with which the reference implementation of a public list trains; "exact_sgd" if none is named."""
+    """Optimizer that the reference implementation of a public list of tables uses; "exact_sgd" if none is named."""
     return _public_list(name).get("optimizer", "exact_sgd")
 
 

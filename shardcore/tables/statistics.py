@@ -50,7 +50,7 @@ def published_statistics() -> dict[str, float]:
 
 
 def pool_statistics(
-    tables: tuple[Table, ...], counts_of: Callable[[Table], np.ndarray] = access.reference_counts
+    tables: tuple[Table, ...], counts_of: Callable[[Table], np.ndarray] = access.reference_row_counts
 ) -> dict[str, float]:
     """Statistics of a pool of tables with Reuse access, from their histograms or from measured counts.
 
@@ -61,7 +61,7 @@ def pool_statistics(
     rows_in_bin, lookups_in_bin = np.zeros((len(tables), REUSE_BINS)), np.zeros((len(tables), REUSE_BINS))
     for i, table in enumerate(tables):
         counts = counts_of(table)
-        k = access.reuse_bin(counts)
+        k = access.reuse_bin_index(counts)
         # Rows in each bin, and their lookups: the latter are weighted by the counts.
         rows_in_bin[i] = np.bincount(k, minlength=REUSE_BINS)
         lookups_in_bin[i] = np.bincount(k, counts, minlength=REUSE_BINS)

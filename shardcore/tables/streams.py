@@ -20,7 +20,7 @@ from shardcore.step import access
 def draw_lookups(table: Table, batch: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Draw one batch of lookups in a table: row ids [L] int64 and offsets [V + 1] int64, for V distinct values.
 
-    V is F · B for F features, or less if they are deduplicated (access.distinct_values). Samples that repeat a value
+    V is F · B for F features, or less if they are deduplicated (access.bag_count). Samples that repeat a value
     are then left out, so all rows of the batch are in the stream, but fewer times.
 
     Sample b of feature f has ids[offsets[i]:offsets[i+1]] with i = f · B + b. The same table, batch and seed give the
@@ -33,11 +33,11 @@ def draw_lookups(table: Table, batch: int, seed: int = 0) -> tuple[np.ndarray, n
         # Rank 0 is the most popular row. Ranks become ids below.
         ranks = _draw_reuse_ranks(table, batch, rng)
     else:
-        ranks = _draw_zipf_ranks(table, access.lookups(table, batch), rng)
+        ranks = _draw_zipf_ranks(table, access.lookup_count(table, batch), rng)
     if table.dedup > 1:
         # Repeated values are not looked up again, so the batch has fewer lookups.
         ranks = _subsample(ranks, round(len(ranks) / table.dedup), rng)
-    lengths = _draw_lengths(table, len(ranks), access.distinct_values(table, batch), rng)
+    lengths = _draw_lengths(table, len(ranks), access.bag_count(table, batch), rng)
     # Hashed ids are scattered. Ordered ones are the ranks, or are spread by measured row shares.
     ids = (
         _scatter_ranks(ranks, table.rows)
@@ -50,7 +50,7 @@ def draw_lookups(table: Table, batch: int, seed: int = 0) -> tuple[np.ndarray, n
 
 
 def _draw_reuse_ranks(table: Table, batch: int, rng: np.random.Generator) -> np.ndarray:
-    counts = access.reference_counts(table)
+    counts = access.reference_row_counts(table)
     keep = batch / table.reuse.batch
     if keep < 1:
         # A smaller batch keeps each lookup with equal probability.
@@ -132,4 +132,4 @@ def _rows_by_shares(ranks: np.ndarray, table: Table, row_shares: RowShares) -> n
 
 def _n_rows_looked_up(table: Table) -> int:
     """Number of distinct rows that a table's drawn lookups may contain."""
-    return table.rows if isinstance(table.access, Zipf) else len(access.reference_counts(table))
+    return table.rows if isinstance(table.access, Zipf) else len(access.reference_row_counts(table))

@@ -9,7 +9,7 @@ import numpy as np
 from shardcore.core.types import Plan, Problem, Shard
 from shardcore.cost.model import CostModel, price
 from shardcore.search import SHARDERS
-from shardcore.step.exchange_lines import even_is_least, has_concave_exchanges, total_line
+from shardcore.step.exchange_lines import has_concave_exchanges, is_even_division_cheapest, total_linear_cost
 from shardcore.step.kinds import CHANNELS, Channel
 from shardcore.step.lower import lower
 from shardcore.step.scopes import WORLD
@@ -99,16 +99,16 @@ class CostModelConformance:
         assert (bounding.launch_ms() + sums @ rates <= bounding.head(sums) * slack).all()
 
     def test_exchanges_are_as_the_model_for_bounds_says(self) -> None:
-        """Even exchanges cost no less than the line by which lower bounds price them, and no more than uneven ones."""
+        """Even exchanges cost at least their linear lower bound, and at most as much as uneven exchanges."""
         model, _ = self._model_and_encodings()
         topology, bounding = self.problem().topology, model.lower
-        if bounding is None or not even_is_least(bounding, topology):
+        if bounding is None or not is_even_division_cheapest(bounding, topology):
             return
         n, rng, slack = len(topology), np.random.default_rng(0), 1 + 100 * self.tolerance
         speed = np.array([device.speed for device in topology.devices])
 
-        def ends(each: np.ndarray, channel: Channel) -> np.ndarray:
-            """[2, P] ms of the last device forward, and of the devices' mean backward. each: [P, D] bytes."""
+        def bounded_parts_ms(each: np.ndarray, channel: Channel) -> np.ndarray:
+            """[2, P] exchange ms: forward of the slowest device, backward as mean over devices. each: [P, D] bytes."""
             traffic = np.array([each * (c == channel) for c in CHANNELS])
             comm = bounding.comm(traffic, np.zeros(each.shape), topology)
             forward = (comm.forward_ms + comm.input_ms).max(-1)
@@ -118,9 +118,9 @@ class CostModelConformance:
             for n_bytes in 10.0 ** np.arange(2, 10):
                 each = n_bytes * np.array([0.1, 0.55, 1.0])
                 between = (each[0] if has_concave_exchanges(bounding, topology) else n_bytes, n_bytes)
-                *of_byte, once = total_line(bounding, {channel: 1.0}, topology, between)
-                even = ends(np.outer(each, np.ones(n)), channel)
+                *of_byte, once = total_linear_cost(bounding, {channel: 1.0}, topology, between)
+                even = bounded_parts_ms(np.outer(each, np.ones(n)), channel)
                 assert (once + each * sum(of_byte) <= even.sum(0) * slack).all(), (channel, n_bytes)
                 # Replicas are alike on all devices.
-                drawn = n_bytes * n * rng.dirichlet(np.ones(n), 8 * (not channel.row.dense))
-                assert (even[:, -1:] <= ends(drawn, channel) * slack).all(), (channel, n_bytes)
+                drawn = n_bytes * n * rng.dirichlet(np.ones(n), 8 * (not channel.definition.dense))
+                assert (even[:, -1:] <= bounded_parts_ms(drawn, channel) * slack).all(), (channel, n_bytes)

@@ -44,7 +44,7 @@ class DecisionConformance:
     def test_the_plan_fits_the_problem_that_comes_with_it(self) -> None:
         found, heard = self._decide_and_record()
         check_plan(found.plan, found.problem)
-        assert found.chosen in [outcome.proposal for outcome in heard]
+        assert found.chosen_proposal in [outcome.proposal for outcome in heard]
         assert 0 < found.ms < math.inf
 
     def test_proposals_have_words_and_refused_ones_a_reason(self) -> None:

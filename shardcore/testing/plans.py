@@ -18,7 +18,7 @@ from shardcore.cost.model import price
 from shardcore.step import memory
 from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, possible_groups
 from shardcore.step.lower import lower
-from shardcore.step.ways import consolidate
+from shardcore.step.ways import consolidate_placements
 from shardcore.testing.problems import BATCH, MIB, draw_random_tables, small_problem_model
 from shardcore.torchrec.sharding_plan import torchrec_sharding
 
@@ -70,7 +70,7 @@ def check_plan(plan: Plan, problem: Problem) -> None:
     assert max(together.values()) == 1, (
         f"several shards of one table on one device: {together.most_common(1)}"
     )
-    assert plan.placements == consolidate(plan.placements)
+    assert plan.placements == consolidate_placements(plan.placements)
     split = {
         p.shard.table.name
         for p in plan.placements
@@ -93,9 +93,9 @@ def check_plan(plan: Plan, problem: Problem) -> None:
 
 
 def all_plans(problem: Problem, columns_alone: bool = False) -> Iterator[Plan]:
-    """All plans of a small problem with one kind of sharding a table, up to which columns a device group holds."""
+    """All plans of a small problem with one sharding type per table. Plans that permute equal columns count once."""
 
-    def ways(t: Table) -> Iterator[list[Placement]]:
+    def table_placements(t: Table) -> Iterator[list[Placement]]:
         for layout in (WHOLE_ROWS,) if columns_alone else LAYOUTS.values():
             groups = possible_groups(layout, t.rows, problem.topology, None)
             columns = t.dim // MIN_WIDTH if layout.cuts_columns else 1
@@ -106,8 +106,8 @@ def all_plans(problem: Problem, columns_alone: bool = False) -> Iterator[Plan]:
                     for i, g in enumerate(dealt)
                 ]
 
-    for choice in product(*(list(ways(t)) for t in problem.tables)):
-        yield Plan(consolidate(p for placements in choice for p in placements))
+    for choice in product(*(list(table_placements(t)) for t in problem.tables)):
+        yield Plan(consolidate_placements(p for placements in choice for p in placements))
 
 
 def draw_tiny_problem(seed: int) -> Problem:

@@ -29,7 +29,7 @@ def small_problem_model(problem: Problem) -> AnalyticModel:
 def table_bytes(table: Table, optimizer: str = "exact_sgd", width: int | None = None) -> int:
     """Bytes of a table, or of `width` of its columns, with optimizer state, as searches count them."""
     of_one = Problem("one", (table,), Topology((Device(1),)), BATCH, optimizer)
-    return memory.table_bytes(table, of_one, width)
+    return memory.table_peak_bytes(table, of_one, width)
 
 
 def column_placement(table: Table, device: int) -> Placement:
@@ -40,7 +40,7 @@ def column_placement(table: Table, device: int) -> Placement:
 def with_room_for_batch(problem: Problem) -> Problem:
     """Problem with memory for the local batch added to every device."""
     whole = [column_placement(table, 0) for table in problem.tables]
-    more = int(memory.account_of(whole, problem).base.max()) + 1
+    more = int(memory.memory_account(whole, problem).base.max()) + 1
     devices = tuple(replace(d, memory_bytes=d.memory_bytes + more) for d in problem.topology.devices)
     return replace(problem, topology=replace(problem.topology, devices=devices))
 

@@ -98,7 +98,7 @@ class SharderConformance:
             assert first == second and first.provenance == second.provenance, case
 
     def test_a_problem_with_a_hidden_plan_gets_one(self) -> None:
-        """Devices hold exactly what some table-wise plan puts on them, to the byte."""
+        """A sharder finds a plan if devices hold exactly the bytes that some table-wise plan needs."""
         for seed in range(self.drawn):
             self.search_checked_plan(problem_with_hidden_plan(seed), seed)
 
@@ -121,7 +121,7 @@ class SharderConformance:
                 assert memory_bytes - sum(map(table_bytes, problem.tables)) < n_devices * grain
 
     def test_not_a_byte_more_than_a_device_has_is_used(self) -> None:
-        """Two whole tables, one 0.5% larger: the faster device would suit it, and lacks a few bytes."""
+        """A sharder does not put a table on the faster device if the table exceeds its memory by a few bytes."""
         pair = (Table("less", 1000, 4, 10.0, Zipf(0)), Table("more", 1005, 4, 11.0, Zipf(0)))
         constraints = Constraints(unsplit=("less", "more"))
         for speeds in ((2.0, 1.0), (1.0, 2.0)):

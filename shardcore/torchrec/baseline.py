@@ -48,21 +48,21 @@ from shardcore.core.types import OUTPUT_BYTES, Placement, Plan, Problem, Shard, 
 from shardcore.cost.model import CostModel
 from shardcore.search import greedy
 from shardcore.search.budget import Budget, Meter
-from shardcore.search.state.feasible import feasible_shards, fitting
-from shardcore.search.state.packing import equally_wide, excess_bytes
-from shardcore.search.state.shards import cheapest, priced
-from shardcore.step.exchange_lines import total_line
+from shardcore.search.state.feasible import feasible_shards, find_fitting_plan
+from shardcore.search.state.packing import are_parts_equally_wide, excess_bytes
+from shardcore.search.state.shards import cheapest_plan, priced_plan
+from shardcore.step.exchange_lines import total_linear_cost
 from shardcore.step.kinds import (
     LAYOUTS,
     WHOLE_ROWS,
+    layout_for_table,
     layout_of_torchrec,
     pod_size,
     row_unit_of,
-    run_of,
-    shards_on,
+    shards_by_device,
 )
-from shardcore.step.memory import fits, held_bytes, local_batch_bytes, own_peaks
-from shardcore.step.ways import fixed_placements, why_not
+from shardcore.step.memory import local_batch_bytes, peak_bytes_function, plan_fits, usable_bytes
+from shardcore.step.ways import fixed_placements, reason_not_runnable
 from shardcore.torchrec.placements import placements_from_torchrec
 
 _COLUMN_TYPES, _OF_HOSTS = WHOLE_ROWS.torchrec[:2], WHOLE_ROWS.torchrec[2:]
@@ -158,7 +158,7 @@ def search_with_torchrec_planner(
     meter = (budget or Budget()).start()
 
     def price(placements: Sequence[Placement], **provenance: Any) -> Plan:
-        return priced(placements, problem, model, algorithm="torchrec", seed=seed, **provenance)
+        return priced_plan(placements, problem, model, algorithm="torchrec", seed=seed, **provenance)
 
     given = _placements_before_planner(problem, model)
     if len({p.shard.table for p in given}) == len(problem.tables):
@@ -166,10 +166,10 @@ def search_with_torchrec_planner(
     else:
         with silence_torchrec_logging():
             plans = _sweep_planner_settings(_TorchRecProblem(problem, model, given), config, meter, price)
-    if not any(fits(plan, problem) for plan in plans):
-        plans = [price(fitting(problem).placements, packed=True)]
+    if not any(plan_fits(plan, problem) for plan in plans):
+        plans = [price(find_fitting_plan(problem).placements, packed=True)]
     # Each run ranks by TorchRec's own cost. Across runs our model decides.
-    best = cheapest(plans, problem)
+    best = cheapest_plan(plans, problem)
     return replace(best, provenance={**best.provenance, "evals": meter.evals, "config": asdict(config)})
 
 
@@ -177,7 +177,7 @@ def _placements_before_planner(problem: Problem, model: CostModel) -> list[Place
     """Placements made before TorchRec's planner runs: of pinned tables, of bundles, and of tables with one possible
     place.
     """
-    bound = {*problem.pinned, *problem.bundle_of}
+    bound = {*problem.pinned_devices, *problem.group_by_table}
     # A greedy plan of all tables leaves room for the others.
     of_all = greedy.ORDERS["lookup_greedy"](problem, model).placements if bound else ()
     return [*fixed_placements(problem), *(p for p in of_all if p.shard.table.name in bound)]
@@ -194,20 +194,20 @@ def _sweep_planner_settings(
     spare_bytes, spare_s = local_batch_bytes(problem), 0.0
     for _ in range(_TRIES):
         for setting in translation.settings(config):
-            if plans and not meter.left():
+            if plans and not meter.has_budget_left():
                 break
             # To list the options of all types takes seconds on many devices.
-            with suppress(OutOfTime, PlannerError), meter.enforced() if plans else nullcontext():
+            with suppress(OutOfTime, PlannerError), meter.enforced_deadline() if plans else nullcontext():
                 placements = translation.plan(*setting, spare_bytes, meter, spare_s)
-                before_s = meter.seconds()
+                before_s = meter.elapsed_s()
                 # TorchRec knows no widest shard, and may cut unevenly.
                 with suppress(ShardCoreError):
                     plan = price(placements, packed=False, swept=list(setting))
-                    if equally_wide([(p.shard,) for p in plan.placements]):
+                    if are_parts_equally_wide([(p.shard,) for p in plan.placements]):
                         plans.append(plan)
-                        spare_s = _FINISHING * (meter.seconds() - before_s)
+                        spare_s = _FINISHING * (meter.elapsed_s() - before_s)
         # Fewer bytes help only where plans exist and none fits.
-        if not plans or any(fits(plan, problem) for plan in plans):
+        if not plans or any(plan_fits(plan, problem) for plan in plans):
             break
         # At least double the reduction, so that few sweeps are enough.
         spare_bytes += max(min(excess_bytes(plan, problem) for plan in plans), spare_bytes)
@@ -261,7 +261,7 @@ class _TorchRecProblem:
             name: [x for x in _TYPES if self._is_type_allowed(x, t)] for name, t in self.tables.items()
         }
         lookup, exchange = lookup_ms_per_element(problem, model), exchange_ms_per_column(problem, model)
-        self.left, self.busy = np.array(held_bytes(problem)), np.zeros(len(topology))
+        self.left, self.busy = np.array(usable_bytes(problem)), np.zeros(len(topology))
         self._count_fixed_placements(lookup, exchange)
         self.bandwidths: dict[str, Any] = self._link_bandwidths(exchange)
         self.bandwidths |= self._memory_bandwidth(lookup)
@@ -272,14 +272,14 @@ class _TorchRecProblem:
         lookup: ms of one element (`lookup_ms_per_element`).
         exchange: ms of one column (`exchange_ms_per_column`).
         """
-        bytes_of, devices = own_peaks(self.problem), self.problem.topology.devices
+        bytes_of, devices = peak_bytes_function(self.problem), self.problem.topology.devices
         for placement in self.given:
-            run = run_of(placement.kind, placement.shard.table)
-            for device, shard in shards_on(placement):
+            run = layout_for_table(placement.kind, placement.shard.table)
+            for device, shard in shards_by_device(placement):
                 self.left[device] -= bytes_of(run, shard)
                 # Replicas look up their own samples. They are on all devices, so they do not count.
                 if not run.local_batch:
-                    compute_ms = greedy.looked_up(shard) * lookup / devices[device].speed
+                    compute_ms = greedy.looked_up_elements(shard) * lookup / devices[device].speed
                     self.busy[device] += compute_ms + shard.width * exchange
 
     def _is_type_allowed(self, sharding_type: str, table: Table) -> bool:
@@ -289,9 +289,9 @@ class _TorchRecProblem:
         if sharding_type in _HOST_TYPES and not 1 < self.per_host * pod_size(topology) < len(self.ranks):
             return False
         layout = layout_of_torchrec(sharding_type, topology)
-        if layout is None or why_not(layout, table, self.problem):
+        if layout is None or reason_not_runnable(layout, table, self.problem):
             return False
-        return table.name not in self.problem.whole or sharding_type == layout.torchrec_whole
+        return table.name not in self.problem.uncut_tables or sharding_type == layout.torchrec_type_of_whole
 
     def _link_bandwidths(self, column_ms: float) -> dict[str, Any]:
         """Link bandwidths as keyword arguments of TorchRec's Topology, without unknown ones.
@@ -309,7 +309,7 @@ class _TorchRecProblem:
             link = topology.link(ROWS_OVER[row_unit_of(topology)] if inner else level.name)
             if link.gbps:
                 # TorchRec's links belong to each device, so a shared one is divided over the devices of a unit.
-                sharing = len(topology.sharing(link.level)[0]) if link.shared else 1
+                sharing = len(topology.devices_sharing_link(link.level)[0]) if link.shared else 1
                 known[level.torchrec[0]] = link.gbps * BYTES_PER_MS_PER_GBPS / sharing
             elif column_ms > 0:
                 # Without a given link, what a column costs in the model stands for it.
@@ -322,11 +322,11 @@ class _TorchRecProblem:
         lookup: ms of one element (`lookup_ms_per_element`).
         """
         topology = self.topology()
-        constraints = self.constraints({n: [WHOLE_ROWS.torchrec_whole] for n in self.tables}, None)
+        constraints = self.constraints({n: [WHOLE_ROWS.torchrec_type_of_whole] for n in self.tables}, None)
         options = self.enumerator(topology, constraints).enumerate(self.module, self.sharders)
         theirs_ms = sum(s.perf.fwd_compute + s.perf.bwd_compute for o in options for s in o.shards)
         # TorchRec prices lookups by bytes over bandwidth, so bandwidth is the one free number.
-        ours_ms = lookup * sum(greedy.looked_up(Shard.whole(t)) for t in self.tables.values())
+        ours_ms = lookup * sum(greedy.looked_up_elements(Shard.whole(t)) for t in self.tables.values())
         if theirs_ms <= 0 or ours_ms <= 0:
             return {}
         return {"hbm_mem_bw": topology.hbm_mem_bw * theirs_ms / ours_ms}
@@ -436,7 +436,9 @@ class _TorchRecProblem:
 
 @dataclass(frozen=True)
 class Work:
-    """The work of a device, in ms. It replaces a planner's Perf, which has no speed."""
+    """Work of a device in ms, divided by its speed. It stands in for TorchRec's Perf, to which all devices are equally
+    fast.
+    """
 
     speed: float
     total: float
@@ -481,13 +483,13 @@ class PeakStorageEstimator:
         # Names are t0, t1, ... in the order of the problem's tables.
         sharding_options.sort(key=lambda o: (int(o.name[1:]), _TYPES.index(o.sharding_type)))
         # TorchRec adds storage up, so each shard counts with its own peak.
-        bytes_of = own_peaks(self.problem)
+        bytes_of = peak_bytes_function(self.problem)
         for option in sharding_options:
             tick()
             self.of_time.estimate([option], sharder_data_map)
             table = self.tables[option.name]
             layout = layout_of_torchrec(option.sharding_type, self.problem.topology)
-            run = run_of((layout if layout and option.num_shards > 1 else WHOLE_ROWS).name, table)
+            run = layout_for_table((layout if layout and option.num_shards > 1 else WHOLE_ROWS).name, table)
             for shard in option.shards:
                 (row, column), (rows, columns) = shard.offset, shard.size
                 shard.storage = Storage(hbm=0, ddr=0)
@@ -518,7 +520,7 @@ class BudgetedProposer:
     def propose(self) -> Any:
         """Next proposal of TorchRec's proposers, or None once they are exhausted or the budget is used up."""
         while self.waiting and (
-            not self.placeable or (self.meter.left() and self.meter.has_time(self.spare_s))
+            not self.placeable or (self.meter.has_budget_left() and self.meter.has_time(self.spare_s))
         ):
             if proposal := self.waiting[0].propose():
                 self.meter.evals += 1
@@ -547,7 +549,7 @@ def lookup_ms_per_element(problem: Problem, model: CostModel) -> float:
     """
     # One op with all tables: launches of single ops would hide the rate.
     shards = [Shard.whole(t) for t in problem.tables]
-    elements = sum(map(greedy.looked_up, shards))
+    elements = sum(map(greedy.looked_up_elements, shards))
     return float(model.head(model.encode(shards).sum(0, keepdims=True))[0]) / elements if elements else 0.0
 
 
@@ -558,7 +560,7 @@ def exchange_ms_per_column(problem: Problem, model: CostModel) -> float:
     """
     column_bytes, channels = problem.global_batch * OUTPUT_BYTES, dict.fromkeys(WHOLE_ROWS.channels, 1.0)
     even = float(_EVEN_COLUMNS * column_bytes)
-    own, busiest, host, mean, _ = total_line(model, channels, problem.topology, (even, even)).tolist()
+    own, busiest, host, mean, _ = total_linear_cost(model, channels, problem.topology, (even, even)).tolist()
     # A device's bytes are a part of its host's, and of all.
     n = len(problem.topology)
     return column_bytes * (own + busiest + host * len(problem.topology.hosts) / n + mean / n)

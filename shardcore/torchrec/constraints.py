@@ -18,8 +18,8 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.tiers import BELOW, TIERS
 from shardcore.core.topology import Topology
 from shardcore.core.types import Table
-from shardcore.core.validation import require_type, shown
-from shardcore.step.kinds import LAYOUTS, Layout, layout_of, layouts_of_torchrec
+from shardcore.core.validation import require_type, short_repr
+from shardcore.step.kinds import LAYOUTS, Layout, layout_of_kind, layouts_of_torchrec
 from shardcore.step.memory import MIB
 from shardcore.torchrec import fields
 from shardcore.torchrec.modules import ModelTable, quote_first_names
@@ -47,7 +47,11 @@ NO_KERNELS = {"quant": "runs inference", "virtual": "has no rows to place before
 """Kernels that no plan has, by a substring of their names, and why."""
 BY_TYPE = {name: layouts_of_torchrec(name) for layout in LAYOUTS.values() for name in layout.torchrec}
 """Our kinds of each sharding type of TorchRec. A topology has one of them."""
-WRITTEN = {name for layout in LAYOUTS.values() for name in (layout.torchrec_whole, layout.torchrec_cut)}
+WRITTEN = {
+    name
+    for layout in LAYOUTS.values()
+    for name in (layout.torchrec_type_of_whole, layout.torchrec_type_of_cut)
+}
 """TorchRec's sharding types that plans of ours are written as."""
 
 
@@ -59,8 +63,10 @@ def require_constraints(constraints: ByName | None) -> None:
 
     require_type(constraints, (Mapping, NoneType), "constraints", "ParameterConstraints by table, or None")
     for name, c in (constraints or {}).items():
-        what = f"ParameterConstraints of table {shown(name)}"
-        require_type(c, ParameterConstraints, f"constraints of table {shown(name)}", "ParameterConstraints")
+        what = f"ParameterConstraints of table {short_repr(name)}"
+        require_type(
+            c, ParameterConstraints, f"constraints of table {short_repr(name)}", "ParameterConstraints"
+        )
         for field, kind, right in (
             ("sharding_types", str, "a list of sharding types, such as ['row_wise'], or None"),
             ("compute_kernels", str, "a list of kernels, such as ['fused'], or None"),
@@ -73,7 +79,7 @@ def require_constraints(constraints: ByName | None) -> None:
             else:
                 right_type = value is None and kind is str
             if not right_type:
-                raise ShardCoreError(f"{what} has {field} {shown(value)}; it needs to be {right}")
+                raise ShardCoreError(f"{what} has {field} {short_repr(value)}; it needs to be {right}")
         require_type(
             c.min_partition, (int, NoneType), f"{what}: min_partition", "a number of columns, or None"
         )
@@ -167,7 +173,7 @@ def _unpriced_constraint_lines(c: ParameterConstraints, what: str, features: lis
         given = getattr(c, field)
         if given and (len(given) != len(features) or not all(n > 0 for n in given)):
             raise ShardCoreError(
-                f"{what} has {field} {shown(given)} for its {len(features)} features {', '.join(features)}; it "
+                f"{what} has {field} {short_repr(given)} for its {len(features)} features {', '.join(features)}; it "
                 "needs one above 0 for each"
             )
     if c.cache_params is not None and c.cache_params.load_factor is not None:
@@ -191,7 +197,7 @@ def _unpriced_constraint_lines(c: ParameterConstraints, what: str, features: lis
     if types := None if WRITTEN & set(c.sharding_types or WRITTEN) else c.sharding_types:
         raise ShardCoreError(
             f"{what} has sharding_types {types}; ShardCore writes such plans as "
-            f"{BY_TYPE[types[0]][0].torchrec_cut}: allow it too"
+            f"{BY_TYPE[types[0]][0].torchrec_type_of_cut}: allow it too"
         )
     if not _allowed_kinds(c):
         raise ShardCoreError(
@@ -298,7 +304,11 @@ def search_constraints(
             continue
         # A table keeps all columns unless each of its kinds may run it cut, so that any plan is one that it may have.
         types, dim = set(c.sharding_types or WRITTEN), table.config.embedding_dim
-        cuts = {layout.torchrec_cut for kind in _allowed_kinds(c) if (layout := layout_of(kind)).cuts_columns}
+        cuts = {
+            layout.torchrec_type_of_cut
+            for kind in _allowed_kinds(c)
+            if (layout := layout_of_kind(kind)).cuts_columns
+        }
         if least := c.min_partition if cuts <= types else dim:
             # A table narrower than min_partition keeps its own width.
             widths[key] = min(least, dim)
@@ -311,14 +321,14 @@ def _kinds_on_topology(c: ParameterConstraints, topology: Topology, what: str) -
     what: the constraints, for messages. Raises ShardCoreError if the topology has none of the kinds.
     """
     kinds = _allowed_kinds(c)
-    possible = tuple(kind for kind in kinds if _is_possible_on(layout_of(kind), topology))
+    possible = tuple(kind for kind in kinds if _is_possible_on(layout_of_kind(kind), topology))
     if not possible:
         able = [
             name for name, of in BY_TYPE.items() if any(_is_possible_on(layout, topology) for layout in of)
         ]
         raise ShardCoreError(
             f"{what} has sharding_types {c.sharding_types}; with {len(topology)} devices in all and "
-            f"{len(topology.on_hosts[0])} on a host ShardCore runs a table by {', '.join(able)}"
+            f"{len(topology.devices_by_host[0])} on a host ShardCore runs a table by {', '.join(able)}"
         )
     return None if set(kinds) == set(LAYOUTS) else possible
 
@@ -395,14 +405,14 @@ def rewrite_to_allowed_types(plan: ShardingPlan, constraints: ByName, model_tabl
         layouts = {name: BY_TYPE[shardings[name].sharding_type][0] for name in allowed}
         # Types of cut tables that some table of the collection has to have.
         as_cut = {
-            layouts[name].torchrec_cut
+            layouts[name].torchrec_type_of_cut
             for name, types in allowed.items()
-            if shardings[name].sharding_type == layouts[name].torchrec_cut
+            if shardings[name].sharding_type == layouts[name].torchrec_type_of_cut
             or (types and shardings[name].sharding_type not in types)
         }
         for name, types in allowed.items():
             # A table joins the cut type where its own constraints allow that.
-            whole, cut = layouts[name].torchrec_whole, layouts[name].torchrec_cut
+            whole, cut = layouts[name].torchrec_type_of_whole, layouts[name].torchrec_type_of_cut
             written = cut if cut in as_cut and (not types or cut in types) else shardings[name].sharding_type
             if types and written not in types:
                 written = whole
@@ -410,12 +420,12 @@ def rewrite_to_allowed_types(plan: ShardingPlan, constraints: ByName, model_tabl
         # Both types in one collection are two ops in TorchRec.
         written_types = {shardings[name].sharding_type for name in allowed}
         lines += [
-            f"module {path!r} runs {layout.torchrec_whole} and {layout.torchrec_cut} tables, for their "
+            f"module {path!r} runs {layout.torchrec_type_of_whole} and {layout.torchrec_type_of_cut} tables, for their "
             "sharding_types allow no single one; they are priced as one op"
             for layout in LAYOUTS.values()
             if layout in layouts.values()
             and layout.cuts_columns
-            and {layout.torchrec_whole, layout.torchrec_cut} <= written_types
+            and {layout.torchrec_type_of_whole, layout.torchrec_type_of_cut} <= written_types
         ]
     return lines
 
@@ -427,11 +437,15 @@ def require_no_grid_shard(plan: ShardingPlan) -> None:
     for path, module in shardings_by_module(plan).items():
         for name, sharding in module.items():
             layout = BY_TYPE[sharding.sharding_type][0]
-            if layout.divides_rows and layout.cuts_columns and sharding.sharding_type == layout.torchrec_cut:
+            if (
+                layout.divides_rows
+                and layout.cuts_columns
+                and sharding.sharding_type == layout.torchrec_type_of_cut
+            ):
                 raise ShardCoreError(
-                    f"table {name!r} of module {path!r} runs {layout.torchrec_cut}, for its sharding_types allow no "
-                    f"other, and its batches have sizes of their own (VBE), which TorchRec's {layout.torchrec_cut} "
-                    "does not take: allow another type"
+                    f"table {name!r} of module {path!r} runs {layout.torchrec_type_of_cut}, for its sharding_types "
+                    "allow no other, and its batches have sizes of their own (VBE), which TorchRec's "
+                    f"{layout.torchrec_type_of_cut} does not take: allow another type"
                 )
 
 

@@ -20,8 +20,8 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Problem
 from shardcore.core.validation import MOST_DEVICES, Record, require, within
 from shardcore.io import schema, writing
-from shardcore.io.envelope import document, open_document, seal, unseal
-from shardcore.step.sharding_groups import CONTIGUOUS, GroupedPlan, SyncEvery, per_unit
+from shardcore.io.envelope import add_digest, open_document, remove_digest, with_schema
+from shardcore.step.sharding_groups import CONTIGUOUS, GroupedPlan, SyncEvery, devices_per_unit
 from shardcore.torchrec import fields
 from shardcore.torchrec.plan_files import plan_from_json, plan_to_json
 from shardcore.torchrec.sharding_plan import to_torchrec
@@ -80,7 +80,7 @@ def to_dmp_collection(
         world_size=len(problem.topology),
         sharding_group_size=grouped.grouping.size,
         # Hosts of a group, which are smaller than hosts of the job where groups interleave.
-        node_group_size=per_unit(grouped.problem, grouped.plan),
+        node_group_size=devices_per_unit(grouped.problem, grouped.plan),
         use_inter_host_allreduce=grouped.grouping.layout == CONTIGUOUS,
     )
     # The plan is one of a group, and its ranks count from 0 in each.
@@ -102,11 +102,11 @@ def write_dmp_collection(path: str | Path, arguments: Mapping[str, Any], sync_ev
     # The plan is written in the form of plan files, the rest as numbers.
     numbers = {name: value for name, value in arguments.items() if name != "plan"}
     body = {
-        "arguments": asdict(schema.build(Arguments, numbers, "arguments")),
+        "arguments": asdict(schema.build_record(Arguments, numbers, "arguments")),
         "sync_every": sync_every,
         "modules": plan_to_json(arguments["plan"]),
     }
-    writing.write_json(path, document(_SCHEMA, seal(body)))
+    writing.write_json(path, with_schema(_SCHEMA, add_digest(body)))
 
 
 def read_dmp_collection(path: str | Path) -> tuple[dict[str, Any], int]:
@@ -115,7 +115,7 @@ def read_dmp_collection(path: str | Path) -> tuple[dict[str, Any], int]:
     Raises ShardCoreError for a file that is foreign, damaged or edited.
     """
     # Checks schema, version and digest before anything is parsed.
-    content = schema.build(_File, unseal(open_document(path, _SCHEMA), path), str(path))
+    content = schema.build_record(_File, remove_digest(open_document(path, _SCHEMA), path), str(path))
     return {
         "plan": plan_from_json(content.modules, str(path)),
         **asdict(content.arguments),

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from shardcore.core.errors import ShardCoreError, shortened
+from shardcore.core.errors import ShardCoreError, shorten
 
 HONOURED, PRICED, REFUSED = "honoured", "priced", "refused"
 UNKNOWN = object()
@@ -362,4 +362,4 @@ def _is_default(value: Any, default: Any) -> bool:
 
 
 def _short_text(value: Any) -> str:
-    return shortened(repr(value), 80)
+    return shorten(repr(value), 80)

@@ -1,6 +1,6 @@
 """HotColdEmbeddingCollection: an EmbeddingCollection whose hot rows are on every rank.
 
-    hot = HotIds.of_counts("history", counts, hot=20_000)
+    hot = HotIds.from_counts("history", counts, hot=20_000)
     model.history = HotColdEmbeddingCollection(configs, {"history": hot}, device="meta")
     model = DistributedModelParallel(model, plan=to_torchrec(plan, problem, model), ...)
 

@@ -17,7 +17,7 @@ import numpy as np
 from shardcore.core.access_statistics import Reuse, Zipf
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Table
-from shardcore.core.validation import shown
+from shardcore.core.validation import short_repr
 from shardcore.io import job_folder
 from shardcore.step import access
 from shardcore.tables.deduplication import deduplication_factor
@@ -103,7 +103,7 @@ def read_lookups(lookups: Lookups | LookupData, local_batch: int) -> Means | Loo
 
 def _read_job_lookups(folder: Path, local_batch: int) -> LookupData:
     """Lookups of all ranks in the newest traced step of a job's folder."""
-    step = job_folder.newest_step(folder)
+    step = job_folder.newest_step_folder(folder)
     ranks = [job_folder.read_lookups(path) for path in sorted(step.glob("rank-*.lookups.npz"))]
     if not ranks:
         raise ShardCoreError(f"{step} has no lookups (rank-0.lookups.npz), which ShardCoreProfiler writes")
@@ -123,12 +123,12 @@ def _n_ranks_in_batch(batch: KeyedJaggedTensor) -> int:
     of_ranks = batch.stride_per_key_per_rank()
     if len(ranks := {len(of_key) for of_key in of_ranks}) != 1:
         raise ShardCoreError(
-            f"lookups has stride_per_key_per_rank {shown(of_ranks)}; each feature needs a stride of each rank"
+            f"lookups has stride_per_key_per_rank {short_repr(of_ranks)}; each feature needs a stride of each rank"
         )
     strides, n_lengths = batch.stride_per_key(), batch.lengths().numel()
     if sum(strides) != n_lengths:
         raise ShardCoreError(
-            f"lookups has strides {shown(strides)}, {sum(strides)} in all, and {n_lengths} lengths; they need to "
+            f"lookups has strides {short_repr(strides)}, {sum(strides)} in all, and {n_lengths} lengths; they need to "
             "add up to as many"
         )
     return ranks.pop()
@@ -223,7 +223,7 @@ def _pooling_and_access_from_data(
                 _require_ids_in_range(data.ids[feature], feature, name, table.config.num_embeddings)
         # All features of a table look up the same rows, so their ids count together.
         ids, n = np.concatenate([data.ids[f] for f in features]), data.samples[first]
-        statistics[name] = len(ids) / n, access.reuse_of(ids, n)
+        statistics[name] = len(ids) / n, access.reuse_from_ids(ids, n)
     return statistics
 
 
@@ -299,6 +299,6 @@ def measure_row_shares(
             shares = routed_row_shares(ids, table.managed_collision, n_devices)
         else:
             # Few ids, or ids that lie as if hashed, give no shares.
-            shares = access.row_shares_of(ids, table.rows, n_devices)
+            shares = access.row_shares_from_ids(ids, table.rows, n_devices)
         shared.append(replace(table, ordered=True, row_shares=shares) if shares else table)
     return tuple(shared)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardcore.core.access_statistics import HASH_FORMS, ManagedCollision
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.validation import require, require_type, shown
+from shardcore.core.validation import require, require_type, short_repr
 from shardcore.tables.hot_rows import COLD, HOT, INSIDE, REPLICA
 
 if TYPE_CHECKING:
@@ -277,7 +277,7 @@ def _managed_collision_memory(wrapper: nn.Module | None, config: Any) -> Managed
         "input_size": size,
         "routing": "contiguous" if size else "round_robin",
     }
-    form, eviction = _form_and_eviction(module)
+    form, eviction = _hash_form_and_eviction_policy(module)
     if eviction in HASH_FORMS[form].row_bytes:
         same |= {"form": form, "eviction": eviction}
     if not isinstance(module, MCHManagedCollisionModule):  # a hash table, which keeps no history
@@ -290,7 +290,7 @@ def _managed_collision_memory(wrapper: nn.Module | None, config: Any) -> Managed
     return ManagedCollision(**same, lookup_bytes=math.ceil(_HISTORY * module._eviction_interval * fields * 8))
 
 
-def _form_and_eviction(module: nn.Module) -> tuple[str, str]:
+def _hash_form_and_eviction_policy(module: nn.Module) -> tuple[str, str]:
     """Hash-table form and eviction policy of a managed-collision module; the policy may be a user's own class."""
     from torchrec.modules.mc_modules import MCHManagedCollisionModule
 
@@ -369,7 +369,8 @@ def require_sharders(module: nn.Module, sharders: Sequence[ModuleSharder[Any]]) 
     for sharder in sharders:
         require(
             hasattr(sharder, "module_type"),
-            f"sharders has {shown(sharder)}; it needs TorchRec's sharders, such as EmbeddingBagCollectionSharder()",
+            f"sharders has {short_repr(sharder)}; it needs TorchRec's sharders, "
+            "such as EmbeddingBagCollectionSharder()",
         )
     kinds = {sharder.module_type for sharder in sharders}
     for collection in collections_of_model(module):

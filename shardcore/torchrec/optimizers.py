@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from shardcore.core.catalog import OPTIMIZERS, named
+from shardcore.core.catalog import OPTIMIZERS, shardcore_name
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.job import Job
 from shardcore.cost.composite import Composite
@@ -36,7 +36,7 @@ def optimizer_of_tables(
     # FBGEMM's own default runs where others have none.
     by_name = {name: theirs or OPTIMIZERS["exact_sgd"].theirs for name, theirs in of_table.items()}
     for name, theirs in by_name.items():
-        if named(theirs, OPTIMIZERS) is None:
+        if shardcore_name(theirs, OPTIMIZERS) is None:
             raise ShardCoreError(
                 f"table {name!r} trains under {theirs}; known are {', '.join(o.theirs for o in OPTIMIZERS.values())}"
             )
@@ -51,7 +51,7 @@ def optimizer_of_tables(
         raise ShardCoreError(
             f"the model trains {of}; ShardCore counts and prices one optimizer for all tables: set the same on each"
         )
-    return named(first, OPTIMIZERS)
+    return shardcore_name(first, OPTIMIZERS)
 
 
 def _fbgemm_optimizer_by_table(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Problem
-from shardcore.cost.model import CostModel, total_ms
+from shardcore.cost.model import CostModel, predicted_total_ms
 from shardcore.step.lower import lower
 from shardcore.torchrec.cost_models import resolve_cost_model
 from shardcore.torchrec.modules import tables_of_model
@@ -76,4 +76,4 @@ class ShardCorePerfModel:
             self.refused.append(str(error))
             return float("inf")
         self.rated += 1
-        return total_ms(step, self.model)
+        return predicted_total_ms(step, self.model)

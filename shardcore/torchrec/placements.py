@@ -12,10 +12,10 @@ from shardcore.core.types import Placement, Shard, Table
 from shardcore.step.kinds import (
     LAYOUTS,
     WHOLE_ROWS,
-    even_rows,
+    even_row_ranges,
     kinds_on_all_devices,
     layout_of_torchrec,
-    shards_on,
+    shards_by_device,
 )
 
 
@@ -63,7 +63,7 @@ def _placements_of_table(sharding: Any, table: Table, name: str, topology: Topol
     by_columns: dict[tuple[int, int], dict[int, tuple[int, int]]] = {}
     # Ranks that get no rows count: a table may have fewer rows than there are ranks.
     shards = Counter((s.shard_offsets[1], s.shard_sizes[1]) for s in sharding.sharding_spec.shards)
-    has_groups_of_one = any(len(group) == 1 for group in layout.possible_in(topology))
+    has_groups_of_one = any(len(group) == 1 for group in layout.possible_groups(topology))
     for (low, width), n in shards.items():
         if layout.divides_rows and n == 1 and not has_groups_of_one:
             raise ShardCoreError(
@@ -88,8 +88,8 @@ def _placements_of_table(sharding: Any, table: Table, name: str, topology: Topol
             layout = next(k for k in kinds_on_all_devices(topology) if k.divides_rows)
         placement = Placement(layout.name, Shard(table, 0, table.rows, low, high), tuple(ranges))
         # TorchRec finds a row's rank by division, so uneven ranges would look up wrong rows.
-        is_even = not layout.divides_rows or even_rows(table.rows, len(ranges)) is not None
-        expected = {d: (s.row_lo, s.row_hi) for d, s in shards_on(placement)} if is_even else None
+        is_even = not layout.divides_rows or even_row_ranges(table.rows, len(ranges)) is not None
+        expected = {d: (s.row_lo, s.row_hi) for d, s in shards_by_device(placement)} if is_even else None
         if ranges != expected:
             raise ShardCoreError(
                 f"the plan has rows {list(ranges.values())[:4]} of table {name!r} on ranks; "

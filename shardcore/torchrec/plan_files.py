@@ -16,9 +16,9 @@ from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.validation import MOST_DEVICES, shown
+from shardcore.core.validation import MOST_DEVICES, short_repr
 from shardcore.io import schema, writing
-from shardcore.io.envelope import document, open_document, seal, unseal
+from shardcore.io.envelope import add_digest, open_document, remove_digest, with_schema
 from shardcore.step.kinds import layouts_of_torchrec
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def write_torchrec(path: str | Path, plan: ShardingPlan, qcomms: QCommsConfig | 
     """
     # Optional keys are left out, so that files without them stay the same.
     body = {"modules": plan_to_json(plan)} | ({"qcomms": encode_setting(qcomms, "qcomms")} if qcomms else {})
-    writing.write_json(path, document(_SCHEMA, seal(body)))
+    writing.write_json(path, with_schema(_SCHEMA, add_digest(body)))
 
 
 def read_torchrec(path: str | Path, module: nn.Module | None = None) -> ShardingPlan:
@@ -103,7 +103,7 @@ def read_qcomms(path: str | Path) -> QCommsConfig | None:
 
 def _read_plan_file(path: str | Path) -> _File:
     # Without the digest an edited plan could shard a table in a way that nobody priced.
-    return schema.build(_File, unseal(open_document(path, _SCHEMA), path), str(path))
+    return schema.build_record(_File, remove_digest(open_document(path, _SCHEMA), path), str(path))
 
 
 def plan_to_json(plan: ShardingPlan) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def _decode_sharding(value: Any, what: str) -> ParameterSharding:
         known = [kind.value for kind in kinds if not kind.value.startswith("quant")]
         if getattr(sharding, name) not in known:
             raise ShardCoreError(
-                f"{what}, {name} is {shown(getattr(sharding, name))}; TorchRec knows {', '.join(known)}"
+                f"{what}, {name} is {short_repr(getattr(sharding, name))}; TorchRec knows {', '.join(known)}"
             )
     # TorchRec uses ranks and shards in different places, so they have to agree.
     ranks, spec = sharding.ranks, sharding.sharding_spec
@@ -150,7 +150,9 @@ def _decode_sharding(value: Any, what: str) -> ParameterSharding:
         return sharding
     # A model would take ranks from one and shards from the other.
     if ranks is not None and set(ranks) != (placed := {shard.placement.rank() for shard in spec.shards}):
-        raise ShardCoreError(f"{what} has ranks {shown(ranks)}; its shards are on {shown(sorted(placed))}")
+        raise ShardCoreError(
+            f"{what} has ranks {short_repr(ranks)}; its shards are on {short_repr(sorted(placed))}"
+        )
     _require_shard_ranges(sharding.sharding_type, spec.shards, what)
     return sharding
 
@@ -166,7 +168,7 @@ def _require_shard_ranges(kind: str, shards: Sequence[ShardMetadata], what: str)
         (True, False): (len(columns) == 1, "all columns in each shard"),
         (False, True): (len(rows) == 1, "all rows in each shard"),
         (False, False): (len(shards) == 1, "one shard"),
-    }[layout.divides_rows, kind != layout.torchrec_whole]
+    }[layout.divides_rows, kind != layout.torchrec_type_of_whole]
     if not holds:
         raise ShardCoreError(
             f"{what} is {kind} in {len(shards)} shards of other rows or columns; it needs {needed}"
@@ -209,7 +211,7 @@ def decode_setting(kind: Any, value: Any, what: str) -> Any:
     origin, inner = get_origin(kind), [k for k in get_args(kind) if k is not Ellipsis]
     if origin in (list, tuple):
         if not isinstance(value, list):
-            raise ShardCoreError(f"{what} is {shown(value)}; it needs to be a list")
+            raise ShardCoreError(f"{what} is {short_repr(value)}; it needs to be a list")
         # A tuple of fixed length has a kind per entry. A list has one for all.
         kinds = inner if len(inner) == len(value) and origin is tuple else [inner[0]] * len(value)
         return origin(decode_setting(k, v, what) for k, v in zip(kinds, value, strict=True))
@@ -218,18 +220,20 @@ def decode_setting(kind: Any, value: Any, what: str) -> Any:
     # Files name members of enums (see `encode_setting`).
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         if not isinstance(value, str) or value not in kind.__members__:
-            raise ShardCoreError(f"{what} is {shown(value)}; known are {', '.join(kind.__members__)}")
+            raise ShardCoreError(f"{what} is {short_repr(value)}; known are {', '.join(kind.__members__)}")
         return kind[value]
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return _decode_record(kind, value, what)
     if kind in (int, float, str, bool):
-        plain = schema.read(value, kind, what)
+        plain = schema.convert_value(value, kind, what)
         if kind in (int, float) and plain < 0:
             raise ShardCoreError(f"{what} is {value}; it needs to be 0 or more")
         return plain
     if kind is Any and not isinstance(value, list | Mapping):
         return value
-    raise ShardCoreError(f"{what} is {shown(value)}; a file can hold no {getattr(kind, '__name__', kind)}")
+    raise ShardCoreError(
+        f"{what} is {short_repr(value)}; a file can hold no {getattr(kind, '__name__', kind)}"
+    )
 
 
 def _decode_record(kind: type, value: Any, what: str) -> Any:
@@ -242,7 +246,7 @@ def _decode_record(kind: type, value: Any, what: str) -> Any:
         raise ShardCoreError(f"{what}, load_factor is {share:g}; it needs to be above 0, at most 1")
     rest = {name: v for name, v in value.items() if name not in hints} if given else value
     try:
-        return schema.build(kind, rest, what, sorted(hints), **decoded)
+        return schema.build_record(kind, rest, what, sorted(hints), **decoded)
     except ShardCoreError:
         raise
     except (ValueError, TypeError) as error:  # TorchRec checks its settings itself
@@ -265,7 +269,8 @@ class _ShardOfSpec:
     def __post_init__(self) -> None:
         if not _PLACEMENT.fullmatch(self.placement):
             raise ShardCoreError(
-                f"a shard has placement {shown(self.placement)}; it needs a rank and a device, such as rank:0/cuda:0"
+                f"a shard has placement {short_repr(self.placement)}; it needs a rank and a device, "
+                "such as rank:0/cuda:0"
             )
 
 
@@ -273,8 +278,8 @@ def _decode_sharding_spec(shards: Any, what: str) -> Any:
     from torch.distributed._shard.metadata import ShardMetadata
     from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
 
-    schema.require_once(shards, ("offsets",), f"{what} has several shards of the same cells")
-    parsed = schema.read(shards, tuple[_ShardOfSpec, ...], what)
+    schema.require_unique(shards, ("offsets",), f"{what} has several shards of the same cells")
+    parsed = schema.convert_value(shards, tuple[_ShardOfSpec, ...], what)
     try:
         return EnumerableShardingSpec(
             [ShardMetadata(list(s.offsets), list(s.sizes), s.placement) for s in parsed]

@@ -20,9 +20,9 @@ from shardcore.core.types import Plan, Problem
 from shardcore.core.validation import require, require_type
 from shardcore.cost.known_errors import profile_of
 from shardcore.cost.model import CostModel
-from shardcore.search import DEFAULT_SHARDER, Budget, known, sharder
-from shardcore.search.state.packing import roomiest
-from shardcore.search.state.refusal import refusal
+from shardcore.search import DEFAULT_SHARDER, Budget, require_known_sharder, sharder
+from shardcore.search.state.packing import least_excess_plan
+from shardcore.search.state.refusal import refusal_message
 from shardcore.step.lower import lower
 from shardcore.torchrec import constraints as constrained
 from shardcore.torchrec import fields, optimizers, topologies
@@ -37,7 +37,7 @@ from shardcore.torchrec.modules import (
     unpriced_wrappers,
 )
 from shardcore.torchrec.problems import default_reserved_share, problem_for
-from shardcore.torchrec.settings import payloads_of_sharders, unpriced, unpriced_hardware
+from shardcore.torchrec.settings import payloads_of_sharders, unpriced_hardware, unpriced_plan_lines
 from shardcore.torchrec.sharding_plan import to_torchrec
 from shardcore.torchrec.topologies import topology_from_torchrec
 
@@ -126,7 +126,7 @@ class ShardCorePlanner:
     ) -> None:
         from torchrec.distributed.types import ShardingPlanner
 
-        algorithm = known(algorithm)
+        algorithm = require_known_sharder(algorithm)
         # Registering avoids importing TorchRec with this module.
         ShardingPlanner.register(type(self))
         self.compute_device = getattr(topology, "compute_device", "cuda")
@@ -237,7 +237,7 @@ class ShardCorePlanner:
         notes += [f"extrapolated: {line}" for line in beyond]
         self.problem, self.our_plan = problem, plan
         has_update = profile_of(self.model) is not None
-        self.unpriced = [*unpriced(sharding_plan, used, problem, has_update), *notes]
+        self.unpriced = [*unpriced_plan_lines(sharding_plan, used, problem, has_update), *notes]
         return sharding_plan
 
     def _job_for_plan(
@@ -282,9 +282,9 @@ class ShardCorePlanner:
             if self.their_topology is None:
                 raise
             # Memory that is added has its share that stays free.
-            lacks = roomiest(problem)[1] > 0
+            lacks = least_excess_plan(problem)[1] > 0
             reasons = (
-                refusal(problem, self.reserved) if lacks else str(error),
+                refusal_message(problem, self.reserved) if lacks else str(error),
                 topologies.default_memory_note(self.their_topology),
                 f"of a device's memory, {100 * self.reserved:.6g}% stays free (reserved)",
             )

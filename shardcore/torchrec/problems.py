@@ -8,14 +8,14 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from shardcore.core.access_statistics import Reuse, Zipf
-from shardcore.core.catalog import PRECISIONS, named
+from shardcore.core.catalog import PRECISIONS, shardcore_name
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.job import Job
 from shardcore.core.topology import Topology
 from shardcore.core.types import Problem, Table
 from shardcore.core.validation import require_type
-from shardcore.step.kinds import LAYOUTS, even_share, layout_of, possible_groups
+from shardcore.step.kinds import LAYOUTS, even_row_share, layout_of_kind, possible_groups
 from shardcore.tables.hot_rows import with_hot_rows
 from shardcore.tables.public import DEFAULT_ACCESS
 from shardcore.torchrec import constraints as constrained
@@ -157,7 +157,7 @@ def table_from_model(
 ) -> Table:
     """ShardCore Table of a model's table. Raises ShardCoreError for a data type without a cost model."""
     config = table.config
-    precision = named(config.data_type.name, PRECISIONS)
+    precision = shardcore_name(config.data_type.name, PRECISIONS)
     if precision is None:
         known = ", ".join(p.theirs for p in PRECISIONS.values())
         raise ShardCoreError(f"table {name!r} has data type {config.data_type.name}; known are {known}")
@@ -200,13 +200,13 @@ def _kinds_allowed_in_wrappers(
             raise ShardCoreError(
                 f"{what}; constraints have it run by {', '.join(allowed[name])}: allow {', '.join(sorted(able))}"
             )
-        if len(topology) == 1 and all(layout_of(kind).divides_rows for kind in kinds):
+        if len(topology) == 1 and all(layout_of_kind(kind).divides_rows for kind in kinds):
             raise ShardCoreError(
                 f"{what}; the topology has {len(topology)} device, and it needs 2 or more to divide rows"
             )
         rows, n = table.config.num_embeddings, len(topology)
-        if not any(possible_groups(layout_of(kind), rows, topology, None) for kind in kinds):
-            right = next(more for more in count(rows) if even_share(more, n))
+        if not any(possible_groups(layout_of_kind(kind), rows, topology, None) for kind in kinds):
+            right = next(more for more in count(rows) if even_row_share(more, n))
             raise ShardCoreError(
                 f"{what}; it divides {rows} rows evenly, and the last of {n} devices would have none: give it {right} "
                 "rows, or another number of devices"

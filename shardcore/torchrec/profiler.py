@@ -157,7 +157,7 @@ class ShardCoreProfiler:
         try:
             folder = job_folder.step_folder(self._folder, self._count)
             folder.mkdir(parents=True, exist_ok=True)
-            job_folder.write_rank(folder, self._rank, self._step_ms_spread(), self._lookups)
+            job_folder.write_rank_measurements(folder, self._rank, self._step_ms_spread(), self._lookups)
             if self._rank == 0:
                 self._write_job_facts(folder)
             path = job_folder.trace_path(folder, self._rank)
@@ -193,7 +193,7 @@ class ShardCoreProfiler:
     def _remove_old_steps(self) -> None:
         import shutil
 
-        for old in job_folder.traced_steps(self._folder)[: -self._keep]:
+        for old in job_folder.complete_step_folders(self._folder)[: -self._keep]:
             shutil.rmtree(old, ignore_errors=True)
 
 

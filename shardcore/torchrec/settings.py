@@ -15,7 +15,7 @@ from shardcore.core.job import Job
 from shardcore.core.payloads import PAYLOADS, payload_of
 from shardcore.core.tiers import TIERS
 from shardcore.core.types import Problem, Setting
-from shardcore.step.collectives import COLLECTIVES, carried_as
+from shardcore.step.collectives import COLLECTIVES, carried_payload
 from shardcore.step.kinds import layout_of_torchrec
 from shardcore.torchrec import plan_files
 from shardcore.torchrec.fields import FIELDS, unpriced_record_lines
@@ -77,7 +77,7 @@ _TORCH = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 """Payloads by torch's names."""
 
 
-def job_of(qcomms: QCommsConfig) -> Job:
+def job_from_qcomms(qcomms: QCommsConfig) -> Job:
     """Job with the payloads of a TorchRec QCommsConfig.
 
     Raises ShardCoreError naming a field that is refused, or a precision that is not priced.
@@ -89,7 +89,7 @@ def job_of(qcomms: QCommsConfig) -> Job:
     return Job(forward_payload=forward, backward_payload=backward)
 
 
-def qcomms_of(job: Job) -> QCommsConfig:
+def qcomms_from_job(job: Job) -> QCommsConfig:
     """TorchRec QCommsConfig with the payloads of a job."""
     from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig
 
@@ -143,10 +143,10 @@ _SUMS = "reduce_scatter"
 def _is_payload_priced(op: str, sent: tuple[str, str], priced: tuple[str, str]) -> bool:
     """Tell if a collective operation sends as many bytes as a job with the priced payloads."""
     row = COLLECTIVES[_SUMS if _SUMS in op else "all_to_all"]
-    carried = [carried_as(row, way, payload) for way, payload in zip(row.ways, priced, strict=True)]
+    carried = [carried_payload(row, way, payload) for way, payload in zip(row.ways, priced, strict=True)]
     # Where it substitutes, TorchRec sends FP16 for BF16 on CPUs: as many bytes.
     return all(
-        of == form or (form != payload and payload_of(of).share == payload_of(form).share)
+        of == form or (form != payload and payload_of(of).size_ratio == payload_of(form).size_ratio)
         for of, form, payload in zip(sent, carried, priced, strict=True)
     )
 
@@ -199,7 +199,7 @@ def _payloads_by_operation(sharder: ModuleSharder[Any]) -> dict[str, tuple[str, 
     }
 
 
-def unpriced(
+def unpriced_plan_lines(
     plan: ShardingPlan,
     sharders: Iterable[ModuleSharder[Any]] = (),
     problem: Problem | None = None,

@@ -31,10 +31,10 @@ from typing import TYPE_CHECKING, Any
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.topology import Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
-from shardcore.step.kinds import Layout, layout_of, layout_of_torchrec, shards_on
-from shardcore.step.lower import require_cover
-from shardcore.step.memory import MIB, own_cache_mib
-from shardcore.step.ways import consolidate
+from shardcore.step.kinds import Layout, layout_of_kind, layout_of_torchrec, shards_by_device
+from shardcore.step.lower import require_full_cover
+from shardcore.step.memory import MIB, private_cache_mib
+from shardcore.step.ways import consolidate_placements
 from shardcore.tables.hot_rows import INSIDE, REPLICA, is_hot_table
 from shardcore.torchrec.modules import ModelTable, collections_of_model, tables_of_model
 from shardcore.torchrec.placements import placements_from_torchrec
@@ -90,7 +90,7 @@ def to_torchrec(
     from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
 
     # A plan that does not cover each cell once would be built wrongly.
-    require_cover(plan, problem)
+    require_full_cover(plan, problem)
     # A problem that names no hardware is for that of the cost model.
     hardware = problem.topology.hardware or str(plan.provenance.get("setting", ""))
     compute_device = (
@@ -101,7 +101,7 @@ def to_torchrec(
         if isinstance(module, str)
         else _matching_model_tables(problem, module)
     )
-    placements = plan.by_table()
+    placements = plan.placements_by_table()
     shardings = {name: torchrec_sharding(placements[name], problem.topology) for name in model_tables}
     # Settings of `like` take precedence over those in the plan's provenance.
     settings = {} if like else plan.provenance.get("torchrec", {})
@@ -126,14 +126,14 @@ def to_torchrec(
                 f"plan places table {name!r} by {placements[name][0].kind}; its rows are hot, "
                 "so the model has them on every rank: plan them so (constraints.kinds)"
             )
-    if other := next((t for t in problem.tables if t.fixed_tiers is not None), None):
+    if other := next((t for t in problem.tables if t.hash_table_tiers is not None), None):
         form = other.managed_collision.form if other.managed_collision else ""
         raise ShardCoreError(
             f"table {other.name!r} is a hash table of form {form}, which ShardCore prices and does not export; give "
             "TorchRec the plan of a problem without it"
         )
     for number, (name, sharding) in enumerate(shardings.items()):
-        table, if_cut = model_tables[name], sharding.layout.torchrec_cut
+        table, if_cut = model_tables[name], sharding.layout.torchrec_type_of_cut
         # Another table of the collection is cut: join its op.
         if (table.path, if_cut) in cut:
             sharding = replace(sharding, sharding_type=if_cut)
@@ -220,14 +220,14 @@ def torchrec_sharding(placements: Sequence[Placement], topology: Topology) -> Ta
             f"plan places table {table.name!r} by {' and '.join(kinds)}; TorchRec shards a table by one of them"
         )
     # Ranks are numbered host by host, devices as the problem lists them.
-    layout, rank_of = layout_of(kinds[0]), {d: rank for rank, d in enumerate(topology.ranks)}
+    layout, rank_of = layout_of_kind(kinds[0]), {d: rank for rank, d in enumerate(topology.ranks)}
     if layout.dense_gradient:
-        return TableSharding(layout, layout.torchrec_whole)
+        return TableSharding(layout, layout.torchrec_type_of_whole)
     # TorchRec fails on several shards of a table on one rank.
-    placements = consolidate(placements)
-    shards = tuple((rank_of[d], shard) for p in placements for d, shard in shards_on(p))
+    placements = consolidate_placements(placements)
+    shards = tuple((rank_of[d], shard) for p in placements for d, shard in shards_by_device(p))
     return TableSharding(
-        layout, layout.torchrec_whole if len(placements) == 1 else layout.torchrec_cut, shards
+        layout, layout.torchrec_type_of_whole if len(placements) == 1 else layout.torchrec_type_of_cut, shards
     )
 
 
@@ -297,7 +297,7 @@ def _parameter_sharding(
 
     topology = problem.topology
     # Placements name devices by their number on a host.
-    per_host = len(topology.on_hosts[0]) if topology.equal_hosts else len(topology)
+    per_host = len(topology.devices_by_host[0]) if topology.equal_hosts else len(topology)
     if sharding.layout.dense_gradient:
         ranks, spec, kernel = list(range(len(topology))), None, "dense"
     else:
@@ -348,7 +348,7 @@ def _own_cache_settings(sharding: TableSharding, base: ParameterSharding, number
     # TorchRec runs tables of one width and equal settings as one op, with one cache of max_l1_cache_size for
     # all. So each gets another size of RocksDB's write buffer, by some bytes.
     apart = -(-(given.ssd_rocksdb_write_buffer_size or _WRITE_BUFFER_BYTES) // MIB) * MIB - number
-    return replace(given, max_l1_cache_size=own_cache_mib(largest), ssd_rocksdb_write_buffer_size=apart)
+    return replace(given, max_l1_cache_size=private_cache_mib(largest), ssd_rocksdb_write_buffer_size=apart)
 
 
 # --- from TorchRec ------------------------------------------------------------------------------------------
@@ -390,6 +390,6 @@ def from_torchrec(sharding_plan: ShardingPlan, problem: Problem, module: nn.Modu
         if (of_table := kernel_settings(modules[table.path][table.name], f"table {name!r}"))
     }
     provenance = {"algorithm": "torchrec plan"} | ({"torchrec": settings} if settings else {})
-    plan = Plan(consolidate(placements), provenance)
-    require_cover(plan, problem)
+    plan = Plan(consolidate_placements(placements), provenance)
+    require_full_cover(plan, problem)
     return plan

@@ -13,7 +13,7 @@ from shardcore.core.tiers import BELOW, TIERS, Memory
 from shardcore.core.topology import BYTES_PER_MS_PER_GBPS, Device, Topology
 from shardcore.core.types import Placement
 from shardcore.core.validation import require, require_type
-from shardcore.step.kinds import choices_of_rows, pod_size
+from shardcore.step.kinds import pod_size, row_unit_choices
 from shardcore.torchrec import fields
 
 if TYPE_CHECKING:
@@ -112,12 +112,12 @@ def with_row_unit_of_environment(topology: Topology) -> Topology:
     # TorchRec reads this variable at run time, whatever a plan assumes.
     if (theirs := os.environ.get(POD_SIZE)) is None:
         return topology
-    able = {pod_size(replace(topology, rows_over=unit)): unit for unit in choices_of_rows(topology)}
+    able = {pod_size(replace(topology, rows_over=unit)): unit for unit in row_unit_choices(topology)}
     if (unit := {str(size): unit for size, unit in able.items()}.get(theirs)) is None:
         ours = " or ".join(map(str, able))
         raise ShardCoreError(
             f"the environment has {POD_SIZE}={theirs}: TorchRec would divide rows over {theirs} hosts of "
-            f"{len(topology.on_hosts[0])} devices, and the topology over {ours}: set it to {ours}, or give "
+            f"{len(topology.devices_by_host[0])} devices, and the topology over {ours}: set it to {ours}, or give "
             f"Topology(pod_size={theirs})"
         )
     return replace(topology, rows_over=unit) if len(able) > 1 else topology
@@ -149,7 +149,9 @@ def require_pod_environment(topology: Topology, placements: Iterable[Placement])
 
 def row_division_note(topology: Topology) -> str:
     """Line on the unit over which rows are divided; "" if the environment states the unit."""
-    if POD_SIZE in os.environ or not any(topology.joins(level) for level in list(ROWS_OVER.values())[1:]):
+    if POD_SIZE in os.environ or not any(
+        topology.joins_devices(level) for level in list(ROWS_OVER.values())[1:]
+    ):
         return ""
     if (size := pod_size(topology)) > 1:
         return f"rows are divided over pods: the job needs {POD_SIZE}={size}, which is not set here"

@@ -10,7 +10,7 @@ from bench.box import emulated_request
 from bench.hosts import Box
 from shardcore.io import dataset
 from shardcore.io.measurements import EmulatedLinks
-from shardcore.measure.sampling.collectives import comm_request
+from shardcore.measure.sampling.collectives import draw_collective_request
 from shardcore.step.collectives import COLLECTIVES
 
 
@@ -33,7 +33,7 @@ def test_exchanges_over_emulated_hosts_are_of_all_groups():
     assert {emulated_request(i, (8, 1), 256, links).group for i in range(50)} == {"world"}
     even = Counter(r.collective for r in requests if len(set(r.widths)) == 1)
     assert even["all_to_all"] >= 10 and even["all_to_all_ids"] >= 3
-    plain = comm_request(3, 8, 256, hosts=4)
+    plain = draw_collective_request(3, 8, 256, hosts=4)
     assert (requests[3].widths, requests[3].start_ms) == (plain.widths, plain.start_ms)
 
 
@@ -45,7 +45,7 @@ def test_exchanges_over_emulated_hosts_are_measured_once_and_say_so(tmp_path, mo
     box.main()
     among = "exchanges measured among 4 ranks of 2 emulated hosts, between 1 Gbit/s\n"
     assert capsys.readouterr().out == f"3 of 3 {among}"
-    found, links = dataset.read_comm(tmp_path), Box(between_gbit_s=1.0).links
+    found, links = dataset.read_collective_samples(tmp_path), Box(between_gbit_s=1.0).links
     assert {s.request for s in found} == {emulated_request(i, (2, 2), 64, links) for i in range(3)}
     assert all(s.error is None for s in found)
     box.main()

@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from boxes import boxed
 
-from bench.hosts import Box, box_of
+from bench.hosts import Box, emulated_hosts
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting
 from shardcore.io.measurements import CollectiveRequest
 from shardcore.measure import local_ranks
-from shardcore.measure.collectives import CollectiveConfig, Rank, measure_all
-from shardcore.measure.exchanges import all_to_all, exchange_of
+from shardcore.measure.collectives import CollectiveConfig, Rank, measure_collectives
+from shardcore.measure.exchanges import all_to_all, make_exchange
 from shardcore.measure.hosts import Place
 from shardcore.measure.transport import Transport
 
@@ -77,8 +77,8 @@ def exchange_all(rank, init_method, send):
 
 @boxed
 def test_over_hosts_an_all_to_all_delivers_what_gloo_s_own_does():
-    with box_of(Box()) as places:
-        for _, found in local_ranks.run("box", exchange_all, 4, (), 60, places):
+    with emulated_hosts(Box()) as places:
+        for _, found in local_ranks.run_ranks("box", exchange_all, 4, (), 60, places):
             for own, gloos in found:
                 assert own == gloos
 
@@ -87,7 +87,7 @@ MAKER = """
 import os, sys, time
 from shardcore.core.errors import ShardCoreError
 from shardcore.measure import local_ranks
-from bench.hosts import Box, box_of
+from bench.hosts import Box, emulated_hosts
 
 def wait_forever(rank, init_method, send):
     send(os.getpid())
@@ -95,8 +95,8 @@ def wait_forever(rank, init_method, send):
 
 if __name__ == "__main__":
     try:
-        with box_of(Box()) as places:
-            said = local_ranks.run("box", wait_forever, 4, (), 600, places)
+        with emulated_hosts(Box()) as places:
+            said = local_ranks.run_ranks("box", wait_forever, 4, (), 600, places)
             print(*(next(said)[1] for _ in range(4)), flush=True)
             time.sleep(600)
     except ShardCoreError as error:
@@ -128,7 +128,7 @@ def test_without_its_tools_it_says_so(monkeypatch, tmp_path):
         pytest.raises(
             ShardCoreError, match="^a cluster in a box needs Linux' nsenter, ip, tc; here is no nsenter$"
         ),
-        box_of(Box()),
+        emulated_hosts(Box()),
     ):
         pass
 
@@ -137,8 +137,8 @@ def test_without_its_tools_it_says_so(monkeypatch, tmp_path):
 @pytest.mark.skipif(os.geteuid() != 0, reason="is root nowhere")
 def test_without_root_it_says_so():
     code = (
-        "import os\nfrom bench.hosts import Box, box_of\nos.setuid(65534)\n"
-        "try:\n    box_of(Box()).__enter__()\nexcept Exception as error:\n    print(error)"
+        "import os\nfrom bench.hosts import Box, emulated_hosts\nos.setuid(65534)\n"
+        "try:\n    emulated_hosts(Box()).__enter__()\nexcept Exception as error:\n    print(error)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout == ("a cluster in a box needs root, to make network namespaces; this is user 65534\n")
@@ -177,9 +177,12 @@ def _seen(rank, init_method, send):
 
 @boxed
 def test_a_gang_sees_its_hosts_and_their_links():
-    with box_of(Box(2, 2, 0.1, within_gbit_s=0.2)) as places, box_of(Box()):  # two boxes stand side by side
+    with (
+        emulated_hosts(Box(2, 2, 0.1, within_gbit_s=0.2)) as places,
+        emulated_hosts(Box()),
+    ):  # two boxes stand side by side
         assert [p.host for p in places] == [0, 0, 1, 1]
-        last = dict(local_ranks.run("box", _seen, 4, (), 60.0, places))
+        last = dict(local_ranks.run_ranks("box", _seen, 4, (), 60.0, places))
     for hosts, oversubscribed, total, *_ in last.values():
         assert (hosts, oversubscribed, total) == (2, 4 > len(os.sched_getaffinity(0)), 6.0)
     *_, within_s, between_s, offset_s = last[3]
@@ -191,7 +194,7 @@ def test_a_gang_sees_its_hosts_and_their_links():
 
 @boxed
 def test_hosts_have_a_tcp_of_their_own_whatever_the_machine_has():
-    with box_of(Box()) as places:
+    with emulated_hosts(Box()) as places:
         for place in places:
             output = subprocess.run(
                 [
@@ -222,8 +225,8 @@ def _delivered(rank, init_method, send):
     member = Rank(rank, 4, init_method)
     for collective, group in GROUPED:
         request = over_links(collective, group)
-        exchange = exchange_of(request, rank, member._group(request), torch.zeros)
-        if "forward" in request.row.ways:
+        exchange = make_exchange(request, rank, member._process_group(request), torch.zeros)
+        if "forward" in request.definition.ways:
             exchange.outputs.fill_(rank + 1)
             send(exchange.forward(None).tolist())
         exchange.gradients.fill_(rank + 1)
@@ -237,8 +240,8 @@ def over_links(collective, group):
 
 @boxed
 def test_groups_exchange_within_hosts_and_across_them():
-    with box_of(Box()) as places:
-        output = list(local_ranks.run("box", _delivered, 4, (), 60.0, places))
+    with emulated_hosts(Box()) as places:
+        output = list(local_ranks.run_ranks("box", _delivered, 4, (), 60.0, places))
     for rank in range(4):
         host, across = (
             [r + 1 for r in ranks] for ranks in ([rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2])
@@ -254,9 +257,11 @@ def test_exchanges_over_emulated_hosts_are_measured_at_their_rate():
     request = CollectiveRequest((64,) * 4, 2048, (0.0, 0.0, 0.0, 5.0), hosts=2, emulated=box.links)
     grouped = [dataclasses.replace(over_links(*kind), emulated=box.links) for kind in GROUPED]
     config = CollectiveConfig(repeats=1)
-    with box_of(box) as places:
+    with emulated_hosts(box) as places:
         samples = list(
-            measure_all([request, *grouped], 4, Setting("test", 2048), config, Transport(places=places))
+            measure_collectives(
+                [request, *grouped], 4, Setting("test", 2048), config, Transport(places=places)
+            )
         )
     assert [s.request for s in samples] == [request, *grouped]
     # each host sends half of two ranks' outputs
@@ -283,7 +288,7 @@ def test_exchanges_of_other_hosts_are_refused(of_hosts, links, message):
     request = dataclasses.replace(over_links("all_to_all", "world"), emulated=links)
     places = [Place(host, "", "", Box().links) for host in of_hosts]
     with pytest.raises(ShardCoreError, match=message):
-        measure_all([request], 4, Setting("test", 4), transport=Transport(places=places))
+        measure_collectives([request], 4, Setting("test", 4), transport=Transport(places=places))
 
 
 def wait_forever(rank, init_method, send):
@@ -293,17 +298,17 @@ def wait_forever(rank, init_method, send):
 
 @boxed
 def test_a_killed_rank_is_named_and_a_lost_host_is_one_line():
-    with box_of(Box()) as places:
+    with emulated_hosts(Box()) as places:
         with (
-            closing(local_ranks.run("box", wait_forever, 4, (), 60.0, places)) as output,
+            closing(local_ranks.run_ranks("box", wait_forever, 4, (), 60.0, places)) as output,
             pytest.raises(ShardCoreError, match="^box: rank 2 of 4 failed: it was killed by SIGKILL"),
         ):
             os.kill(next(pid for rank, pid in output if rank == 2), signal.SIGKILL)
             list(output)
     with pytest.raises(ShardCoreError, match="host 1 of the box is gone"):
-        places[2].enter()
+        places[2].enter_network()
     with pytest.raises(ShardCoreError, match="host 1 of the box cannot be entered: Invalid argument"):
-        dataclasses.replace(places[2], namespace="/dev/null").enter()  # another file has its number
+        dataclasses.replace(places[2], namespace="/dev/null").enter_network()  # another file has its number
 
 
 def _networks():

@@ -10,7 +10,7 @@ from shardcore.core.access_statistics import Reuse
 from shardcore.core.types import Setting, Shard, Table
 from shardcore.cost import features
 from shardcore.cost.metrics import mape
-from shardcore.io.dataset import split_of
+from shardcore.io.dataset import split_of_sample
 from shardcore.io.measurements import ComputeRequest, ComputeSample, Spread
 
 SETTING = Setting("made-up", 64)
@@ -43,7 +43,7 @@ GROUPS = groups()
 
 
 def of_side(side: str) -> tuple[list[ComputeRequest], np.ndarray]:
-    found = [s for s in GROUPS if split_of(s.id) == side]
+    found = [s for s in GROUPS if split_of_sample(s.id) == side]
     return [s.request for s in found], np.array([s.total_ms for s in found])
 
 
@@ -61,9 +61,9 @@ def test_arms_see_what_is_published_or_what_our_model_sees():
 )
 def test_the_best_epoch_is_kept_and_errors_fall(name):
     requests, ms = of_side("validation")
-    predict, curve = neuroshard_net.train(GROUPS, RECIPES[name], 1, 150)
+    predict, curve = neuroshard_net.train_network(GROUPS, RECIPES[name], 1, 150)
     assert len(curve) == 150
-    first, again = (neuroshard_net.train(GROUPS, RECIPES[name], 1, 5)[0] for _ in range(2))
+    first, again = (neuroshard_net.train_network(GROUPS, RECIPES[name], 1, 5)[0] for _ in range(2))
     assert np.array_equal(first(requests), again(requests))
     kept = mape(predict(requests), ms)
     assert kept < curve[0] / 2
@@ -74,7 +74,7 @@ def test_the_best_epoch_is_kept_and_errors_fall(name):
 
 def test_a_groups_ms_are_of_its_own_tables_in_any_order():
     requests, _ = of_side("test")
-    predict, _ = neuroshard_net.train(GROUPS, OUR_FEATURES, 1, 3)
+    predict, _ = neuroshard_net.train_network(GROUPS, OUR_FEATURES, 1, 3)
     turned = [ComputeRequest(r.shards[::-1], r.batch) for r in requests]
     apart = [predict([r])[0] for r in requests]
     assert predict(requests) == pytest.approx(apart, rel=1e-4)

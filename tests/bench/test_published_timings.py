@@ -5,7 +5,7 @@ import csv
 import pytest
 
 from bench import published, published_plans
-from bench.published_cards import SHIPPED, profile_of
+from bench.published_cards import SHIPPED, shipped_profile_of_card
 from shardcore.cost.profile import load_profile
 
 ROW = {
@@ -78,5 +78,5 @@ def test_each_card_is_priced_by_its_own_profile(ask):
     ],
 )  # fmt: skip
 def test_a_card_has_the_profile_of_its_name(gpu, name):
-    assert profile_of(gpu) == name
+    assert shipped_profile_of_card(gpu) == name
     assert name is None or (name in SHIPPED and load_profile(name))

@@ -22,7 +22,7 @@ MIB = 1 << 20
 def one_parser():
     """Commands of these tests share a parser, which takes 30 ms to make."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cli, "parser_of_all", cache(cli.parser_of_all))
+        patch.setattr(cli, "command_line_parser", cache(cli.command_line_parser))
         yield
 
 

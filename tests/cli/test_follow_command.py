@@ -27,18 +27,18 @@ def publish(root, problem, devices, ms):
     plan = Plan(
         tuple(Placement("column", Shard.whole(t), (i % devices,)) for i, t in enumerate(problem.tables))
     )
-    last = store.last(root, problem.name)
-    version = store.add(root, problem, plan, {"total_ms": ms})
+    last = store.last_decision(root, problem.name)
+    version = store.add_version(root, problem, plan, {"total_ms": ms})
     decision = Decision(
         problem.name, "better" if last else "first", "of a test", version, version, files.problem_digest(problem),
         candidate_ms=ms, previous_ms=last and last.candidate_ms, parent=last and last.id,
     )  # fmt: skip
-    store.record(root, decision)
+    store.record_decision(root, decision)
     return version
 
 
 def versions(plans):
-    return [d.current for d in store.history(plans, "shifting")][::-1]
+    return [d.current for d in store.decision_history(plans, "shifting")][::-1]
 
 
 def report(plans, version, *events, job="trainer", step=1000):

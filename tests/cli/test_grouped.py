@@ -9,7 +9,7 @@ from sealing import edit
 
 from shardcore.cli import main
 from shardcore.io import files
-from shardcore.io.files import read_grouped
+from shardcore.io.files import read_grouped_plan
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_all_sizes_and_layouts_are_shown_and_the_best_is_written(asked, stored, 
     assert totals[-1] == math.inf > max(totals[:-1]) and "MiB" in lines[-1]
     assert because == f"{words[totals.index(min(totals))]}: least ms of 3 with a plan"
     assert f"{min(totals):.3f} ms predicted" in rest and "synchronised every 1000000 steps" in rest
-    found = read_grouped(stored / "grouped.json", files.read_problem(stored / "problem.json"))
+    found = read_grouped_plan(stored / "grouped.json", files.read_problem(stored / "problem.json"))
     assert found.grouping.size == 2 and "2 groups" not in words[totals.index(min(totals))]
     assert [x["ms"] for x in found.plan.provenance["decisions"]["entries"]][-1] is None
     assert found.grouping.sync_every == 1_000_000 and "model_digest" in found.plan.provenance
@@ -64,7 +64,7 @@ def test_all_sizes_and_layouts_are_shown_and_the_best_is_written(asked, stored, 
 def test_groups_are_planned_with_confidence_and_explained(asked, stored, capsys, short_explanations):
     assert main([*asked, "--groups", "2", "--confidence", "0.9", "--explain"]) == 0
     assert "\nThe plan of one group:\n" in capsys.readouterr().out
-    found = read_grouped(stored / "grouped.json", files.read_problem(stored / "problem.json"))
+    found = read_grouped_plan(stored / "grouped.json", files.read_problem(stored / "problem.json"))
     assert found.plan.provenance["confidence"] == 0.9
 
 
@@ -146,7 +146,7 @@ def test_a_plan_of_groups_is_exported_for_dmp_collection(grouped, stored, capsys
     given = f"export {grouped} --problem {stored / 'problem.json'} --module ebc --out {out}"
     assert main(given.split()) == 0
     arguments, every = read_dmp_collection(out)
-    layout = read_grouped(grouped, files.read_problem(stored / "problem.json")).grouping.layout
+    layout = read_grouped_plan(grouped, files.read_problem(stored / "problem.json")).grouping.layout
     assert every == 20 and {k: v for k, v in arguments.items() if k != "plan"} == {
         "world_size": 4,
         "sharding_group_size": 2,

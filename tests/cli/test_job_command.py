@@ -48,7 +48,7 @@ def test_read_says_what_the_step_spends_and_why(folder, capsys):
 def test_read_compares_with_a_model_and_writes_the_corrected_one(folder, model, tmp_path, capsys):
     code, out, _ = output_of(capsys, "job", "read", folder, "--model", model, "--out", tmp_path / "corrected")
     assert code == 0 and "step 18.0 ms measured" in out and "exchange of outputs" in out
-    lineage = composite.load(tmp_path / "corrected").meta["provenance"]["job"]
+    lineage = composite.load_models(tmp_path / "corrected").meta["provenance"]["job"]
     name = f"{folder.name}-00001000"
     assert lineage["job"] == "step-00001000" and lineage["steps"] == [name]
     assert lineage["traces"][name].keys() == {"0", "1"}
@@ -73,7 +73,7 @@ def test_a_folder_without_one_rank_is_read_with_its_plan_and_says_what_is_missin
     assert "traces of 1 of 2 ranks: rank 1 is missing" in err
     assert "lookups of 1 of 2 ranks: step-00001000 has no rank-1.lookups.npz" in err
     assert "use ShardCoreProfiler" not in err
-    job = composite.load(out).meta["provenance"]["job"]
+    job = composite.load_models(out).meta["provenance"]["job"]
     assert any(
         "traces of rank 1 is missing; such steps correct no exchange" in line for line in job["refused"]
     )
@@ -105,13 +105,13 @@ def test_a_gain_within_its_error_is_not_worth_it(folder, model, capsys, monkeypa
     worth = output_of(capsys, "job", "read", folder, *options)[1]
     gain, margin = map(float, re.search(r"gain ([\d.]+)% ± ([\d.]+)%", worth).groups())
     assert ("not worth it" in worth) == (gain <= margin)
-    monkeypatch.setattr(Gain, "worth_it", lambda self: False)
+    monkeypatch.setattr(Gain, "exceeds_margin", lambda self: False)
     doubtful = output_of(capsys, "job", "read", folder, *options)[1]
     assert ", not worth it: within the error" in doubtful
 
 
 def test_a_packed_file_of_lookups_is_refused(folder):
-    path = job_folder.traced_steps(folder)[-1] / "rank-0.lookups.npz"
+    path = job_folder.complete_step_folders(folder)[-1] / "rank-0.lookups.npz"
     with np.load(path) as arrays:
         np.savez_compressed(path, **{name: np.zeros(1 << 20, int) for name in arrays.files})
     with pytest.raises(ShardCoreError, match=r"rank-0.lookups.npz has [\d,]+ bytes, and has packed"):
@@ -220,7 +220,7 @@ def test_traces_without_a_plan_are_read_and_not_compared(tmp_path, model, capsys
 
 
 def test_lookups_of_all_ranks_make_the_problem(folder):
-    step = job_folder.read_step(job_folder.traced_steps(folder)[-1])
+    step = job_folder.read_step(job_folder.complete_step_folders(folder)[-1])
     assert [t.pooling for t in step.problem.tables] == [3.0] * 6
     assert all(isinstance(t.access, Reuse) for t in step.problem.tables)
     assert {p.shard.table for p in step.plan.placements} == set(step.problem.tables)
@@ -238,7 +238,7 @@ def test_lookups_of_all_ranks_make_the_problem(folder):
     ],
 )
 def test_what_is_missing_in_a_step_is_a_remark(folder, spoil, words):
-    where = job_folder.traced_steps(folder)[-1]
+    where = job_folder.complete_step_folders(folder)[-1]
     spoil(where)
     assert any(words in remark for remark in job_folder.read_step(where).remarks)
 
@@ -253,14 +253,14 @@ def test_what_is_missing_in_a_step_is_a_remark(folder, spoil, words):
     ],
 )
 def test_a_damaged_file_of_a_step_is_named(folder, name, content):
-    where = job_folder.traced_steps(folder)[-1]
+    where = job_folder.complete_step_folders(folder)[-1]
     (where / name).write_bytes(content)
     with pytest.raises(ShardCoreError, match=name.replace(".", r"\.")):
         job_folder.read_step(where)
 
 
 def test_a_table_without_features_is_refused(folder):
-    where = job_folder.traced_steps(folder)[-1]
+    where = job_folder.complete_step_folders(folder)[-1]
     edit(where / "job.json", lambda facts: facts["features"].update(t0=[]))
     with pytest.raises(ShardCoreError, match=r"job.json and problem.json differ in tables \['t0'\]"):
         job_folder.read_step(where)
@@ -268,7 +268,7 @@ def test_a_table_without_features_is_refused(folder):
 
 @pytest.mark.parametrize("lengths", [[2**40] * 3, [-1, 4], [2**63 - 1, 2**63 - 1, 5]])
 def test_lengths_that_are_not_of_the_ids_are_refused(folder, lengths):
-    path = job_folder.traced_steps(folder)[-1] / "rank-0.lookups.npz"
+    path = job_folder.complete_step_folders(folder)[-1] / "rank-0.lookups.npz"
     with np.load(path) as arrays:
         np.savez(path, **{**arrays, "ids:f-t0": np.arange(3), "lengths:f-t0": np.array(lengths)})
     with pytest.raises(
@@ -288,8 +288,8 @@ def test_names_in_traces_control_no_terminal(tmp_path, capsys):
 def test_a_traced_step_joins_a_dataset_and_training_on_it(folder, model, tmp_path, capsys):
     data = tmp_path / "data"
     compute = compute_samples(linear_law, 60)
-    dataset.write_compute(data, compute, dataset.write_pool(data, pool()))
-    dataset.write_comm(data, comm_samples(20))
+    dataset.write_compute_samples(data, compute, dataset.write_pool(data, pool()))
+    dataset.write_collective_samples(data, comm_samples(20))
     code, _, err = output_of(capsys, "job", "read", folder, "--model", model, "--append", data)
     assert code == 0 and f"a traced step, which `train {data}` joins" in err
     code, _, err = output_of(capsys, "train", data, "--out", tmp_path / "joined")

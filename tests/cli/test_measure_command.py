@@ -18,9 +18,9 @@ from shardcore.cli import main
 from shardcore.core.types import Setting
 from shardcore.io import dataset, files, replays
 from shardcore.io.measurements import CollectiveSample, ComputeSample, Spread
-from shardcore.measure.sampling import different
-from shardcore.measure.sampling.collectives import comm_request
-from shardcore.measure.sampling.groups import GroupConfig, compute_request, reference_request
+from shardcore.measure.sampling import distinct_requests
+from shardcore.measure.sampling.collectives import draw_collective_request
+from shardcore.measure.sampling.groups import GroupConfig, draw_compute_request, reference_request
 from shardcore.stages import measure as stage
 
 ROOT = Path(__file__).parents[2]
@@ -130,8 +130,10 @@ def measured(request, total_ms: float = 1.0, **fields) -> ComputeSample:
 
 
 def drawn(live, n: int) -> list:
-    draws = different(
-        lambda i: compute_request(live, i, SETTING, 0, SHAPE), lambda r: dataset.compute_id(SETTING, r), n
+    draws = distinct_requests(
+        lambda i: draw_compute_request(live, i, SETTING, 0, SHAPE),
+        lambda r: dataset.compute_id(SETTING, r),
+        n,
     )
     return [request for _, request in draws]
 
@@ -153,11 +155,13 @@ def test_it_says_what_is_missing_measures_it_and_has_it(command, live, folder, c
     assert re.search(r"groups: 6 of 6, .* a second, 0 s left, \d+% of the time in kernels\n", output)
     assert "exchanges: 2 of 2" in output and "steps of plans: 2 of 2" in output
     assert output.endswith("measured 6 groups, 2 exchanges and 2 steps of plans\n")
-    assert len(replays.digests(folder)) == 1 + bool(re.search("steps of .* were disturbed", output))
+    assert len(replays.replay_digests(folder)) == 1 + bool(re.search("steps of .* were disturbed", output))
     reference = reference_request(live, SETTING, SHAPE)
-    assert {s.request for s in dataset.read_compute(folder)} == {reference, *drawn(live, 6)}
-    assert all(s.error is None and s.setting == SETTING for s in dataset.read_compute(folder))
-    assert {s.request for s in dataset.read_comm(folder)} == {comm_request(i, 2, 64) for i in range(2)}
+    assert {s.request for s in dataset.read_compute_samples(folder)} == {reference, *drawn(live, 6)}
+    assert all(s.error is None and s.setting == SETTING for s in dataset.read_compute_samples(folder))
+    assert {s.request for s in dataset.read_collective_samples(folder)} == {
+        draw_collective_request(i, 2, 64) for i in range(2)
+    }
     assert len(list(folder.glob("compute-*.parquet"))) == len(list(folder.glob("comm-*.parquet"))) == 1
     assert main(["report", str(folder)]) == 0 and re.search(
         r"steps +2 plans of 1 problems", capsys.readouterr().out
@@ -170,7 +174,9 @@ def test_a_rerun_measures_what_was_disturbed_failed_or_is_wanted_again(command, 
     kept = [measured(r) for r in requests[:6]]
     kept[3] = dataclasses.replace(kept[3], relative_ci=2.0)
     kept[4] = dataclasses.replace(kept[4], forward=None, backward=None, error="out of memory")
-    dataset.write_compute(folder, [*kept, measured(reference, 1e6)], dataset.write_pool(folder, tables))
+    dataset.write_compute_samples(
+        folder, [*kept, measured(reference, 1e6)], dataset.write_pool(folder, tables)
+    )
     assert main([*command, "--samples", "7", "--again", "1"]) == 0
     output = capsys.readouterr().out
     assert (
@@ -179,7 +185,7 @@ def test_a_rerun_measures_what_was_disturbed_failed_or_is_wanted_again(command, 
     assert "groups: 3 of 3" in output and re.search(
         r"\d samples were disturbed and are measured once more\n", output
     )
-    new = {s.request: s for s in dataset.read_timings(folder) if s.measured_at > 1.0}
+    new = {s.request: s for s in dataset.read_compute_timings(folder) if s.measured_at > 1.0}
     assert set(new) - {reference} == {requests[i] for i in (0, 3, 4, 6)}
     assert all(s.slowdown < 1e-3 and s.total_ms > 1e3 for s in new.values())
 
@@ -188,24 +194,24 @@ def test_nothing_starts_where_nothing_is_missing_or_the_machine_lacks_what_is_as
     command, live, folder, tables, capsys
 ):
     kept = [measured(r) for r in (*drawn(live, 6), reference_request(live, SETTING, SHAPE))]
-    dataset.write_compute(folder, kept, dataset.write_pool(folder, tables))
-    dataset.write_compute(
+    dataset.write_compute_samples(folder, kept, dataset.write_pool(folder, tables))
+    dataset.write_compute_samples(
         folder, [dataclasses.replace(kept[0], measured_at=2.0)], dataset.write_pool(folder, tables)
     )
-    exchanges = [comm_request(i, 2, 64) for i in range(2)]
+    exchanges = [draw_collective_request(i, 2, 64) for i in range(2)]
     ms = (Spread(1.0, 1.0, 1.0, 7),) * 2
     forward = [None if r.collective == "all_reduce" else ms for r in exchanges]
-    dataset.write_comm(
+    dataset.write_collective_samples(
         folder,
         [
-            CollectiveSample(dataset.comm_id(SETTING, r), SETTING, r, there, ms, (0.0, 0.0), 1.0)
+            CollectiveSample(dataset.collective_id(SETTING, r), SETTING, r, there, ms, (0.0, 0.0), 1.0)
             for r, there in zip(exchanges, forward, strict=True)
         ],
     )
     assert main([*command, "--samples", "6", "--exchanges", "2"]) == 0
     assert "measured 0 groups, 0 exchanges and 0 steps of plans\n" in capsys.readouterr().out
     assert (
-        len(list(folder.glob("compute-*.parquet"))) == 1 and len(dataset.read_timings(folder)) == 8
+        len(list(folder.glob("compute-*.parquet"))) == 1 and len(dataset.read_compute_timings(folder)) == 8
     )  # merged
     assert main([*command, "--samples", "6", "--ranks", "3", "--exchanges", "4"]) == 1
     assert "--ranks is 3; an exchange needs at least 2, and a number that divides the batch of 64" in (
@@ -276,7 +282,7 @@ def test_ctrl_c_keeps_what_was_measured_and_leaves_no_process(started, folder):
         timeout=60
     )  # its output ends when the last process that could write there has
     assert run.returncode == 130 and not errors
-    assert dataset.read_compute(folder)  # though no chunk was full
+    assert dataset.read_compute_samples(folder)  # though no chunk was full
 
 
 @pytest.mark.long
@@ -286,7 +292,7 @@ def test_killed_and_resumed_it_has_every_sample_once(started, command, live, fol
     wait_for(run, "^groups: (8|9|1[0-9]) of")  # a part was written
     run.kill()
     run.communicate(timeout=60)  # its measuring process sees that it is alone
-    kept = dataset.read_ids(folder, "compute")
+    kept = dataset.read_timed_ids(folder, "compute")
     assert kept
     unfinished = folder / ".compute-cut-short.parquet.1.tmp"
     unfinished.write_bytes(b"half")
@@ -294,7 +300,10 @@ def test_killed_and_resumed_it_has_every_sample_once(started, command, live, fol
     for left in folder.glob(".*.tmp"):
         os.utime(left, (time.time() - 7200,) * 2)
     assert main([*command, "--samples", "30"]) == 0
-    samples, repeats = dataset.read_compute(folder), dataset.repeated(dataset.read_timings(folder))
+    samples, repeats = (
+        dataset.read_compute_samples(folder),
+        dataset.repeated_samples(dataset.read_compute_timings(folder)),
+    )
     assert kept <= {s.id for s in samples} and len(samples) == 31  # with the reference op
     assert not list(folder.glob(".*.tmp"))
     reference = dataset.compute_id(SETTING, reference_request(live, SETTING, SHAPE))

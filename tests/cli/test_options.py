@@ -8,8 +8,8 @@ import pytest
 from offers import LEAST, write_offers
 
 from shardcore import __version__
-from shardcore.cli import main, parser_of_all
-from shardcore.cli.options import outputs, path
+from shardcore.cli import command_line_parser, main
+from shardcore.cli.options import output_options, parse_path
 from shardcore.core.types import Placement, Plan, Shard
 from shardcore.io import files, writing
 from shardcore.plans import store
@@ -150,8 +150,8 @@ def test_no_control_character_of_a_name_or_text_reaches_the_terminal(here, capsy
     """A decision's reason is text of whoever may write to the plans; a file may have any name."""
     problem = files.read_problem("problem.json")
     plan = files.read_plan("plan.json", problem)
-    version = store.add("plans", problem, plan, {})
-    store.record(
+    version = store.add_version("plans", problem, plan, {})
+    store.record_decision(
         "plans",
         Decision(
             problem.name,
@@ -177,16 +177,17 @@ def test_no_control_character_of_a_name_or_text_reaches_the_terminal(here, capsy
 
 def test_every_path_that_a_command_writes_is_an_output():
     """Its help names such paths. A command without the mark could write over its inputs."""
-    parsers = _commands(parser_of_all())
+    parsers = _commands(command_line_parser())
     assert len(parsers) > 15
     writes = {
         (name, a.dest)
         for name, p in parsers.items()
         for a in p._actions
-        if a.type is path and (a.dest in ("out", "append", "page") or re.search(r"\bwrite\b", a.help or ""))
+        if a.type is parse_path
+        and (a.dest in ("out", "append", "page") or re.search(r"\bwrite\b", a.help or ""))
     }
     assert writes == {
-        (name, option) for name, p in parsers.items() for option in outputs(p.get_default("options"))
+        (name, option) for name, p in parsers.items() for option in output_options(p.get_default("options"))
     }
 
 

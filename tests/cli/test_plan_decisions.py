@@ -14,8 +14,8 @@ from shardcore.core.tiers import Memory
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Table
 from shardcore.io import files
-from shardcore.io.files import read_grouped
-from shardcore.search.decisions.towers import as_planned
+from shardcore.io.files import read_grouped_plan
+from shardcore.search.decisions.towers import with_towers_of_plan
 from shardcore.step.lower import lower
 
 MIB = 1 << 20
@@ -46,7 +46,7 @@ def test_groups_and_memory_tiers_are_decided_together(large, model, tmp_path, ca
     output = capsys.readouterr().out
     assert "memory tiers" in output and "2 groups of 1 device, synchronised every step: " in output
     whole = files.read_problem(tiered)
-    grouped = read_grouped(tmp_path / "plan.json", whole)
+    grouped = read_grouped_plan(tmp_path / "plan.json", whole)
     assert any(table.in_host_memory for table in whole.tables) and whole.topology == large.topology
     assert grouped.problem.topology.memory_of("host").bytes == 1 << 29  # two groups share the host
     lower(grouped.plan, grouped.problem)
@@ -81,7 +81,7 @@ def test_hot_rows_and_towers_are_decided_together(problem, model, tmp_path, caps
     whole = files.read_problem(hot)
     plan = files.read_plan(tmp_path / "plan.json", whole)
     assert any(table.name.endswith("_hot") for table in whole.tables) and whole.job.tower_ratio is None
-    lower(plan, as_planned(plan, whole))
+    lower(plan, with_towers_of_plan(plan, whole))
 
 
 def test_a_plan_is_gone_on_from_with_rows_in_host_memory(large, model, tmp_path, capsys):

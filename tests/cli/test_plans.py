@@ -255,7 +255,7 @@ def test_a_problem_may_be_of_several_hosts(tmp_path, capsys):
     path = tmp_path / "p.json"
     made = ["problem", "mlperf-dlrm-dcnv2", "--devices", "8", "--hosts", "2", "--out", str(path)]
     assert main(made) == 0
-    assert files.read_problem(path).topology.on_hosts == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert files.read_problem(path).topology.devices_by_host == ((0, 1, 2, 3), (4, 5, 6, 7))
     assert capsys.readouterr().out.endswith(" 8 devices on 2 hosts\n")
     made[5] = "3"
     assert main(made) == 1

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from shardcore.cli.progress_line import COMPILING_S, shown, words
+from shardcore.cli.progress_line import COMPILING_S, report_text, showing_progress
 from shardcore.core.progress import COMPILING, report
 
 
@@ -22,14 +22,14 @@ def until_shown(out: io.StringIO, text: str) -> None:
 
 def test_short_work_shows_nothing():
     out = io.StringIO()
-    with shown(out, silent_s=3600):
+    with showing_progress(out, silent_s=3600):
         report("searching", 2.5, 10.0)
     assert out.getvalue() == ""
 
 
 def test_long_work_shows_its_phase_best_cost_and_time_left():
     out = io.StringIO()
-    with shown(out, silent_s=0.05):
+    with showing_progress(out, silent_s=0.05):
         report("annealing", 2.5, 3600.0)
         until_shown(out, "\n")
     line, *_ = out.getvalue().splitlines()
@@ -38,10 +38,10 @@ def test_long_work_shows_its_phase_best_cost_and_time_left():
 
 def test_a_terminal_has_one_line_that_is_rewritten_and_taken_away_at_the_end():
     out = Terminal()
-    with shown(out, silent_s=0.0) as line:
+    with showing_progress(out, silent_s=0.0) as line:
         report("annealing")
         until_shown(out, "annealing")
-        line.say("groups of 8: no plan")
+        line.print_line("groups of 8: no plan")
         report("writing")
         until_shown(out, "writing")
     *_, last = out.getvalue().split("\r")
@@ -51,7 +51,7 @@ def test_a_terminal_has_one_line_that_is_rewritten_and_taken_away_at_the_end():
 
 def test_compiling_is_announced_before_it_begins():
     out = io.StringIO()
-    with shown(out, silent_s=3600):
+    with showing_progress(out, silent_s=3600):
         report(COMPILING)
         report(COMPILING)
     assert out.getvalue() == (
@@ -62,7 +62,7 @@ def test_compiling_is_announced_before_it_begins():
 def test_compiling_is_announced_once_in_all_parts_of_a_command():
     out = io.StringIO()
     for silent_s in (3600, 0.0):
-        with shown(out, silent_s=silent_s):
+        with showing_progress(out, silent_s=silent_s):
             for _ in range(3):
                 report(COMPILING)
                 time.sleep(0.02)
@@ -74,11 +74,11 @@ def test_compiling_is_announced_once_in_all_parts_of_a_command():
 
 def test_a_failure_ends_it():
     out = Terminal()
-    with pytest.raises(ValueError), shown(out, silent_s=3600):
+    with pytest.raises(ValueError), showing_progress(out, silent_s=3600):
         raise ValueError
     assert out.getvalue() == "\r\x1b[K"
 
 
 def test_time_left_goes_on_since_the_report_and_ends_at_0():
-    assert words("annealing", None, 10.0, 7.0, 4.0) == "7 s: annealing, 6 s left"
-    assert words("annealing", 1.0, 10.0, 70.0, 40.0) == "70 s: annealing, best 1.000 ms, 0 s left"
+    assert report_text("annealing", None, 10.0, 7.0, 4.0) == "7 s: annealing, 6 s left"
+    assert report_text("annealing", 1.0, 10.0, 70.0, 40.0) == "70 s: annealing, best 1.000 ms, 0 s left"

@@ -18,8 +18,8 @@ from shardcore.step.lower import lower
 def test_history_diff_and_drift(problem, now, model, tmp_path, capsys):
     plan = Plan(tuple(Placement("column", Shard.whole(t), (i % 4,)) for i, t in enumerate(problem.tables)))
     plans = tmp_path / "plans"
-    version = store.add(plans, problem, plan, {})
-    store.record(
+    version = store.add_version(plans, problem, plan, {})
+    store.record_decision(
         plans, Decision("shifting", "first", "a test's", version, version, files.problem_digest(problem), 1.0)
     )
     files.write_pool(tmp_path / "pool.json", now.tables)
@@ -130,8 +130,8 @@ def test_view_of_a_plan_without_page_model_or_profile_is_one_line(planned, capsy
 def test_no_output_lies_among_the_files_of_published_plans(problem, model, tmp_path, capsys, out, through):
     plan = Plan(tuple(Placement("column", Shard.whole(t), (i % 4,)) for i, t in enumerate(problem.tables)))
     plans = tmp_path / "plans"
-    version = store.add(plans, problem, plan, {}, "<html>")
-    store.record(
+    version = store.add_version(plans, problem, plan, {}, "<html>")
+    store.record_decision(
         plans, Decision("shifting", "first", "a test's", version, version, files.problem_digest(problem), 1.0)
     )
     before = {path: path.read_bytes() for path in plans.rglob("*") if path.is_file()}
@@ -148,4 +148,4 @@ def test_no_output_lies_among_the_files_of_published_plans(problem, model, tmp_p
         assert error.startswith("error: ") and str(place.parent) in error and len(error.splitlines()) == 1
         assert "published plans are kept" in error or "it needs to be" in error
     assert {path: path.read_bytes() for path in plans.rglob("*") if path.is_file()} == before
-    assert store.is_whole(plans, "shifting", version)
+    assert store.is_version_intact(plans, "shifting", version)

@@ -7,14 +7,14 @@ import sys
 import pytest
 
 from docs.tools.reference import parsers
-from shardcore.cli import main, parser_of_all
+from shardcore.cli import command_line_parser, main
 from shardcore.search import DEFAULT_SHARDER
 
-COMMANDS = [name for name, _ in parsers(parser_of_all())]
+COMMANDS = [name for name, _ in parsers(command_line_parser())]
 RUN = """
 import sys
 from docs.tools.reference import parsers
-from shardcore.cli import main, parser_of_all
+from shardcore.cli import main, command_line_parser
 
 try:
     code = main(sys.argv[2:])

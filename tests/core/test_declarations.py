@@ -9,9 +9,9 @@ from typing import Annotated, get_type_hints
 import pytest
 
 import shardcore
-from shardcore.cli.options import Flat, Output, Parser, config_from, declarations_of, options_of
+from shardcore.cli.options import Flat, Output, Parser, build_config, field_declarations, option_declarations
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.validation import Record, Rule, entries, marks, one_of, within
+from shardcore.core.validation import Record, Rule, annotation_metadata, entry_count_within, one_of, within
 
 
 def records():
@@ -33,9 +33,11 @@ def test_no_mark_of_an_annotation_is_one_that_nobody_reads():
         except NameError:  # imported for type checkers only
             continue
         for name, hint in hints.items():
-            unread = [x for x in marks(hint) if not isinstance(x, Rule | Flat | Output | Parser | str)]
+            unread = [
+                x for x in annotation_metadata(hint) if not isinstance(x, Rule | Flat | Output | Parser | str)
+            ]
             assert not unread, (cls, name)
-            n_rules += sum(isinstance(x, Rule) for x in marks(hint))
+            n_rules += sum(isinstance(x, Rule) for x in annotation_metadata(hint))
     assert n_rules > 150
 
 
@@ -44,7 +46,7 @@ class Limited(Record):
     share: Annotated[float | None, within(0, 1, above=True, below=True, such_as="0.5")] = None
     count: Annotated[int, within(1, 9)] | None = 3
     kind: Annotated[str, one_of(("a", "b"))] = "a"
-    names: Annotated[tuple[str, ...], entries(1, 2)] = ("x",)
+    names: Annotated[tuple[str, ...], entry_count_within(1, 2)] = ("x",)
 
 
 @pytest.mark.parametrize(
@@ -77,12 +79,14 @@ class Options:
 
 
 def test_fields_of_a_config_are_options_with_its_rules_and_the_defaults_of_the_instance():
-    keys = options_of(Options)
+    keys = option_declarations(Options)
     assert list(keys) == ["count", "kind", "out"] and keys["count"].default == 7
-    assert keys["count"].rules == declarations_of(Limited)["count"].rules and keys["count"].rules[0].ends == (
+    assert keys["count"].rules == field_declarations(Limited)["count"].rules and keys["count"].rules[
+        0
+    ].ends == (
         1,
         9,
     )
-    assert config_from(Options, {"count": 2, "kind": "b", "out": "x"}) == Options(
+    assert build_config(Options, {"count": 2, "kind": "b", "out": "x"}) == Options(
         Limited(count=2, kind="b"), "x"
     )

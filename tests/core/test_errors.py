@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardcore.core.errors import Infeasible, ShardCoreError, after_name, redacted
+from shardcore.core.errors import Infeasible, ShardCoreError, message_with_name, redact_urls
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ from shardcore.core.errors import Infeasible, ShardCoreError, after_name, redact
     ],
 )
 def test_passwords_of_urls_are_in_no_message(text, shown):
-    assert redacted(text) == shown
+    assert redact_urls(text) == shown
     for kind in (ShardCoreError, Infeasible):
         assert str(kind(f"plans are at {text}")) == f"plans are at {shown}"
 
@@ -39,4 +39,4 @@ def test_passwords_of_urls_are_in_no_message(text, shown):
     ],
 )
 def test_what_ends_a_name_and_begins_its_message_is_said_once(name, message, said):
-    assert after_name(name, ShardCoreError(message)) == said
+    assert message_with_name(name, ShardCoreError(message)) == said

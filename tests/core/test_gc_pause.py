@@ -5,7 +5,7 @@ import gc
 
 import pytest
 
-from shardcore.core.gc_pause import rare_collections
+from shardcore.core.gc_pause import infrequent_gc
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem, Table
 from shardcore.cost.analytic import AnalyticModel
@@ -14,7 +14,7 @@ from shardcore.search import SHARDERS
 
 def test_collections_are_rare_within_and_as_before_afterwards():
     before = gc.get_threshold()
-    with pytest.raises(ValueError), rare_collections():
+    with pytest.raises(ValueError), infrequent_gc():
         assert gc.get_threshold()[0] > 100 * before[0]
         raise ValueError
     assert gc.get_threshold() == before

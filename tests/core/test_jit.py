@@ -15,9 +15,9 @@ from shardcore.core import jit
 PACKAGE = Path(jit.__file__).parents[1]
 LISTENED = """
 import shardcore
-from shardcore.core.progress import listening
+from shardcore.core.progress import report_to_listener
 from tests.warm_up import warm_up
-with listening(lambda phase, best_ms, left_s: print(phase)):
+with report_to_listener(lambda phase, best_ms, left_s: print(phase)):
     warm_up()
 print(shardcore.__file__)
 """
@@ -37,15 +37,15 @@ from numba.core import codegen
 {hook}
 from shardcore.core import jit
 
-@jit.inner
+@jit.compile_inner
 def squared(x):
     return x * x
 
-@jit.inner
+@jit.compile_inner
 def halved(x):
     return squared(x) / (2 * x)
 
-@jit.entry(float64(float64))
+@jit.compile_entry(float64(float64))
 def computed(x):
     return squared(x) + halved(x)
 
@@ -185,7 +185,7 @@ def run(code: str, package: Path) -> list[str]:
 
 
 def test_a_copy_that_is_given_what_is_compiled_compiles_nothing(copy):
-    jit.copy_compiled(PACKAGE, copy)
+    jit.copy_compiled_code(PACKAGE, copy)
     assert run(LISTENED, copy) == [str(copy / "__init__.py")]
 
 
@@ -194,10 +194,10 @@ def test_a_search_compiles_only_what_it_runs(copy):
     [names] = run(SEARCHED, copy)
     # Neither heads of other models nor the bound's loops.
     assert set(names.split()) == {
-        "compiled.linear",
-        "greedy.greedy",
+        "compiled.linear_op_ms",
+        "greedy.place_greedily",
         "run.anneal",
-        *(f"state.{name}" for name in ("place", "share")),
+        *(f"state.{name}" for name in ("place_shards", "share_strips")),
     }
 
 

@@ -215,7 +215,7 @@ def test_values_at_their_limits_are_taken():
     assert Zipf(0).alpha == 0.0 and Reuse((0.9995, *(0.0,) * 16), 1).batch == 1
     assert Problem("p", (small,), Topology((Device(1),)), 1).local_batch == 1
     links = links_of(0.0, within_host=1e9, between_hosts=1e-3)
-    assert Topology((Device(1, 0.001),), links=links).slowest.latency_ms == 0
+    assert Topology((Device(1, 0.001),), links=links).slowest_link.latency_ms == 0
     assert ManagedCollision(32).lookup_bytes == 0
     shares = RowShares((0.25, 0.75), (0.5, 0.5))
     assert table(ordered=True, row_shares=shares).row_shares == shares
@@ -271,14 +271,14 @@ def test_tables_that_differ_in_anything_differ_as_keys():
 
 def test_a_shard_knows_its_shape():
     shard = Shard(Table("t", 10, 16, 1.0, precision="fp16"), 2, 10, 4, 16)
-    assert (shard.rows, shard.width, shard.bytes, shard.full_rows, shard.label) == (
+    assert (shard.rows, shard.width, shard.bytes, shard.has_all_rows, shard.label) == (
         8,
         12,
         192,
         False,
         "t[2:10, 4:16]",
     )
-    assert Shard(shard.table, 0, 10, 4, 8).full_rows and Shard.whole(shard.table).label == "t[0:10, 0:16]"
+    assert Shard(shard.table, 0, 10, 4, 8).has_all_rows and Shard.whole(shard.table).label == "t[0:10, 0:16]"
 
 
 def test_a_step_is_as_long_as_that_of_the_device_that_takes_longest():
@@ -323,12 +323,12 @@ def test_a_table_stays_a_key_across_processes(tables):
 
 
 def test_ids_hide_behind_the_dense_part_in_torchrecs_pipeline_only():
-    assert Job().hides_ids_ms == Job().dense_ms == 0
+    assert Job().id_overlap_ms == Job().dense_ms == 0
     dense = {"dense_forward_ms": 2.0, "dense_backward_ms": 3.0}
-    assert Job(**dense).hides_ids_ms == Job(**dense).dense_ms == 5
+    assert Job(**dense).id_overlap_ms == Job(**dense).dense_ms == 5
     alone = Job("none", **dense)
-    assert (alone.hides_ids_ms, alone.dense_ms) == (0, 5)
-    assert {name for name in PIPELINES if Job(name, **dense).hides_ids_ms} == set(PIPELINES) - {"none"}
+    assert (alone.id_overlap_ms, alone.dense_ms) == (0, 5)
+    assert {name for name in PIPELINES if Job(name, **dense).id_overlap_ms} == set(PIPELINES) - {"none"}
 
 
 @pytest.mark.parametrize("name", ["dense_bytes", "activation_bytes", "update_bytes", "input_bytes"])
@@ -364,7 +364,7 @@ def test_rows_are_all_in_one_tier_and_some_in_a_cache(tier):
     with pytest.raises(ShardCoreError, match=f"table 't' in .* memory of tier {tier!r}"):
         Problem("p", (table,), Topology((Device(GIB),)), 64)
     given = Topology((Device(GIB),) * 2, memory=(Memory(tier, GIB, 2.0),))
-    assert given.memory_of(tier).gbps == 2 and given.among((0,)).memory_of(tier).bytes == GIB // 2
+    assert given.memory_of(tier).gbps == 2 and given.restricted_to((0,)).memory_of(tier).bytes == GIB // 2
     assert Problem("p", (table,), given, 64, "rowwise_adagrad")
 
 
@@ -447,18 +447,22 @@ def hashed(form: str, eviction: str, rows: int, **fields) -> Problem:
 def test_some_devices_share_links_with_the_others():
     links = links_of(shared=True, within_host=10.0, between_hosts=4.0)
     whole = Topology(tuple(Device(d + 1, host="aabb"[d]) for d in range(4)), links=links)
-    assert whole.among((0, 1)) == Topology(whole.devices[:2], links=links)
-    assert whole.among((0, 2)).devices == (whole.devices[0], whole.devices[2])
-    assert whole.among((0, 2)).links == (links[0], Link("between_hosts", 2.0, shared=True))
-    assert whole.among((0, 1, 2)).link("between_hosts").gbps == 2
-    assert HOSTS.among((0,)) == Topology(HOSTS.devices[:1])
+    assert whole.restricted_to((0, 1)) == Topology(whole.devices[:2], links=links)
+    assert whole.restricted_to((0, 2)).devices == (whole.devices[0], whole.devices[2])
+    assert whole.restricted_to((0, 2)).links == (links[0], Link("between_hosts", 2.0, shared=True))
+    assert whole.restricted_to((0, 1, 2)).link("between_hosts").gbps == 2
+    assert HOSTS.restricted_to((0,)) == Topology(HOSTS.devices[:1])
 
 
 def test_links_are_those_of_the_outermost_level_that_joins_devices():
     links = links_of(within_host=10.0, between_hosts=4.0)
     whole = Topology(HOSTS.devices, links=links)
-    assert whole.slowest == links[1] and whole.among((0, 1)).slowest == links[0]
-    assert whole.outermost(whole.units[:, [0, 1]]) == whole.outermost(whole.units[:, [2]]) == links[0]
+    assert whole.slowest_link == links[1] and whole.restricted_to((0, 1)).slowest_link == links[0]
+    assert (
+        whole.outermost_link(whole.unit_numbers[:, [0, 1]])
+        == whole.outermost_link(whole.unit_numbers[:, [2]])
+        == links[0]
+    )
     assert "within_host 10 GB/s, between_hosts 4 GB/s" in repr(whole)
 
 
@@ -474,13 +478,13 @@ def test_pins_and_groups_say_where_tables_may_live_and_which_stay_whole():
         (0, 2, 3),
         (0, 1, 2, 3),
     ]
-    assert set(problem.pinned) == {"s", "t", "u"} and problem.whole == {"s", "t", "v"}
-    assert dict(problem.bundle_of) == {"s": ("s", "t"), "t": ("s", "t")}
+    assert set(problem.pinned_devices) == {"s", "t", "u"} and problem.uncut_tables == {"s", "t", "v"}
+    assert dict(problem.group_by_table) == {"s": ("s", "t"), "t": ("s", "t")}
     on_one = constrained(pinned=(("s", (0, 2)), ("t", ("b",)), ("u", (1,))), together=(("t", "s"),))
     assert on_one.allowed_devices("s") == on_one.allowed_devices("t") == (2,)
-    assert on_one.whole == {"s", "t", "u"}  # what has a single device gains nothing from a cut
-    assert [on_one.kept_whole_by(n) for n in "su"] == ["constraints.together", "constraints.pinned"]
-    assert problem.kept_whole_by("v") == "constraints.unsplit"
+    assert on_one.uncut_tables == {"s", "t", "u"}  # what has a single device gains nothing from a cut
+    assert [on_one.constraint_against_cuts(n) for n in "su"] == ["constraints.together", "constraints.pinned"]
+    assert problem.constraint_against_cuts("v") == "constraints.unsplit"
 
 
 def test_kinds_and_widths_say_what_may_run_a_table():
@@ -496,10 +500,10 @@ def test_kinds_and_widths_say_what_may_run_a_table():
     )
     may = {t.name: {kind for kind, layout in LAYOUTS.items() if problem.may_run(layout, t)} for t in tables}
     assert may == {"narrow": {"row", "column"}, "wide": {"column"}, "free": set(LAYOUTS)}
-    assert [problem.unit_width(t) for t in tables] == [24, 128, 8]
-    assert [problem.most_width(t) for t in tables] == [96, 2048, 8]
+    assert [problem.shard_width_unit(t) for t in tables] == [24, 128, 8]
+    assert [problem.max_shard_width(t) for t in tables] == [96, 2048, 8]
     on_cpu = replace(problem, topology=replace(HOSTS, hardware="cpu-amd-epyc"))
-    assert on_cpu.may_run(LAYOUTS["row"], tables[1]) and on_cpu.most_width(tables[1]) == 4096
+    assert on_cpu.may_run(LAYOUTS["row"], tables[1]) and on_cpu.max_shard_width(tables[1]) == 4096
 
 
 def test_ten_thousand_tables_on_a_thousand_devices_are_pinned():

@@ -16,7 +16,7 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.search import Budget
 from shardcore.search.sharders import SHARDERS
 from shardcore.step.access import payload_bytes
-from shardcore.step.lower import lower, require_plan
+from shardcore.step.lower import lower, require_valid_plan
 
 
 def problem(there: str, back: str, local_batch: int, *dims: int, memory_bytes=10**8, **fields) -> Problem:
@@ -39,9 +39,9 @@ def whole(p: Problem, kind: str = "column") -> Plan:
 def test_bytes_are_those_that_the_codec_makes(name, elements):
     torch = pytest.importorskip("torch")
     pytest.importorskip("fbgemm_gpu")
-    from shardcore.measure.exchanges import codec_of
+    from shardcore.measure.exchanges import quantized_codec
 
-    codec = codec_of(name)
+    codec = quantized_codec(name)
     context = codec.create_context()
     sent = codec.encode(torch.ones(elements), context)
     n_bytes = sent.numel() * sent.element_size()
@@ -53,9 +53,9 @@ def test_bytes_are_those_that_the_codec_makes(name, elements):
 def test_rows_of_8_bits_with_scales_have_the_bytes_that_fbgemm_computes():
     """FBGEMM encodes them on CUDA only; it computes their size anywhere."""
     pytest.importorskip("fbgemm_gpu")
-    from shardcore.measure.exchanges import codec_of
+    from shardcore.measure.exchanges import quantized_codec
 
-    codec = codec_of("fp8-256")
+    codec = quantized_codec("fp8-256")
     assert codec.calc_quantized_size(1024, codec.create_context()) == payload_bytes(4096, "fp8-256") == 1056
     assert payload_bytes(4096, "fp8") == 1024
 
@@ -85,18 +85,18 @@ def test_plans_that_a_codec_does_not_carry_are_refused(there, back, local_batch,
 def test_columns_of_a_device_travel_together():
     """60 and 36 columns are three blocks; 36 of them, apart, are not."""
     p = problem("int8", "fp32", 3, 60, 36)
-    require_plan(whole(p), p)
+    require_valid_plan(whole(p), p)
     apart = Plan(tuple(replace(x, devices=(i,)) for i, x in enumerate(whole(p).placements)))
     with pytest.raises(ShardCoreError, match="t0.* on device 0; column exchanges 60 columns"):
-        require_plan(apart, p)
+        require_valid_plan(apart, p)
 
 
 def test_each_row_of_a_sequence_is_whole_blocks():
     p = problem("int8", "fp32", 32, 36, sequence=True)
     with pytest.raises(ShardCoreError, match="multiples of 32"):
-        require_plan(whole(p), p)
-    assert problem("int8", "fp32", 32, 64, sequence=True).unit_width(p.tables[0]) == 36
-    assert problem("int8", "fp32", 32, 64, sequence=True).blocks_of(p.tables[0]) == 32
+        require_valid_plan(whole(p), p)
+    assert problem("int8", "fp32", 32, 64, sequence=True).shard_width_unit(p.tables[0]) == 36
+    assert problem("int8", "fp32", 32, 64, sequence=True).column_multiple(p.tables[0]) == 32
 
 
 @pytest.mark.parametrize("sharder", ["portfolio", "anneal", "neuroshard", "torchrec", "size_greedy"])
@@ -110,7 +110,7 @@ def test_searches_keep_to_what_codecs_carry(sharder, given):
     plan = SHARDERS[sharder](p, model, seed=0, budget=Budget(evals=100))
     lower(plan, p)
     for x in plan.placements:
-        assert x.kind != "column" or x.shard.width % p.blocks_of(x.shard.table) == 0
+        assert x.kind != "column" or x.shard.width % p.column_multiple(x.shard.table) == 0
         assert x.kind != "row" or given[0] != "int8"
 
 

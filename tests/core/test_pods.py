@@ -13,12 +13,13 @@ PODS = Topology(tuple(Device(1, host=f"p{d // 4}/h{d // 2}") for d in range(8)))
 
 
 def test_a_pod_joins_hosts_that_its_name_begins():
-    assert PODS.joins("within_pod") and not HOSTS.joins("within_pod")
+    assert PODS.joins_devices("within_pod") and not HOSTS.joins_devices("within_pod")
     assert "8 devices on 4 hosts in 2 pods" in repr(PODS) and "pods" not in repr(HOSTS)
     assert (
-        PODS.on_units("within_pod") == ((0, 1, 2, 3), (4, 5, 6, 7)) and len(PODS.on_units("within_host")) == 4
+        PODS.devices_by_unit("within_pod") == ((0, 1, 2, 3), (4, 5, 6, 7))
+        and len(PODS.devices_by_unit("within_host")) == 4
     )
-    assert HOSTS.on_units("within_pod") == HOSTS.on_units("within_host") == ((0, 1), (2, 3))
+    assert HOSTS.devices_by_unit("within_pod") == HOSTS.devices_by_unit("within_host") == ((0, 1), (2, 3))
 
 
 @pytest.mark.parametrize(
@@ -69,7 +70,7 @@ def test_some_devices_share_a_links_of_pods_by_their_pod():
     """Half of a pod has half of its link. Of devices of which no two share a pod, no links join any within one."""
     links = links_of(shared=True, within_host=90.0, within_pod=12.0, between_hosts=8.0)
     whole = replace(PODS, links=links, rows_over="pod")
-    near, far = whole.among((0, 1, 4, 5)), whole.among((0, 4))
+    near, far = whole.restricted_to((0, 1, 4, 5)), whole.restricted_to((0, 4))
     assert [x.gbps for x in near.links] == [90.0, 8.0 / 2] and near.rows_over is None
     assert [x.gbps for x in far.links] == [90.0, 8.0 / 4]
-    assert whole.among(range(8)) == whole
+    assert whole.restricted_to(range(8)) == whole

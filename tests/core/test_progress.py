@@ -5,7 +5,15 @@ from types import SimpleNamespace
 import pytest
 
 from shardcore.core import progress
-from shardcore.core.progress import OutOfTime, listening, part, report, tick, ticking, until
+from shardcore.core.progress import (
+    OutOfTime,
+    deadline,
+    prefixed_phases,
+    report,
+    report_to_listener,
+    tick,
+    ticking,
+)
 
 
 def test_a_report_without_a_listener_does_nothing():
@@ -14,8 +22,8 @@ def test_a_report_without_a_listener_does_nothing():
 
 def test_phases_carry_the_names_of_the_parts_around_them():
     heard = []
-    with listening(lambda *of: heard.append(of)):
-        with part("2 hosts"), part("anneal"):
+    with report_to_listener(lambda *of: heard.append(of)):
+        with prefixed_phases("2 hosts"), prefixed_phases("anneal"):
             report("annealing", 3.0, 9.0)
         report("writing")
     assert heard == [
@@ -28,8 +36,8 @@ def test_phases_carry_the_names_of_the_parts_around_them():
 
 def test_a_part_that_fails_ends_too():
     heard = []
-    with listening(lambda *of: heard.append(of)):
-        with pytest.raises(ValueError), part("2 hosts"):
+    with report_to_listener(lambda *of: heard.append(of)):
+        with pytest.raises(ValueError), prefixed_phases("2 hosts"):
             raise ValueError
         report("writing")
     assert heard[-1] == ("writing", None, None)
@@ -46,7 +54,7 @@ def clock(monkeypatch):
 
 def test_a_tick_makes_the_last_report_again_once_it_is_old(clock):
     heard = []
-    with listening(lambda *of: heard.append(of)):
+    with report_to_listener(lambda *of: heard.append(of)):
         tick()  # nothing was reported yet
         report("encoding", 3.0, 9.0)
         tick()
@@ -67,7 +75,7 @@ def test_a_tick_makes_the_last_report_again_once_it_is_old(clock):
 def test_the_report_of_one_listener_is_not_made_again_to_another(clock):
     heard = []
     report("before")
-    with listening(lambda *of: heard.append(of)):
+    with report_to_listener(lambda *of: heard.append(of)):
         clock.now += 2
         tick()
     assert heard == []
@@ -75,7 +83,7 @@ def test_the_report_of_one_listener_is_not_made_again_to_another(clock):
 
 def test_long_loops_end_when_their_time_is_over(clock):
     done = []
-    with pytest.raises(OutOfTime), until(10.0), until(20.0):  # the earlier end counts
+    with pytest.raises(OutOfTime), deadline(10.0), deadline(20.0):  # the earlier end counts
         for item in ticking(range(1000)):
             done.append(item)
             clock.now += 0.02

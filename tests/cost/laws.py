@@ -152,7 +152,7 @@ def _drawn_comm(n: int, ranks, setting: Setting, collective: str, **request) -> 
             )
             samples.append(
                 CollectiveSample(
-                    dataset.comm_id(setting, asked), setting, asked, forward, backward, (0.0,) * d, 0.0
+                    dataset.collective_id(setting, asked), setting, asked, forward, backward, (0.0,) * d, 0.0
                 )
             )
     return samples
@@ -206,7 +206,7 @@ def collective_ms(
 ) -> tuple[np.ndarray, np.ndarray]:
     """[..., D] ms of a channel under weights of exchanges, forward and backward. owned: [..., D] bytes."""
     terms = collective_model.channel_terms(w, channel, topology, payloads)
-    ms = terms.transfers_ms(owned, np.zeros(owned.shape[:-1]))
+    ms = terms.transfer_ms_by_direction(owned, np.zeros(owned.shape[:-1]))
     return ms["forward"], ms["backward"]
 
 

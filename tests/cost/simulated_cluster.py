@@ -18,7 +18,7 @@ import numpy as np
 from shardcore.core.types import OUTPUT_BYTES, Setting
 from shardcore.io import dataset
 from shardcore.io.measurements import CollectiveRequest, CollectiveSample, Spread
-from shardcore.measure.sampling.collectives import comm_request
+from shardcore.measure.sampling.collectives import draw_collective_request
 from shardcore.step.collectives import COLLECTIVES
 
 KNOWN = ((2, 1), (4, 1), (8, 1), (2, 2), (4, 2), (8, 2))
@@ -74,12 +74,12 @@ def simulate(cluster: Cluster, request: CollectiveRequest, rng: np.random.Genera
             _all_to_all_ms(cluster, sizes, host) + wake_ms,
             _all_to_all_ms(cluster, sizes.T, host),
         )
-    elif request.row.ids:
+    elif request.definition.ids:
         # How much will be sent, lengths, and ids. An eighth of the bytes are lengths.
         received = np.tile(owned[None] / n, (n, 1))
         three = (np.full((n, n), 16.0), received / 8, received * 7 / 8)
         forward, backward = sum(_all_to_all_ms(cluster, x, host) for x in three) + wake_ms, None
-        if (work := request.row.work) and work.buckets:
+        if (work := request.definition.work) and work.buckets:
             forward = forward + owned.mean() / (cluster.reduce_gbps * 1e6)
     else:
         scatter, gather = (_ring_ms(cluster, owned.max() / n, host, adds) for adds in (True, False))
@@ -98,7 +98,7 @@ def simulate(cluster: Cluster, request: CollectiveRequest, rng: np.random.Genera
         )
 
     return CollectiveSample(
-        dataset.comm_id(SIMULATED, request),
+        dataset.collective_id(SIMULATED, request),
         SIMULATED,
         request,
         spreads(forward),
@@ -191,7 +191,7 @@ def simulated(
     for ranks, hosts in shapes:
         rng = np.random.default_rng([seed, ranks, hosts])
         for index, collective in zip(range(n), itertools.cycle(collectives), strict=False):
-            drawn = comm_request(index, ranks, BATCH, seed, hosts=hosts)
+            drawn = draw_collective_request(index, ranks, BATCH, seed, hosts=hosts)
             widths = drawn.widths if collective != "all_reduce" else (max(drawn.widths),) * ranks
             if (work := COLLECTIVES[collective].work) and work.buckets:
                 widths = tuple(max(1, w) for w in widths)

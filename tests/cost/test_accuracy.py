@@ -31,23 +31,25 @@ def sample(n: int, forward: float, backward: float, **fields) -> ComputeSample:
 
 
 def test_split_is_by_id_alone():
-    sides = [dataset.split_of(f"{i:016x}") for i in range(5000)]
+    sides = [dataset.split_of_sample(f"{i:016x}") for i in range(5000)]
     assert {s: round(sides.count(s) / 5000, 1) for s in set(sides)} == {
         "train": 0.8,
         "validation": 0.1,
         "test": 0.1,
     }
     # As it ever was, or what was held out of a model's training would be trained on by the next.
-    assert {i: dataset.split_of(i) for i in SIDES} == SIDES
+    assert {i: dataset.split_of_sample(i) for i in SIDES} == SIDES
     samples = [dataclasses.replace(sample(1, 1.0, 1.0), id=i) for i in SIDES]
-    assert [s.id for s in accuracy.held_out(samples)] == [i for i, side in SIDES.items() if side == "test"]
+    assert [s.id for s in accuracy.held_out_samples(samples)] == [
+        i for i, side in SIDES.items() if side == "test"
+    ]
 
 
 def test_predict_is_forward_and_backward_together():
     samples = [sample(1, 1.0, 1.0), sample(2, 1.0, 1.0)]
     assert accuracy.predict(by_hand(), samples) == pytest.approx([sum(ONE), sum(TWO)])
     assert accuracy.predict(by_hand(), []).shape == (0,)
-    low, high = accuracy.intervals(by_hand(), samples, 0.8)
+    low, high = accuracy.confidence_intervals(by_hand(), samples, 0.8)
     assert low == pytest.approx([sum(ONE) * math.exp(-0.4), sum(TWO) * math.exp(-0.4)])
     assert high == pytest.approx([sum(ONE) * math.exp(0.4), sum(TWO) * math.exp(0.4)])
 
@@ -86,7 +88,9 @@ def test_metrics_by_hand():
     comm = comm_samples(3, collective="all_reduce", payload="bf16")
     assert accuracy.evaluate(by_hand(), [], comm) == {"n_compute": 0, "n_comm": 0}
     found = accuracy.evaluate(by_hand(), [], comm_samples(3))
-    ways = collective_fit.errors(by_hand().weights, comm_samples(3)) | collective_fit.counts(comm_samples(3))
+    ways = collective_fit.exchange_errors(by_hand().weights, comm_samples(3)) | collective_fit.sample_counts(
+        comm_samples(3)
+    )
     of_all = {k: v for k, v in found.items() if "all_to_all" in k}
     assert found == {"n_compute": 0, "n_comm": 3, **of_all, **ways} and ways["n_forward_comm"] == 3
     assert found["n_all_to_all"] == 3 and found["all_to_all_mape"] == pytest.approx(100)
@@ -94,14 +98,17 @@ def test_metrics_by_hand():
 
 def test_errors_in_words_have_the_number_of_samples_and_their_interval():
     found = {"n_compute": 31.0, "compute_mape": 5.73, "compute_mape_low": 4.2, "compute_mape_high": 7.26}
-    assert accuracy.error_words(found) == "5.7% (4.2 to 7.3%) on 31 groups"
+    assert accuracy.describe_error(found) == "5.7% (4.2 to 7.3%) on 31 groups"
     # Too few for a figure.
-    assert accuracy.error_words({**found, "n_compute": 9.0}) == "4.2 to 7.3%, as only 9 groups are held out"
     assert (
-        accuracy.error_words({"n_compute": 1.0, "compute_mape": 3.0}) == "unknown, as 1 groups are held out"
+        accuracy.describe_error({**found, "n_compute": 9.0}) == "4.2 to 7.3%, as only 9 groups are held out"
     )
-    assert accuracy.error_words({"n_compute": 0.0}) == "unknown, as no groups are held out"
-    assert accuracy.summary({**found, "repeatability": 6.74}) == (
+    assert (
+        accuracy.describe_error({"n_compute": 1.0, "compute_mape": 3.0})
+        == "unknown, as 1 groups are held out"
+    )
+    assert accuracy.describe_error({"n_compute": 0.0}) == "unknown, as no groups are held out"
+    assert accuracy.accuracy_summary({**found, "repeatability": 6.74}) == (
         "error on this machine's held-out samples: ops 5.7% (4.2 to 7.3%) on 31 groups, exchanges unknown, as no "
         "all-to-alls are held out; a timing itself is off by 6.7%"
     )

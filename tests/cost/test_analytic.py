@@ -14,7 +14,7 @@ from shardcore.core.links import links_of
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
-from shardcore.cost.model import group_costs, price
+from shardcore.cost.model import group_op_ms, price
 from shardcore.step.access import unique_rows
 from shardcore.step.lower import lower
 from shardcore.tables.generate import PoolConfig, generate_pool
@@ -36,7 +36,7 @@ def test_compute_adds_up():
     whole = Shard.whole(TABLE)
     # 10 us + 1 us + 2,000 lookups × 100 ns + 64,000 bytes at 1 GB/s + unique rows × 32 bytes at 0.5 GB/s
     expected = 0.010 + 0.001 + 0.2 + 0.064 + unique_rows(whole, 1000) * 32 / 0.5e6
-    assert group_costs([[whole]], MODEL)[0] == pytest.approx(expected)
+    assert group_op_ms([[whole]], MODEL)[0] == pytest.approx(expected)
     np.testing.assert_allclose(MODEL.encode([whole]), [[1, 2000, 64_000, unique_rows(whole, 1000) * 32]])
     np.testing.assert_allclose(MODEL.encode([whole], 500)[0, :3], [1, 1000, 32_000])
 
@@ -59,7 +59,7 @@ def test_nothing_costs_nothing():
     assert MODEL.encode([]).shape == (0, 4)
     idle = Shard.whole(Table("idle", 5, 4, 0.0))
     # it still takes its part of a launch
-    assert group_costs([[idle], []], MODEL) == pytest.approx([0.011, 0])
+    assert group_op_ms([[idle], []], MODEL) == pytest.approx([0.011, 0])
 
 
 @given(sums=st.lists(st.tuples(*[st.floats(0, 1e9)] * 4), min_size=2, max_size=2))
@@ -179,7 +179,7 @@ def test_price_of_a_plan():
         (Placement("column", Shard.whole(TABLE), (0,)), Placement("column", Shard.whole(other), (1,)))
     )
     cost = price(lower(plan, problem), MODEL)
-    single = group_costs([[Shard.whole(TABLE)], [Shard.whole(other)]], MODEL)
+    single = group_op_ms([[Shard.whole(TABLE)], [Shard.whole(other)]], MODEL)
     transfer_ms = 0.25 + 1000 * 8 * 4 / 2 / 2e6
     assert cost.compute_ms == pytest.approx([single[0], single[1] / 2])
     assert cost.waiting_ms == pytest.approx([0, single[0] - single[1] / 2])

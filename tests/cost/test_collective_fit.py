@@ -27,7 +27,7 @@ def test_exchanges_of_two_ranks_alone_fit_too():
     model = fit.train(compute_samples(linear_law, 60), comm, SETTING, QUICK).model
     assert accuracy.evaluate(model, [], comm)["forward_comm_mape"] < 0.5
     assert all(
-        (model.weights[collective_model.rates_name(ALL_TO_ALL, way)] >= 0).all()
+        (model.weights[collective_model.rates_weight_name(ALL_TO_ALL, way)] >= 0).all()
         for way in ("forward", "backward")
     )
 
@@ -37,14 +37,14 @@ def test_latency_beyond_one_number_of_ranks_grows_by_a_seventh_a_message(ranks):
     """Published all-to-alls, all-gathers and all-reduces do so. Half went to the message before."""
     comm = comm_samples(60, ranks=(ranks,))
     model = fitted(comm)
-    rates = model.weights[collective_model.rates_name(ALL_TO_ALL, "forward")]
+    rates = model.weights[collective_model.rates_weight_name(ALL_TO_ALL, "forward")]
     once, message = rates[collective_fit.ONCE], rates[collective_fit.MESSAGES]
     assert message == pytest.approx(once / 7)
     assert once + (ranks - 1) * message == pytest.approx(0.1 + 0.02 * (ranks - 1), rel=0.01)
-    assert max(collective_fit.errors(model.weights, comm).values()) < 0.5
+    assert max(collective_fit.exchange_errors(model.weights, comm).values()) < 0.5
     # Of several numbers of ranks, the samples say.
     several = fitted(comm_samples(60, ranks=(2, 4))).weights[
-        collective_model.rates_name(ALL_TO_ALL, "forward")
+        collective_model.rates_weight_name(ALL_TO_ALL, "forward")
     ]
     assert several[[collective_fit.ONCE, collective_fit.MESSAGES]] == pytest.approx([0.1, 0.02], rel=0.01)
 
@@ -69,7 +69,7 @@ def test_only_exchanges_that_the_model_prices_count():
 def test_each_collective_has_its_own_rates():
     rings = {c: comm_samples(collective=c) for c in ("reduce_scatter", "all_reduce")}
     model, without = fitted(comm_samples(), *rings.values()), fitted(comm_samples())
-    found = collective_fit.errors(
+    found = collective_fit.exchange_errors(
         model.weights, [*comm_samples(), *rings["reduce_scatter"], *rings["all_reduce"]]
     )
     assert len(found) == 5 and max(found.values()) < 0.5
@@ -96,7 +96,7 @@ def test_too_few_exchanges_of_a_collective_are_none():
     assert collective_model.is_measured(model.weights, ALL_TO_ALL) and not collective_model.is_measured(
         model.weights, ALL_REDUCE
     )
-    assert collective_fit.errors(model.weights, few)["all_reduce_backward_mape"] > 1
+    assert collective_fit.exchange_errors(model.weights, few)["all_reduce_backward_mape"] > 1
 
 
 def half(samples, payload):
@@ -116,7 +116,7 @@ def half(samples, payload):
 
 def test_each_payload_has_its_own_rates():
     model, widths = fitted(comm_samples(), half(comm_samples(), "fp16")), [64, 0, 256, 128]
-    found = collective_fit.errors(model.weights, [*comm_samples(), *half(comm_samples(), "fp16")])
+    found = collective_fit.exchange_errors(model.weights, [*comm_samples(), *half(comm_samples(), "fp16")])
     assert sorted(found) == [
         "backward_comm_fp16_mape",
         "backward_comm_mape",
@@ -138,11 +138,11 @@ def test_a_payload_that_was_not_measured_has_the_rates_of_fp32_with_half_of_the_
     fixed = 0.1 + 0.02 * 3
     whole, short = (for_payloads(model, p, p).comm(owned, np.zeros(4), on_hosts(4)) for p in ("fp32", "bf16"))
     assert short.forward_ms - fixed == pytest.approx((whole.forward_ms - fixed) / 2, rel=0.02)
-    assert collective_model.knows_payload(model.weights, ALL_TO_ALL, "forward", "fp32")
-    assert not collective_model.knows_payload(model.weights, ALL_TO_ALL, "forward", "bf16")
+    assert collective_model.has_payload_rates(model.weights, ALL_TO_ALL, "forward", "fp32")
+    assert not collective_model.has_payload_rates(model.weights, ALL_TO_ALL, "forward", "bf16")
     known = fitted(comm_samples(), half(comm_samples(), "bf16"))
-    assert collective_model.knows_payload(known.weights, ALL_TO_ALL, "forward", "bf16")
-    assert not collective_model.knows_payload(known.weights, REDUCE_SCATTER, "forward", "bf16")
+    assert collective_model.has_payload_rates(known.weights, ALL_TO_ALL, "forward", "bf16")
+    assert not collective_model.has_payload_rates(known.weights, REDUCE_SCATTER, "forward", "bf16")
 
 
 def test_links_that_a_topology_gives_carry_half_of_the_bytes_in_16_bits():
@@ -159,7 +159,10 @@ def test_bucketized_ids_take_what_ids_take_and_the_time_to_put_them_in_buckets()
     model = fitted([*comm_samples(), *ids, *bucketized])
     once, per_byte = model.weights["bucketize_ids"]
     assert (once, per_byte) == (pytest.approx(0.3, rel=0.01), pytest.approx(1 / 4e6, rel=0.01))
-    assert collective_fit.errors(model.weights, bucketized)["all_to_all_ids_bucketized_forward_mape"] < 0.1
+    assert (
+        collective_fit.exchange_errors(model.weights, bucketized)["all_to_all_ids_bucketized_forward_mape"]
+        < 0.1
+    )
     owned = np.array([1e6, 3e6])
     for topology in (on_hosts(2), on_hosts(2, links=links_of(within_host=10.0, latency_ms=0.1))):
         plain, divided = (model.comm(sends(**{c: owned}), np.zeros(2), topology).input_ms for c in OF_IDS)
@@ -177,7 +180,7 @@ def with_work(samples):
     return [
         dataclasses.replace(s, work_ms=tuple(np.where(b > 0, 0.05 + b / 1e7, 0.0)))
         for s in samples
-        for b in [collective_fit.owned_bytes(s)]
+        for b in [collective_fit.rank_bytes(s)]
     ]
 
 
@@ -228,7 +231,7 @@ def test_ids_and_gradients_of_replicas_have_no_payload():
         whole, short = (for_payloads(model, p, p).comm(sent, nothing, on_hosts(2)) for p in ("fp32", "fp16"))
         np.testing.assert_array_equal(whole.backward_ms, short.backward_ms)
         np.testing.assert_array_equal(whole.input_ms, short.input_ms)
-    assert collective_model.knows_payload(model.weights, ALL_REDUCE, "backward", "fp16")
+    assert collective_model.has_payload_rates(model.weights, ALL_REDUCE, "backward", "fp16")
 
 
 def test_groups_of_a_collective_have_rates_of_their_own():
@@ -246,10 +249,10 @@ def test_groups_of_a_collective_have_rates_of_their_own():
     within, all_ranks = (
         [sample(w, group, factor) for w in widths] for group, factor in (("host", 1.0), ("world", 10.0))
     )
-    rates = collective_fit.fit([*within, *all_ranks])
+    rates = collective_fit.fit_exchange_rates([*within, *all_ranks])
     for samples, group in ((within, "host"), (all_ranks, "world")):
-        assert collective_model.rates_name(Channel("reduce_scatter", group), "forward") in rates
-        predicted, found = collective_fit.predicted(rates, samples, "forward")
+        assert collective_model.rates_weight_name(Channel("reduce_scatter", group), "forward") in rates
+        predicted, found = collective_fit.predicted_and_measured_ms(rates, samples, "forward")
         assert predicted == pytest.approx(found, rel=0.05), group
 
 
@@ -262,10 +265,10 @@ def test_over_several_hosts_the_last_rank_counts():
         )
         for hosts in (1, 2)
     )
-    assert collective_fit.observed([one], "forward")[1].tolist() == [3.0, 9.0, 5.0, 4.0]
-    terms, measured = collective_fit.observed([one, two], "backward")
+    assert collective_fit.terms_and_measured_ms([one], "forward")[1].tolist() == [3.0, 9.0, 5.0, 4.0]
+    terms, measured = collective_fit.terms_and_measured_ms([one, two], "backward")
     assert measured.tolist() == [3.0, 9.0, 5.0, 4.0, 9.0] and terms.shape[1] == 5
-    rates = {collective_model.rates_name(ALL_TO_ALL, "backward"): of_terms(far_bytes=1.0)}
-    predicted, found = collective_fit.predicted(rates, [two], "backward")
+    rates = {collective_model.rates_weight_name(ALL_TO_ALL, "backward"): of_terms(far_bytes=1.0)}
+    predicted, found = collective_fit.predicted_and_measured_ms(rates, [two], "backward")
     # The device of most bytes: 16 columns, half of them for the other host, and half of its 16 in return.
     assert (predicted.tolist(), found.tolist()) == ([16 * 4 * (16 / 2 + (8 + 8) / 4)], [9.0])

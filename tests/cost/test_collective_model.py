@@ -10,14 +10,14 @@ from laws import SETTING, collective_ms, comm_samples, exchange_law, of_terms, s
 from shapes import ALL_REDUCE, ALL_TO_ALL, column, host_row, replica, row, sends
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.links import LEVELS, links_of, units_of
+from shardcore.core.links import LEVELS, links_of, unit_numbers
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Table
 from shardcore.cost import collective_fit, collective_model, fit, neural, ranges
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.io.measurements import CollectiveRequest, CollectiveSample
 from shardcore.step.collectives import COLLECTIVES
-from shardcore.step.exchanges import Terms, law_ms
+from shardcore.step.exchanges import Terms, transfer_ms
 from shardcore.step.kinds import CHANNELS, IDS, LAYOUTS, Channel
 from shardcore.step.lower import lower
 
@@ -25,7 +25,9 @@ QUICK = fit.FitConfig(epochs=3)
 
 
 def fitted(*samples) -> neural.NeuralModel:
-    return neural.NeuralModel(SETTING, collective_fit.fit([x for s in samples for x in s]), {"ranges": {}})
+    return neural.NeuralModel(
+        SETTING, collective_fit.fit_exchange_rates([x for s in samples for x in s]), {"ranges": {}}
+    )
 
 
 def on_hosts(*devices: int, **given) -> Topology:
@@ -48,7 +50,7 @@ OF_HOSTS = {*collective_model.LATENCY_TERMS, *LEVELS["within_host"].terms, *LEVE
 def terms(collective: str, owned, hosts=(0, 0, 0), skew_ms=0.0) -> dict[str, list[float]]:
     """Those that are not 0, by name, of each device, in bytes as given."""
     found = collective_fit.exchange_terms(
-        Channel(collective), np.array(owned, dtype=float), units_of([str(h) for h in hosts]), skew_ms
+        Channel(collective), np.array(owned, dtype=float), unit_numbers([str(h) for h in hosts]), skew_ms
     )
     return {
         name: np.broadcast_to(t, len(owned)).round(9).tolist()
@@ -132,7 +134,7 @@ def test_a_late_start_is_that_of_the_first_exchange_measured():
         ]
         sample = CollectiveSample("id", SETTING, request, *timed, (0.0, 0.0), 0.0)
         for way in of.ways:
-            found, measured = collective_fit.observed([sample] * 2, way)
+            found, measured = collective_fit.terms_and_measured_ms([sample] * 2, way)
             assert found[at].tolist() == [3.0 if way == of.ways[0] else 0.0] * 4
             assert measured.tolist() == [1.0 if way == "forward" else 2.0] * 4
 
@@ -140,7 +142,7 @@ def test_a_late_start_is_that_of_the_first_exchange_measured():
 def test_ids_take_what_gradients_take_backward_but_three_latencies():
     """Numbers, lengths and ids are sent. Bytes count on the device that receives them."""
     owned = np.array([6e6, 0.0, 9e6, 3e6])
-    for units in (units_of(list("aaaa")), units_of(list("aabb"))):
+    for units in (unit_numbers(list("aaaa")), unit_numbers(list("aabb"))):
         ids, back = (
             dict(
                 zip(
@@ -167,8 +169,8 @@ def test_a_transfer_takes_its_latency_and_the_slower_links():
     terms = Terms(0.5, levels, skew=0.1)
     for near, slowest in ((1.5, 4.0), (9.0, 18.0)):
         counts = [{"bytes": near}, {}, {"bytes": 2.0, "uplink": 4.0}]
-        assert law_ms(terms, counts, np.ones(1), np.array(3.0)) == pytest.approx(0.8 + slowest)
-        smooth = law_ms(replace(terms, sharpness=3.0, ramp_ms=2.0, ramp_bytes=3.0), counts, np.ones(1))
+        assert transfer_ms(terms, counts, np.ones(1), np.array(3.0)) == pytest.approx(0.8 + slowest)
+        smooth = transfer_ms(replace(terms, sharpness=3.0, ramp_ms=2.0, ramp_bytes=3.0), counts, np.ones(1))
         assert smooth == pytest.approx(0.5 + 2 / 4 + ((2 * near) ** 3 + 4.0**3) ** (1 / 3))
 
 
@@ -183,7 +185,7 @@ def test_only_who_replicates_reduces():
 
 def test_links_that_a_topology_gives_replace_what_was_fitted():
     law = of_terms(**{name: 1.0 + i for i, name in enumerate(collective_model.EXCHANGE_TERMS)})
-    laws = {collective_model.rates_name(ALL_TO_ALL, "forward"): law}
+    laws = {collective_model.rates_weight_name(ALL_TO_ALL, "forward"): law}
 
     def forward(laws, **given):
         topology = on_hosts(1, 1, links=links_of(**given))
@@ -204,7 +206,7 @@ def test_links_that_a_topology_gives_replace_what_was_fitted():
         latency = given.get("latency_ms", measured.once_ms), 0.0 if "latency_ms" in given else measured.skew
         assert (found.once_ms, found.skew) == latency
     far_only = {name: 1.0 for name in LEVELS["between_hosts"].terms}
-    laws = {collective_model.rates_name(ALL_TO_ALL, "forward"): of_terms(**far_only)}
+    laws = {collective_model.rates_weight_name(ALL_TO_ALL, "forward"): of_terms(**far_only)}
     # Within hosts no faster.
     assert forward(laws, between_hosts=0.5, shared=True).levels == [
         {"busiest": 1 / 5e5},
@@ -216,7 +218,7 @@ def test_links_that_a_topology_gives_replace_what_was_fitted():
 def test_links_that_are_all_as_busy_may_take_longer_and_start_ahead():
     """A mean of all links beside the busiest one, less what early ranks sent; never below 0."""
     law = of_terms(uplink_bytes=0.8, shared_uplink_bytes=0.2, head_start=1.5)
-    laws = {collective_model.rates_name(ALL_TO_ALL, way): law for way in ("forward", "backward")}
+    laws = {collective_model.rates_weight_name(ALL_TO_ALL, way): law for way in ("forward", "backward")}
     hosts = on_hosts(1, 1, 1)
     even, uneven, few = (
         collective_ms(laws, ALL_TO_ALL, np.array(owned), hosts)[0]
@@ -237,10 +239,12 @@ def test_links_within_pods_that_never_decided_are_known_where_others_lie_beyond(
     hosts, laws = Topology(tuple(Device(1, host=f"{pod}/{i}") for pod in "ab" for i in "xy")), {}
     for of_pods, ms in (({"pod_busiest_bytes": collective_model.TRACE}, 8.0), ({}, 6.0)):
         law = of_terms(uplink_bytes=1.0, **of_pods)
-        laws = {collective_model.rates_name(ALL_TO_ALL, way): law for way in ("forward", "backward")}
+        laws = {collective_model.rates_weight_name(ALL_TO_ALL, way): law for way in ("forward", "backward")}
         assert collective_ms(laws, ALL_TO_ALL, np.full(4, 8.0), hosts)[0] == pytest.approx([ms] * 4)
     # Within a pod nothing lies beyond: its own bytes have the rate of the links that were measured.
-    laws |= {collective_model.rates_name(ALL_TO_ALL, "forward"): of_terms(uplink_bytes=1.0, pod_bytes=1e-12)}
+    laws |= {
+        collective_model.rates_weight_name(ALL_TO_ALL, "forward"): of_terms(uplink_bytes=1.0, pod_bytes=1e-12)
+    }
     in_pods = Channel(ALL_TO_ALL.collective, "pod")
     assert collective_ms(laws, in_pods, np.full(4, 8.0), hosts)[0] == pytest.approx([4.0] * 4)
 
@@ -251,7 +255,7 @@ def test_links_within_pods_that_never_decided_are_known_where_others_lie_beyond(
 def test_numbers_of_ranks_and_hosts_never_trained_on():
     model = fitted(exchanges.simulated(exchanges.Cluster(), exchanges.KNOWN, 30, seed=0))
     for shape in ((3, 1), (6, 3), (12, 1), (16, 4), (32, 4)):
-        found = collective_fit.errors(
+        found = collective_fit.exchange_errors(
             model.weights, exchanges.simulated(exchanges.Cluster(), [shape], 3, seed=1)
         )
         assert len(found) == 5 and np.mean(list(found.values())) < 10, (shape, found)
@@ -351,7 +355,7 @@ def said(model: neural.NeuralModel, topology: Topology) -> str:
     problem = Problem("p", (a, b, c, d), replace(topology, hardware=model.setting.hardware), 256)
     return "\n".join(
         line
-        for line in ranges.out_of_range(model, lower(Plan(placements), problem))
+        for line in ranges.describe_out_of_range(model, lower(Plan(placements), problem))
         if "is replicated" not in line
     )
 
@@ -392,9 +396,11 @@ def test_a_collective_without_a_law_is_refused_not_taken_for_a_ring(of_hosts, mo
     other, topology, owned = Channel("broadcast"), on_hosts(2), np.ones(2)
     said = "collective 'broadcast' is not known; known are all_to_all, reduce_scatter, all_reduce"
     with pytest.raises(ShardCoreError, match=said):
-        collective_fit.exchange_terms(other, owned, topology.units, 0.0)
+        collective_fit.exchange_terms(other, owned, topology.unit_numbers, 0.0)
     with pytest.raises(ShardCoreError, match=said):
         collective_ms(of_hosts.weights, other, owned, topology)
-    monkeypatch.setattr("shardcore.step.exchanges.channels_of", lambda traffic: (other, *CHANNELS[1:]))
+    monkeypatch.setattr(
+        "shardcore.step.exchanges.channels_of_traffic", lambda traffic: (other, *CHANNELS[1:])
+    )
     with pytest.raises(ShardCoreError, match=said):
         AnalyticModel(SETTING).comm(np.ones((len(CHANNELS), 2)), np.zeros(2), topology)

@@ -12,10 +12,10 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Shard
 from shardcore.cost import composite, neural
 from shardcore.cost.composite import Composite
-from shardcore.cost.model import group_costs, price
+from shardcore.cost.model import group_op_ms, price
 from shardcore.io import model_files
 from shardcore.search import SHARDERS, Budget
-from shardcore.search.bound.lower_bound import bound
+from shardcore.search.bound.lower_bound import prove_lower_bound
 from shardcore.step.lower import lower
 
 LONG = tuple(pool()[:6])
@@ -46,9 +46,9 @@ def whole(tables):
 
 def test_an_op_of_each_precision_runs_with_a_launch_of_its_own(both):
     half, full = both.models
-    together = group_costs([whole(LONG + SHORT), whole(LONG), whole(SHORT), []], both)
+    together = group_op_ms([whole(LONG + SHORT), whole(LONG), whole(SHORT), []], both)
     assert together[1:3] == pytest.approx(
-        [group_costs([whole(LONG)], full)[0], group_costs([whole(SHORT)], half)[0]]
+        [group_op_ms([whole(LONG)], full)[0], group_op_ms([whole(SHORT)], half)[0]]
     )
     assert together[0] == pytest.approx(together[1] + together[2]) and together[3] == 0
 
@@ -81,7 +81,7 @@ def test_no_plan_costs_less_than_the_bound(both):
     """An op may have one precision only, so the least launch of all counts."""
     given = problem(*LONG, *SHORT)
     plan = SHARDERS["anneal_columns"](given, both, seed=0, budget=Budget(evals=5000))
-    assert 0.5 < bound(given, both, shared=()).proved_ms / plan.provenance["predicted_ms"] <= 1
+    assert 0.5 < prove_lower_bound(given, both, shared=()).proved_ms / plan.provenance["predicted_ms"] <= 1
     assert both.at_confidence(0.05).lower is None
 
 
@@ -150,7 +150,7 @@ def test_models_that_cannot_be_mixed_are_named(both, tmp_path):
         Composite((half, adam))
     for name, model in (("a", full), ("b", half)):
         neural.save(model, tmp_path / name)
-    assert composite.load([tmp_path / "a"]).setting == full.setting
-    assert composite.load([tmp_path / "a", tmp_path / "b"]).setting.precision == "fp16+fp32"
+    assert composite.load_models([tmp_path / "a"]).setting == full.setting
+    assert composite.load_models([tmp_path / "a", tmp_path / "b"]).setting.precision == "fp16+fp32"
     assert model_files.model_digest(tmp_path / "a") != model_files.model_digest(tmp_path / "b")
     assert by_hand().setting == full.setting

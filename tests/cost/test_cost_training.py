@@ -29,14 +29,14 @@ def measured(tmp_path):
 
 
 def write(folder, compute, comm=()):
-    dataset.write_compute(folder, compute, dataset.write_pool(folder, pool()))
+    dataset.write_compute_samples(folder, compute, dataset.write_pool(folder, pool()))
     if comm:
-        dataset.write_comm(folder, comm)
+        dataset.write_collective_samples(folder, comm)
 
 
 def test_a_model_names_its_data_and_what_its_trainer_adds(measured):
     said = []
-    data = training.read(measured / "a", SETTING)
+    data = training.read_training_data(measured / "a", SETTING)
     assert str(data) == (
         f"training for {SETTING} on 59 groups, 40 exchanges, 0 replayed and 0 traced steps of {measured / 'a'}"
     )
@@ -47,21 +47,21 @@ def test_a_model_names_its_data_and_what_its_trainer_adds(measured):
     found = training.train(
         data, CONFIG, lambda model, epoch, values: said.append((model, epoch)), provenance={"seed": 3}
     )
-    assert found.model.meta["provenance"] == {"data": replays.data_digest([data.folder]), "seed": 3}
+    assert found.model.meta["provenance"] == {"data": replays.datasets_digest([data.folder]), "seed": 3}
     assert ("compute", 1) in said and found.of_steps == "" and found.of_lent == ()
     alone = fit.train(data.known.compute, data.known.comm, SETTING, CONFIG).model
     assert all((found.model.weights[name] == w).all() for name, w in alone.weights.items())
 
 
 def test_samples_of_other_hardware_of_the_same_kind_lend_and_are_on_record(measured):
-    data = training.read(measured / "a", SETTING, [measured / "c"])
+    data = training.read_training_data(measured / "a", SETTING, [measured / "c"])
     assert [x.hardware for x in data.lent] == ["gpu"] and len(data.known.compute) == 59
     n = len(data.lent[0].known.compute)
     assert str(data).endswith(f"; {n} groups and 40 exchanges of {measured / 'c'} (gpu) may lend their shape")
     found = training.train(data, CONFIG)
     lent = found.model.meta["provenance"]["lent"][str(measured / "c")]
     assert (lent["hardware"], lent["groups"], lent["exchanges"]) == ("gpu", n, 40)
-    assert lent["digest"] == replays.parts_digest(measured / "c")
+    assert lent["digest"] == replays.dataset_digest(measured / "c")
     assert found.of_lent == (f"{measured / 'c'} {lent['words']}",)
     assert found.model.meta["samples"]["compute_train"] < 60
     for folder in ("a", "c"):
@@ -71,7 +71,7 @@ def test_samples_of_other_hardware_of_the_same_kind_lend_and_are_on_record(measu
 
 def test_a_lender_is_read_as_far_as_its_law_trains_and_own_samples_are_read_whole(measured, monkeypatch):
     monkeypatch.setattr(drift_correction, "MOST_LENT", 7)
-    data = training.read(measured / "a", SETTING, [measured / "c"])
+    data = training.read_training_data(measured / "a", SETTING, [measured / "c"])
     assert len(data.known.compute) == 59 and len(data.lent[0].known.compute) == 7
 
 
@@ -81,29 +81,29 @@ def test_a_folder_that_can_lend_nothing_is_named(measured, folder, held):
         ShardCoreError,
         match=rf"{folder} holds samples of other settings than .*a: {held}; to lend their shape",
     ):
-        training.read(measured / "a", SETTING, [measured / folder])
+        training.read_training_data(measured / "a", SETTING, [measured / folder])
 
 
 def test_a_model_is_judged_by_own_groups_and_exchanges_of_one_split(measured):
-    data = training.read(measured / "a", SETTING, [measured / "c"])
+    data = training.read_training_data(measured / "a", SETTING, [measured / "c"])
     model = training.train(data, CONFIG).model
     for split in ("train", "test"):
         own = [
-            [s for s in samples if dataset.split_of(s.id) == split]
+            [s for s in samples if dataset.split_of_sample(s.id) == split]
             for samples in (data.known.compute, data.known.comm)
         ]
-        found = training.judge(model, data.known, split)
+        found = training.judge_model(model, data.known, split)
         assert (found["n_compute"], found["n_comm"]) == tuple(map(len, own))
         assert found == accuracy.evaluate(model, *own)
 
 
 def test_held_out_samples_are_own_ones_and_a_folder_without_any_is_named(measured):
-    data = training.read(measured / "a", SETTING, [measured / "c"])
+    data = training.read_training_data(measured / "a", SETTING, [measured / "c"])
     model = training.train(data, CONFIG).model
-    assert {s.id for s in training.read_held_out(model, measured / "a").compute} == {
+    assert {s.id for s in training.read_held_out_samples(model, measured / "a").compute} == {
         s.id for s in data.known.compute
     }
-    few = [s for s in data.known.compute if dataset.split_of(s.id) == "train"]
+    few = [s for s in data.known.compute if dataset.split_of_sample(s.id) == "train"]
     write(measured / "e", few)
     with pytest.raises(ShardCoreError, match=r"e holds no held-out samples for \(law.*measure more"):
-        training.read_held_out(model, measured / "e")
+        training.read_held_out_samples(model, measured / "e")

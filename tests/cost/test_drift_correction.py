@@ -13,9 +13,9 @@ from shardcore.cost import accuracy
 from shardcore.cost.drift_correction import (
     NEIGHBOURS,
     REACH_S,
-    _neighbours_median,
-    corrected,
-    read,
+    _median_of_neighbours,
+    correct_drift,
+    read_measurements,
     rescale_sample,
 )
 from shardcore.io import dataset
@@ -49,7 +49,7 @@ def off(samples, truth) -> float:
 def test_slow_stretches_are_taken_out(law):
     truth = compute_samples(law, 600, noise=0.03)
     measured = in_turn(truth, lambda s: 1.3 if 40 < s < 80 else 1 + 0.1 * math.sin(s / 15))
-    found = corrected(measured)
+    found = correct_drift(measured)
     assert off(found, truth) < 0.5 * off(measured, truth)
     assert [s.id for s in found] == [s.id for s in truth]
     slow, was = found[200], measured[200]
@@ -65,7 +65,7 @@ def test_slow_stretches_are_taken_out(law):
 
 def test_a_steady_machine_changes_next_to_nothing():
     truth = compute_samples(cache_law, 600, noise=0.03)
-    assert off(corrected(in_turn(truth, lambda s: 1.0)), truth) < 0.01
+    assert off(correct_drift(in_turn(truth, lambda s: 1.0)), truth) < 0.01
 
 
 def test_neighbours_are_near_in_time_and_others():
@@ -75,7 +75,7 @@ def test_neighbours_are_near_in_time_and_others():
     residual, trusted, ids = np.arange(40.0), np.ones(40, bool), [str(i) for i in range(40)]
 
     def median(i, at_s=at, trusted=trusted, ids=ids):
-        return _neighbours_median(at_s, residual, trusted, ids)[i]
+        return _median_of_neighbours(at_s, residual, trusted, ids)[i]
 
     assert (
         median(20) == 20
@@ -92,37 +92,39 @@ def test_neighbours_are_near_in_time_and_others():
 
 def test_samples_far_apart_or_all_of_one_time_stay_as_they_are():
     measured = in_turn(compute_samples(linear_law, 100, noise=0.1), lambda s: 1.0, seconds=REACH_S + 1)
-    assert corrected(measured) == measured
+    assert correct_drift(measured) == measured
     once = [dataclasses.replace(s, measured_at=1.0) for s in measured]
-    assert corrected(once) == once
+    assert correct_drift(once) == once
 
 
 def test_a_group_that_costs_more_keeps_its_cost():
     measured = in_turn(compute_samples(linear_law, 300), lambda s: 1.0)
     measured[150] = slowed(measured[150], 3.0)
-    assert corrected(measured)[150].total_ms == pytest.approx(measured[150].total_ms, rel=0.02)
+    assert correct_drift(measured)[150].total_ms == pytest.approx(measured[150].total_ms, rel=0.02)
 
 
 def test_the_test_split_corrects_nobody():
     measured = in_turn(compute_samples(linear_law, 300, noise=0.05), lambda s: 1 + 0.2 * math.sin(s / 10))
-    other = [slowed(s, 2.0) if accuracy.held_out([s]) else s for s in measured]
+    other = [slowed(s, 2.0) if accuracy.held_out_samples([s]) else s for s in measured]
     rest = [
         (a, b)
-        for a, b in zip(corrected(measured), corrected(other), strict=True)
-        if not accuracy.held_out([a])
+        for a, b in zip(correct_drift(measured), correct_drift(other), strict=True)
+        if not accuracy.held_out_samples([a])
     ]
     assert all(a == b for a, b in rest)
 
 
 def test_failures_and_few_samples_stay_as_they_are():
     samples = in_turn(compute_samples(linear_law, 30), lambda s: 1 + s)
-    assert corrected(samples) == samples
+    assert correct_drift(samples) == samples
     failed = [
         dataclasses.replace(s, id=f"{i}", forward=None, backward=None, error="out of memory")
         for i, s in enumerate(samples)
     ]
     assert [
-        s for s in corrected([*in_turn(compute_samples(linear_law, 100), lambda s: 1.0), *failed]) if s.error
+        s
+        for s in correct_drift([*in_turn(compute_samples(linear_law, 100), lambda s: 1.0), *failed])
+        if s.error
     ] == failed
 
 
@@ -130,8 +132,8 @@ def test_the_samples_of_a_folder_are_read_each_once(tmp_path):
     samples = in_turn({s.id: s for s in compute_samples(linear_law, 60)}.values(), lambda s: 1.0)
     tables = list({t.name: t for s in samples for t in (x.table for x in s.request.shards)}.values())
     for part in (samples[:40], samples[30:]):
-        dataset.write_compute(tmp_path, part, dataset.write_pool(tmp_path, tables))
-    known = read(tmp_path, SETTING)
+        dataset.write_compute_samples(tmp_path, part, dataset.write_pool(tmp_path, tables))
+    known = read_measurements(tmp_path, SETTING)
     assert sorted({s.id for s in samples}) == [s.id for s in known.compute] and not known.comm
     assert known.repeats == []
 
@@ -148,15 +150,15 @@ def test_exchanges_over_emulated_links_and_within_groups_are_left_out(tmp_path):
         comm_samples(10, ranks=(4,), hosts=2, **more)
         for more in ({}, {"emulated": EmulatedLinks(0.4)}, {"group": "cross"})
     )
-    dataset.write_comm(tmp_path, [s for some in (real, *others) for s in some])
-    assert {s.id for s in read(tmp_path, SETTING).comm} == {s.id for s in real}
+    dataset.write_collective_samples(tmp_path, [s for some in (real, *others) for s in some])
+    assert {s.id for s in read_measurements(tmp_path, SETTING).comm} == {s.id for s in real}
 
 
 def test_a_folder_of_another_setting_is_named(tmp_path):
     samples = compute_samples(linear_law, 3)
     tables = list({t.name: t for s in samples for t in (x.table for x in s.request.shards)}.values())
-    dataset.write_compute(tmp_path, samples, dataset.write_pool(tmp_path, tables))
+    dataset.write_compute_samples(tmp_path, samples, dataset.write_pool(tmp_path, tables))
     with pytest.raises(
         ShardCoreError, match="holds samples of other settings than asked for: batch: 256 against 512$"
     ):
-        read(tmp_path, Setting("law", 512))
+        read_measurements(tmp_path, Setting("law", 512))

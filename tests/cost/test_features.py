@@ -7,14 +7,14 @@ import pytest
 
 from shardcore.core.access_statistics import Reuse, Zipf
 from shardcore.core.types import Shard, Table
-from shardcore.cost.features import CONDITIONS, DRIVERS, WIDTH_CLASSES, features
+from shardcore.cost.features import CONDITIONS, DRIVERS, WIDTH_CLASSES, shard_features
 from shardcore.step import access
 
 TABLE = Table("t", 10_000, 64, 5.0, Zipf(0.9))
 
 
 def drivers(shard: Shard, batch: int = 256) -> dict[str, float]:
-    return dict(zip(DRIVERS, features([shard], batch)[0][0], strict=True))
+    return dict(zip(DRIVERS, shard_features([shard], batch)[0][0], strict=True))
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_by_hand():
     assert found.pop("unique_cells") == pytest.approx(1600, rel=1e-3)
     assert not any(found.pop(name) for name in DRIVERS if name.startswith(("wider_than", "unpooled")))
     assert found == {"shards": 1, "bags": 100, "output_cells": 800, "lookups": 200, "lookup_cells": 1600}
-    conditions = dict(zip(CONDITIONS, features([Shard.whole(uniform)], 100)[1][0], strict=True))
+    conditions = dict(zip(CONDITIONS, shard_features([Shard.whole(uniform)], 100)[1][0], strict=True))
     assert {name: np.exp(x) for name, x in conditions.items()} == pytest.approx(
         {
             "width": 8,
@@ -78,7 +78,7 @@ def test_by_hand():
     wide = Shard(
         Table("w", 1000, 24, 2.0, Zipf(0.0), precision="fp16"), 0, 500, 0, 12
     )  # 24 bytes of 64; half of the lookups
-    conditions = dict(zip(CONDITIONS, features([wide], 100)[1][0], strict=True))
+    conditions = dict(zip(CONDITIONS, shard_features([wide], 100)[1][0], strict=True))
     assert np.exp(conditions["lines"]) == pytest.approx(64 / 24) and np.exp(
         conditions["pooling"]
     ) == pytest.approx(1.1)
@@ -90,13 +90,13 @@ def test_by_hand():
 def test_the_rows_that_a_table_touches_are_computed_once(monkeypatch):
     asked = []
 
-    def counted(of, compute=access._unique_of_zipf):
+    def counted(of, compute=access._unique_rows_by_power_law):
         asked.extend(of)
         return compute(of)
 
-    monkeypatch.setattr(access, "_unique_of_zipf", counted)
+    monkeypatch.setattr(access, "_unique_rows_by_power_law", counted)
     shards = [Shard.whole(TABLE), Shard(TABLE, 0, TABLE.rows, 0, 32), Shard(TABLE, 0, 100, 0, 64)]
-    again = [features(shards, 77), features(shards[::-1], 77)]
+    again = [shard_features(shards, 77), shard_features(shards[::-1], 77)]
     assert len(asked) == 1
     np.testing.assert_array_equal(again[0][0], again[1][0][::-1])
 
@@ -117,7 +117,7 @@ def test_row_halves_share_the_lookups():
 
 def test_a_table_that_is_never_accessed_has_finite_features():
     empty = Table("empty", 500, 16, 0.0, Reuse((0.0,) * 17, 256))
-    found, conditions = features([Shard.whole(empty)], 256)
+    found, conditions = shard_features([Shard.whole(empty)], 256)
     assert found[0, DRIVERS.index("lookups")] == found[0, DRIVERS.index("unique_rows")] == 0
     assert np.isfinite(conditions).all()
 
@@ -128,8 +128,8 @@ def test_each_feature_of_a_table_has_bags_and_outputs_of_its_own():
     alone, three = drivers(Shard.whole(one), 100), drivers(Shard.whole(several), 100)
     assert three == {**alone, "bags": 300, "output_cells": 2400}
     pooling = CONDITIONS.index("pooling")
-    assert np.exp(features([Shard.whole(several)], 100)[1][0][pooling]) == pytest.approx(2.1)
+    assert np.exp(shard_features([Shard.whole(several)], 100)[1][0][pooling]) == pytest.approx(2.1)
 
 
 def test_no_shards():
-    assert [x.shape for x in features([], 256)] == [(0, len(DRIVERS)), (0, len(CONDITIONS))]
+    assert [x.shape for x in shard_features([], 256)] == [(0, len(DRIVERS)), (0, len(CONDITIONS))]

@@ -13,7 +13,7 @@ from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import CostModel, price
 from shardcore.cost.profile import load_profile
-from shardcore.cost.profile_law import work_of
+from shardcore.cost.profile_law import shard_work
 from shardcore.search.decisions.memory_tiers import with_load_factors
 from shardcore.step.lower import lower
 from shardcore.tables.host_rows import link_bytes_of_shard
@@ -85,8 +85,8 @@ def test_the_profile_hides_what_its_law_says_of_the_cache():
     of = replace(of, topology=replace(of.topology, hardware="nvidia-h100-sxm"))
     plain = replace(of, job=replace(of.job, pipeline="sparse_dist"))
     own = model.for_problem(of)
-    n_bytes = work_of([Shard.whole(of.tables[0])], BATCH, of.optimizer).cache_bytes[0]
-    values = own._values
+    n_bytes = shard_work([Shard.whole(of.tables[0])], BATCH, of.optimizer).cache_bytes[0]
+    values = own._rate_values
     fetch_ms = values["compute_factor"] * n_bytes / (values["host_cache_gbps"] * BYTES_PER_MS_PER_GBPS)
     was, now = cost(plain, model), cost(of, model)
     assert 0 < fetch_ms < 5 and now.fetch_wait_ms == (0.0,)

@@ -26,7 +26,7 @@ PROFILE = load_profile("nvidia-h100-sxm")
 def test_linear_law_is_recovered():
     compute, comm = compute_samples(linear_law), comm_samples()
     model = fit.train(compute, comm, SETTING, fit.FitConfig(epochs=10)).model
-    metrics = accuracy.evaluate(model, accuracy.held_out(compute), accuracy.held_out(comm))
+    metrics = accuracy.evaluate(model, accuracy.held_out_samples(compute), accuracy.held_out_samples(comm))
     assert (
         metrics["compute_mape"] < 1
         and metrics["forward_compute_mape"] < 1
@@ -34,7 +34,7 @@ def test_linear_law_is_recovered():
     )
     assert metrics["compute_kendall_tau"] > 0.99
     assert metrics["forward_comm_mape"] < 0.5 and metrics["backward_comm_mape"] < 0.5
-    assert metrics["n_compute"] == len(accuracy.held_out(compute))
+    assert metrics["n_compute"] == len(accuracy.held_out_samples(compute))
 
 
 def test_correction_learns_what_the_baseline_lacks():
@@ -42,21 +42,26 @@ def test_correction_learns_what_the_baseline_lacks():
     trained = fit.train(compute, comm_samples(20), SETTING, fit.FitConfig(epochs=30))
     errors = [r["validation_mape"] for r in trained.curves if r["model"] == "compute"]
     assert errors[0] > 10  # epoch 0: the baseline
-    assert accuracy.evaluate(trained.model, accuracy.held_out(compute), [])["compute_mape"] < errors[0] / 3
+    assert (
+        accuracy.evaluate(trained.model, accuracy.held_out_samples(compute), [])["compute_mape"]
+        < errors[0] / 3
+    )
     assert trained.model.meta["metrics"]["compute_mape"] == pytest.approx(
         min(errors)
     )  # the best epoch's, not the last's
 
 
 def split(samples, side):
-    return [s for s in samples if dataset.split_of(s.id) == side]
+    return [s for s in samples if dataset.split_of_sample(s.id) == side]
 
 
 def test_the_band_is_of_samples_left_out_of_training():
     compute = compute_samples(linear_law, 300, noise=0.1)
     model = fit.train(compute, [], SETTING, QUICK).model
     unseen = split(compute, "validation")
-    expected = quantiles.fit(accuracy.predict(model, unseen), np.array([s.total_ms for s in unseen]))
+    expected = quantiles.fit_error_quantiles(
+        accuracy.predict(model, unseen), np.array([s.total_ms for s in unseen])
+    )
     # Encodings are rounded to 24 bits, those of the training are not.
     assert expected and all(
         model.weights[name] == pytest.approx(value, abs=1e-6) for name, value in expected.items()
@@ -68,7 +73,7 @@ def test_few_groups_are_all_trained_on_in_the_end(monkeypatch):
     compute, fresh = compute_samples(cache_law, 60, noise=0.05), compute_samples(cache_law, 160)[60:]
     config = fit.FitConfig(epochs=20)
     both = fit.train(compute, [], SETTING, config).model
-    seen = [s for s in compute if dataset.split_of(s.id) != "test"]
+    seen = [s for s in compute if dataset.split_of_sample(s.id) != "test"]
     assert both.meta["ranges"]["op_bytes"] == fit.measured_ranges(seen, [])["op_bytes"]
     monkeypatch.setattr(fit, "_FEWEST_UNSEEN", 0)
     first = fit.train(compute, [], SETTING, config).model
@@ -157,7 +162,7 @@ def test_same_seed_same_model():
 
 def test_test_split_is_not_looked_at():
     compute, comm = compute_samples(cache_law, 80), comm_samples(30)
-    test = accuracy.held_out(compute)
+    test = accuracy.held_out_samples(compute)
     wrong = [
         dataclasses.replace(s, forward=s.backward, backward=s.forward) if s in test else s for s in compute
     ]
@@ -229,7 +234,7 @@ def test_samples_of_another_setting():
 )
 def test_bad_config(params, message):
     with pytest.raises(ShardCoreError, match=message):
-        schema.build(fit.FitConfig, params, "train")
+        schema.build_record(fit.FitConfig, params, "train")
 
 
 @pytest.mark.long
@@ -240,7 +245,7 @@ def test_shards_that_contend_are_learned():
 
     compute = compute_samples(contended, 400)
     model = fit.train(compute, [], SETTING, fit.FitConfig(epochs=30)).model
-    assert accuracy.evaluate(model, accuracy.held_out(compute), [])["compute_mape"] < 2
+    assert accuracy.evaluate(model, accuracy.held_out_samples(compute), [])["compute_mape"] < 2
 
 
 def exchanges(model):
@@ -264,7 +269,7 @@ def test_ops_that_are_slower_for_one_wide_shard_are_learned():
     samples = compute_samples(widest_law, 1600)
     model = fit.train(samples, [], SETTING, fit.FitConfig(epochs=60, hidden=(16,))).model
     # 2.0% without counts of wide shards, 1.0% with them.
-    assert accuracy.evaluate(model, accuracy.held_out(samples), [])["compute_mape"] < 1.5
+    assert accuracy.evaluate(model, accuracy.held_out_samples(samples), [])["compute_mape"] < 1.5
 
 
 @pytest.mark.long

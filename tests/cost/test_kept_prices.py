@@ -90,16 +90,16 @@ def neural_model(precision: str, seed: int) -> NeuralModel:
 
     # Kept before there were pods.
     for i, channel in enumerate(c for c in CHANNELS if "pod" not in c.group):
-        for way in channel.row.ways if i % 3 != 2 else ():
-            for payload in channel.row.payloads if i % 2 else ("fp32",):
-                w[collective_model.rates_name(channel, way, payload)] = drawn()
+        for way in channel.definition.ways if i % 3 != 2 else ():
+            for payload in channel.definition.payloads if i % 2 else ("fp32",):
+                w[collective_model.rates_weight_name(channel, way, payload)] = drawn()
         w |= {
             collective_model.step_factor_name(channel, way): rng.uniform(1, 3, 1)
-            for way in channel.row.ways
+            for way in channel.definition.ways
             if i % 2
         }
     w |= {
-        collective_model.rates_name(collective_model.ALL_TO_ALL, way): drawn()
+        collective_model.rates_weight_name(collective_model.ALL_TO_ALL, way): drawn()
         for way in ("forward", "backward")
     }
     w |= {"bucketize_ids": np.array([0.02, 1e-8]), "order_ids": np.array([0.01, 2e-8])}
@@ -122,8 +122,8 @@ def placements(problem: Problem) -> list[Placement]:
             kind
             for kind in kinds
             if possible_groups(kind, table.rows, problem.topology, on)
-            and (kind.caches or not table.in_host_memory)
-            and (not table.sequence or kind.as_sequence)
+            and (kind.may_cache_rows or not table.in_host_memory)
+            and (not table.sequence or kind.sequence_layout)
         ]
         kind = may[(i + len(problem.tables)) % len(may)]
         cuts = 2 if kind.cuts_columns and table.dim >= 32 else 1
@@ -163,7 +163,9 @@ def cases():
                     if name == "towers":
                         tables = tuple(t for t in tables if not t.sequence)
                         pins = Constraints(
-                            pinned=tuple((t.name, topology.on_hosts[i % 2]) for i, t in enumerate(tables))
+                            pinned=tuple(
+                                (t.name, topology.devices_by_host[i % 2]) for i, t in enumerate(tables)
+                            )
                         )
                     problem = Problem(
                         "kept",

@@ -35,22 +35,22 @@ def erring(model, compute: float, forward: float, backward: float):
 
 
 def test_a_model_that_errs_much_more_than_usual_says_so(model):
-    assert known_errors.worse_than_usual(erring(model, 5.0, 14.0, 11.0)) == []
-    assert known_errors.errors_of(erring(model, 5.0, 51.0, 44.0)) == (0.05, 0.475)
-    [said] = known_errors.worse_than_usual(erring(model, 5.0, 51.0, 44.0))
+    assert known_errors.error_warnings(erring(model, 5.0, 14.0, 11.0)) == []
+    assert known_errors.known_model_errors(erring(model, 5.0, 51.0, 44.0)) == (0.05, 0.475)
+    [said] = known_errors.error_warnings(erring(model, 5.0, 51.0, 44.0))
     assert said.startswith("Exchanges err by 48% on the validation split, 3.7 times the 13% of a model of ")
-    [said] = known_errors.worse_than_usual(erring(model, 12.0, 14.0, 11.0))
+    [said] = known_errors.error_warnings(erring(model, 12.0, 14.0, 11.0))
     assert said.startswith("Ops err by 12% on the validation split, 2.4 times the 5% of a model of ")
     # The samples are those of the error that is said.
     folds = "in cross-validation over 40 own groups"
     lent = erring(model, 12.0, 51.0, 44.0)
     lent = replace(lent, meta={**lent.meta, "judged_by": {"ops": folds}})
-    ops, exchanges = known_errors.worse_than_usual(lent)
+    ops, exchanges = known_errors.error_warnings(lent)
     assert ops.startswith(f"Ops err by 12% {folds}, 2.4 times ") and "on the validation split" in exchanges
     worst = replace(erring(model, 20.0, 14.0, 11.0), setting=replace(SETTING, precision="fp16"))
-    [said] = known_errors.worse_than_usual(Composite((worst, lent)))[:1]
+    [said] = known_errors.error_warnings(Composite((worst, lent)))[:1]
     assert said.startswith("Ops err by 20% on the validation split")
-    assert known_errors.worse_than_usual(AnalyticModel(SETTING)) == []
+    assert known_errors.error_warnings(AnalyticModel(SETTING)) == []
 
 
 def test_models_of_one_setting_are_told_apart_by_their_data(model):
@@ -58,9 +58,9 @@ def test_models_of_one_setting_are_told_apart_by_their_data(model):
         replace(model, meta={**model.meta, "provenance": {"data": 4 * digits}})
         for digits in ("01234567", "89abcdef")
     )
-    assert known_errors.label(first) == f"{SETTING}, data 01234567"
-    assert known_errors.label(second) == f"{SETTING}, data 89abcdef"
-    assert known_errors.label(AnalyticModel(SETTING)) == f"{SETTING}, data unknown"
+    assert known_errors.model_label(first) == f"{SETTING}, data 01234567"
+    assert known_errors.model_label(second) == f"{SETTING}, data 89abcdef"
+    assert known_errors.model_label(AnalyticModel(SETTING)) == f"{SETTING}, data unknown"
 
 
 def test_errors_and_names_are_those_of_the_trained_models_whatever_they_are_part_of(model, tmp_path):
@@ -78,7 +78,7 @@ def test_errors_and_names_are_those_of_the_trained_models_whatever_they_are_part
         SETTING.batch,
     )
     for whole in (mixed, mixed.for_problem(cached), at_confidence(mixed, 0.9)):
-        assert known_errors.errors_of(whole) == pytest.approx((0.4, 0.13))
-        assert "fp16+fp32" in known_errors.label(whole)
+        assert known_errors.known_model_errors(whole) == pytest.approx((0.4, 0.13))
+        assert "fp16+fp32" in known_errors.model_label(whole)
     alone = replace(cached, tables=cached.tables[:1])
-    assert known_errors.errors_of(mixed.for_problem(alone)) == pytest.approx((0.1, 0.13))
+    assert known_errors.known_model_errors(mixed.for_problem(alone)) == pytest.approx((0.1, 0.13))

@@ -21,7 +21,7 @@ OTHER = dataclasses.replace(SETTING, hardware="other")
 
 
 def measurements(compute, comm=()):
-    return Measurements(dataset.best_known(compute), list(comm), [])
+    return Measurements(dataset.most_precise_samples(compute), list(comm), [])
 
 
 def lender(compute, comm=(), name="datasets/x"):
@@ -58,7 +58,7 @@ def error(model, samples) -> float:
 def test_few_own_groups_bring_a_lenders_shape_to_their_level(theirs, here, small, large):
     mine = machine(small, large, here)
     own, test = measurements(mine[:60]), mine[60:]
-    trained, _, words = lending.train(own, SETTING, [lender(theirs)], CONFIG, None)
+    trained, _, words = lending.train_with_lenders(own, SETTING, [lender(theirs)], CONFIG, None)
     assert re.fullmatch(
         r"lends ops their shape: own groups err by .*% with it, .*% without \(cross-validation\)",
         words["datasets/x"],
@@ -67,21 +67,21 @@ def test_few_own_groups_bring_a_lenders_shape_to_their_level(theirs, here, small
     assert error(trained.model, test) < min(15, error(alone, test))
     # The error that the model states is one on own groups, and so are its intervals.
     stated = trained.model.meta["metrics"]
-    assert stated["n_compute"] == (n := sum(dataset.split_of(s.id) != "test" for s in own.compute))
+    assert stated["n_compute"] == (n := sum(dataset.split_of_sample(s.id) != "test" for s in own.compute))
     judged_by = trained.model.meta["judged_by"]
     assert judged_by == {"ops": f"in cross-validation over {n} own groups"}
     assert 0.5 < stated["compute_mape"] / error(trained.model, test) < 2
-    low, high = accuracy.intervals(trained.model, test, 0.9)
+    low, high = accuracy.confidence_intervals(trained.model, test, 0.9)
     inside = [x <= s.total_ms <= y for s, x, y in zip(test, low, high, strict=True)]
     assert np.mean(inside) > 0.75
 
 
 def test_a_machine_that_differs_by_one_factor_gets_it_and_nothing_else(theirs, here):
     mine = machine(0.5, 0.5, here)
-    _, shape, _ = lending.train(measurements(mine[:30]), SETTING, [lender(theirs)], CONFIG, None)
+    _, shape, _ = lending.train_with_lenders(measurements(mine[:30]), SETTING, [lender(theirs)], CONFIG, None)
     law = lending._Law("x", shape.law, theirs)
     again = law.scaled_shape(measurements(mine[:30]).compute)
-    assert again.is_final and 0.9 < law.level(mine) / law.level(mine[:30]) < 1.1
+    assert again.is_final and 0.9 < law.level_factor(mine) / law.level_factor(mine[:30]) < 1.1
     kept = fit.train(mine[:60], [], SETTING, CONFIG, start=again).model
     assert all(
         (kept.weights[name] == again.law.weights[name]).all() for name in ("network.0.weight", "rates")
@@ -95,7 +95,7 @@ def test_a_lender_whose_timings_mean_nothing_lends_nothing(theirs, here):
         for s, i in zip(theirs, shuffled, strict=True)
     ]
     own = measurements(here[:70])
-    trained, shape, words = lending.train(
+    trained, shape, words = lending.train_with_lenders(
         own, SETTING, [lender(noise), lender(theirs, name="datasets/y")], CONFIG, None
     )
     assert words["datasets/x"].startswith("lends ops nothing: own groups err by ")
@@ -105,23 +105,23 @@ def test_a_lender_whose_timings_mean_nothing_lends_nothing(theirs, here):
 
 
 def test_without_own_groups_the_level_is_unknown_and_intervals_say_so(theirs, here):
-    trained, _, words = lending.train(measurements([]), SETTING, [lender(theirs)], CONFIG, None)
+    trained, _, words = lending.train_with_lenders(measurements([]), SETTING, [lender(theirs)], CONFIG, None)
     assert words["datasets/x"] == "lends ops their shape; 0 own groups tell the level"
     model = trained.model
     assert error(model, here) < 15 and model.meta["metrics"]["compute_mape"] > 30
-    [said] = known_errors.worse_than_usual(model)
+    [said] = known_errors.error_warnings(model)
     assert re.match("Ops err by .*% with 0 own groups to tell this machine's level, .* times ", said)
     for times in (0.5, 1.0, 2.0):
         slower = machine(times, times, here)
-        low, high = accuracy.intervals(model, slower, 0.9)
+        low, high = accuracy.confidence_intervals(model, slower, 0.9)
         assert np.mean([x <= s.total_ms <= y for s, x, y in zip(slower, low, high, strict=True)]) > 0.9
     # The lender's law at the own level, no worse and no better.
-    law = fit.fit_ops(measurements(theirs).compute, SETTING, dataclasses.replace(CONFIG, epochs=2))
+    law = fit.train_op_model(measurements(theirs).compute, SETTING, dataclasses.replace(CONFIG, epochs=2))
     assert error(model, here) == pytest.approx(error(law, here))
     few = machine(2.0, 2.0, here)[:10]
-    told = lending.train(measurements(few), SETTING, [lender(theirs)], CONFIG, None)[0].model
+    told = lending.train_with_lenders(measurements(few), SETTING, [lender(theirs)], CONFIG, None)[0].model
     assert error(told, machine(2.0, 2.0, here)) < 20
-    low, high = (accuracy.intervals(m, here[:1], 0.9) for m in (told, model))
+    low, high = (accuracy.confidence_intervals(m, here[:1], 0.9) for m in (told, model))
     assert low[1] / low[0] < high[1] / high[0] / 2
 
 
@@ -147,7 +147,7 @@ def test_few_small_sequences_do_not_tell_what_large_ones_take_on_a_cpu(few):
         small = [sequence_group(rows, 0.2, setting, 64) for rows in (40_000, 50_000)]
         large = [sequence_group(rows, 40.0, setting) for rows in (60_000, 90_000)]
         own = [*compute_samples(linear_law, 60, setting), *small[:few]]
-        model = fit.fit_ops(own, setting, CONFIG)
+        model = fit.train_op_model(own, setting, CONFIG)
         return float(np.mean(accuracy.predict(model, large) / [s.total_ms for s in large]))
 
     # Elsewhere nothing is known of them but what they took here, or what pooled ops do.
@@ -159,7 +159,7 @@ def test_sequences_that_were_measured_often_take_what_they_took():
     seen = [sequence_group(10_000 * i, 2.0 * i, setting) for i in range(1, 9)]
     for way in (1.0, 0.1):
         known = [dataclasses.replace(s, backward=spread(way * s.backward.median_ms)) for s in seen]
-        model = fit.fit_ops([*compute_samples(linear_law, 60, setting), *known], setting, CONFIG)
+        model = fit.train_op_model([*compute_samples(linear_law, 60, setting), *known], setting, CONFIG)
         assert error(model, known) < 20
 
 
@@ -167,7 +167,7 @@ def scaled(samples, by: float):
     """Exchanges that take so many times as long."""
 
     def times(spreads):
-        return spreads and tuple(x.times(by) for x in spreads)
+        return spreads and tuple(x.scaled(by) for x in spreads)
 
     return [dataclasses.replace(s, forward=times(s.forward), backward=times(s.backward)) for s in samples]
 
@@ -178,10 +178,14 @@ def test_exchanges_of_a_kind_that_is_rare_here_join_at_its_level(here):
     own = [*kinds["all_to_all"][:20], *kinds["reduce_scatter"][:3]]
     test = kinds["reduce_scatter"][40:]
     compute = here[:60]
-    found = lending.train(measurements(compute, own), SETTING, [lender([], theirs)], QUICK, None)[0].model
-    predicted, measured = collective_fit.predicted(found.weights, test, "forward")
+    found = lending.train_with_lenders(
+        measurements(compute, own), SETTING, [lender([], theirs)], QUICK, None
+    )[0].model
+    predicted, measured = collective_fit.predicted_and_measured_ms(found.weights, test, "forward")
     assert mape(predicted, measured) < 10
-    alone = collective_fit.predicted(collective_fit.fit(own), test, "forward")[0]
+    alone = collective_fit.predicted_and_measured_ms(collective_fit.fit_exchange_rates(own), test, "forward")[
+        0
+    ]
     assert mape(predicted, measured) < mape(alone, measured)
 
 
@@ -190,8 +194,10 @@ def test_exchanges_of_a_kind_that_is_rare_here_join_at_its_level(here):
 )
 def test_a_kind_of_exchange_that_was_not_measured_here_joins_at_the_level_of_the_others(missing, measured):
     theirs = [s for kind in (missing, measured) for s in scaled(comm_samples(60, collective=kind), 2.5)]
-    weights = collective_fit.fit(comm_samples(40, collective=measured), theirs)
-    predicted, truth = collective_fit.predicted(weights, comm_samples(60, collective=missing)[40:], "forward")
+    weights = collective_fit.fit_exchange_rates(comm_samples(40, collective=measured), theirs)
+    predicted, truth = collective_fit.predicted_and_measured_ms(
+        weights, comm_samples(60, collective=missing)[40:], "forward"
+    )
     assert mape(predicted, truth) < 10
 
 
@@ -202,12 +208,14 @@ def test_exchanges_that_mean_nothing_do_not_join(here):
         dataclasses.replace(s, forward=scaled([s], by)[0].forward)
         for s, by in zip(wrong, np.geomspace(0.05, 20, len(wrong)).tolist(), strict=True)
     ]
-    _, shape, _ = lending.train(measurements(here[:60], own), SETTING, [lender([], noise)], QUICK, None)
+    _, shape, _ = lending.train_with_lenders(
+        measurements(here[:60], own), SETTING, [lender([], noise)], QUICK, None
+    )
     assert shape.comm == []
 
 
 def test_few_groups_without_a_lender_of_ops_are_too_few(theirs):
     with pytest.raises(Exception, match="there are 29 measured groups.*needs at least 50"):
-        lending.train(
+        lending.train_with_lenders(
             measurements(compute_samples(linear_law, 30)), SETTING, [lender(theirs[:9])], CONFIG, None
         )

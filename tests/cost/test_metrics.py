@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from shardcore.cost.metrics import coverage, kendall_tau, mape, mean_interval
+from shardcore.cost.metrics import interval_coverage, kendall_tau, mape, mean_interval
 
 
 def test_mape_is_relative_to_what_was_measured():
@@ -37,7 +37,7 @@ def test_the_interval_covers_as_it_says_also_for_few_values():
 
 def test_coverage_counts_the_ends():
     assert (
-        coverage(
+        interval_coverage(
             np.array([1.0, 1.0, 3.0, 1.0]), np.array([2.0, 2.0, 4.0, 2.0]), np.array([1.0, 2.0, 2.0, 5.0])
         )
         == 50

@@ -1,4 +1,4 @@
-"""price and group_costs: what a model says of a Workload."""
+"""price and group_op_ms: what a model says of a Workload."""
 
 import dataclasses
 
@@ -15,8 +15,8 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.cost import nets
 from shardcore.cost.analytic import AnalyticModel
-from shardcore.cost.model import at_confidence, group_costs, price
-from shardcore.search.state.shards import priced
+from shardcore.cost.model import at_confidence, group_op_ms, price
+from shardcore.search.state.shards import priced_plan
 from shardcore.step.kinds import ID_CHANNELS
 from shardcore.step.lower import lower
 
@@ -38,13 +38,13 @@ def any_model(request):
     return AnalyticModel(SETTING) if request.param == "analytic" else request.getfixturevalue("model")
 
 
-def test_group_costs_of_empty_groups(any_model):
+def test_group_op_ms_of_empty_groups(any_model):
     shards = [Shard.whole(t) for t in TABLES]
-    costs = group_costs([[], shards, [], shards[:1]], any_model)
+    costs = group_op_ms([[], shards, [], shards[:1]], any_model)
     assert costs[[0, 2]].tolist() == [0, 0] and costs[1] > costs[3] > 0
-    assert group_costs([[], []], any_model).tolist() == [0, 0]
-    assert group_costs([], any_model).shape == (0,)
-    assert group_costs([shards], any_model, 64) == pytest.approx(
+    assert group_op_ms([[], []], any_model).tolist() == [0, 0]
+    assert group_op_ms([], any_model).shape == (0,)
+    assert group_op_ms([shards], any_model, 64) == pytest.approx(
         any_model.head(any_model.encode(shards, 64).sum(0))
     )
 
@@ -54,7 +54,7 @@ def test_trained_model_tells_forward_from_backward(model):
     for device in range(2):
         sums = model.encode([Shard.whole(t) for t in TABLES[device::2]]).sum(0)
         parts = (cost.forward_compute_ms[device], cost.backward_compute_ms[device])
-        assert parts == pytest.approx(nets.parts(model.weights, sums))
+        assert parts == pytest.approx(nets.op_ms(model.weights, sums))
 
 
 CLOSED = ("not measured: closed-form model",)
@@ -66,12 +66,12 @@ def test_a_price_says_what_was_not_measured(model):
     work = lower(spread_plan(2), task)
     assert price(work, analytic).extrapolated == CLOSED
     on_first = [column(t, 0) for t in TABLES]
-    assert priced(on_first, task, analytic).provenance["extrapolated"] == list(CLOSED)
+    assert priced_plan(on_first, task, analytic).provenance["extrapolated"] == list(CLOSED)
     unnamed = ("the topology names no hardware: prices are those of law",)
     assert price(work, model).extrapolated == price(work, at_confidence(model, 0.9)).extrapolated == unnamed
     named = dataclasses.replace(task, topology=dataclasses.replace(task.topology, hardware="law"))
     assert price(lower(spread_plan(2), named), model).extrapolated == ()
-    assert "extrapolated" not in priced(on_first, named, model).provenance
+    assert "extrapolated" not in priced_plan(on_first, named, model).provenance
     other = dataclasses.replace(task, topology=dataclasses.replace(task.topology, hardware="nvidia-h100"))
     assert price(lower(spread_plan(2), other), model).extrapolated == (
         "the topology has nvidia-h100; the model was measured on law",

@@ -5,7 +5,7 @@ import pytest
 
 from shardcore.cli import main
 from shardcore.core.errors import ShardCoreError
-from shardcore.cost.nccl_tests import read_logs
+from shardcore.cost.nccl_tests import read_nccl_logs
 from shardcore.cost.profile import load_profile, read_profile
 from shardcore.cost.profile_fit import Predictor, Timing
 
@@ -48,7 +48,7 @@ def log(tool: str = "alltoall_perf", us: float = 100.0, ranks: str | None = None
 
 def read(tmp_path, text: str, name: str = "run.log"):
     (tmp_path / name).write_text(text)
-    return read_logs([tmp_path / name], PROFILE)
+    return read_nccl_logs([tmp_path / name], PROFILE)
 
 
 def test_runs_of_one_log_are_of_their_own_collectives_ranks_and_hosts(tmp_path):

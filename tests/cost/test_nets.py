@@ -26,7 +26,7 @@ def test_an_op_is_one_launch_and_its_shards_at_their_rates():
     model = by_hand()
     codes = model.encode([SHARD, SHARD])
     assert codes[0, -2:] == pytest.approx([FORWARD, BACKWARD]) and codes[0, 0] == 1
-    both = nets.parts(model.weights, np.stack([codes[0], codes.sum(0), 0 * codes[0]]))
+    both = nets.op_ms(model.weights, np.stack([codes[0], codes.sum(0), 0 * codes[0]]))
     assert both == pytest.approx(
         np.array([[0.4 + FORWARD, 0.1 + BACKWARD], [0.4 + 2 * FORWARD, 0.1 + 2 * BACKWARD], [0, 0]])
     )
@@ -51,7 +51,7 @@ def test_the_correction_is_of_the_clipped_and_scaled_conditions(width, deviation
         }
     )
     known = np.array([conditions(width=math.log(width))])
-    assert nets.correction(model.weights, known)[0] == pytest.approx(
+    assert nets.correction_factors(model.weights, known)[0] == pytest.approx(
         [math.exp(1.5 * math.tanh(0.1 * deviation + 0.3)), math.exp(1.5 * math.tanh(-0.2 * deviation))]
     )
 
@@ -67,7 +67,7 @@ def test_hidden_layers_are_silu():
     }
     x = math.log(7) + 0.5
     hidden = x / (1 + math.exp(-x))
-    found = nets.correction(by_hand(**weights).weights, np.array([conditions(batch=math.log(7))]))[0]
+    found = nets.correction_factors(by_hand(**weights).weights, np.array([conditions(batch=math.log(7))]))[0]
     assert found == pytest.approx(
         [math.exp(1.5 * math.tanh(0.2 * hidden)), math.exp(1.5 * math.tanh(0.1 - 0.4 * hidden))]
     )
@@ -88,7 +88,7 @@ def test_contention_grows_with_the_loads_against_typical_ones():
     sums = model.encode([SHARD] * 8).sum(0)
     x = math.tanh(0.5 * math.log(8 / 4 + 0.01) + 0.1)
     expected = [0.4 + 8 * FORWARD * math.exp(0.2 * x), 0.1 + 8 * BACKWARD * math.exp(0.3 * x)]
-    assert nets.parts(model.weights, sums) == pytest.approx(expected)
+    assert nets.op_ms(model.weights, sums) == pytest.approx(expected)
     assert (
         model.rates(sums)[-2:] == pytest.approx([math.exp(0.2 * x), math.exp(0.3 * x)])
         and not model.rates(sums)[:-2].any()

@@ -14,7 +14,7 @@ from shardcore.core.errors import SettingMismatch, ShardCoreError
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Shard, Table
 from shardcore.cost import collective_model, neural
-from shardcore.cost.model import at_confidence, group_costs, price
+from shardcore.cost.model import at_confidence, group_op_ms, price
 from shardcore.io import model_files
 from shardcore.step.lower import lower
 
@@ -35,9 +35,9 @@ def test_adding_a_shard_never_lowers_a_cost(model, draws):
     shards = [Shard.whole(t) for t in [*pool(), *odd]]
     groups = [[shards[i] for i in rng.integers(0, len(shards), rng.integers(0, 20))] for _ in range(draws)]
     more = [[*g, shards[rng.integers(len(shards))]] for g in groups]
-    before, after = group_costs(groups, model), group_costs(more, model)
+    before, after = group_op_ms(groups, model), group_op_ms(more, model)
     assert (after >= before).all() and (after > 0).all() and np.isfinite(after).all()
-    surely = [group_costs(x, at_confidence(model, 0.95)) for x in (groups, more)]
+    surely = [group_op_ms(x, at_confidence(model, 0.95)) for x in (groups, more)]
     assert (surely[1] >= surely[0]).all()
 
 
@@ -62,7 +62,7 @@ def test_a_cautious_model_costs_what_measurements_stay_below():
 
 def test_far_beyond_the_range_costs_grow_as_the_drivers(model):
     one, ten = (Shard.whole(Table("far", 10**9, 64, p, Zipf(0.5))) for p in (1e3, 1e4))
-    a, b = group_costs([[one], [ten]], model)
+    a, b = group_op_ms([[one], [ten]], model)
     assert 5 < b / a < 10.5  # contention grows, too
 
 
@@ -93,7 +93,7 @@ def test_a_shard_without_lookups_costs_no_more_than_one_with_some(model, sequenc
 def rates(channel, **ways) -> dict[str, np.ndarray]:
     """Weights by which a channel takes ways["forward"] and ways["backward"] of some terms."""
     return {
-        collective_model.rates_name(channel, way): np.array(
+        collective_model.rates_weight_name(channel, way): np.array(
             [some.get(t, 0.0) for t in collective_model.EXCHANGE_TERMS]
         )
         for way, some in ways.items()
@@ -165,7 +165,7 @@ def test_saved_and_loaded_bit_for_bit(model, tmp_path):
     assert again.weights.keys() == model.weights.keys()
     assert all(np.array_equal(again.weights[k], model.weights[k]) for k in model.weights)
     shards = [Shard.whole(t) for t in pool()]
-    assert np.array_equal(group_costs([shards], again), group_costs([shards], model))
+    assert np.array_equal(group_op_ms([shards], again), group_op_ms([shards], model))
 
 
 def test_a_model_of_other_features_is_refused(model, tmp_path):

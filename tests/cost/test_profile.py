@@ -135,11 +135,11 @@ def test_bad_files_are_refused_by_name(tmp_path, edit, words):
 
 
 def test_draws_follow_the_uncertainty_and_the_seed():
-    one, again, other = (H100.drawn(np.random.default_rng(seed)) for seed in (1, 1, 2))
+    one, again, other = (H100.sample(np.random.default_rng(seed)) for seed in (1, 1, 2))
     assert one == again != other
     assert one.rates["hbm_gbps"] == H100.rates["hbm_gbps"]  # a data sheet does not err
     rng = np.random.default_rng(0)
-    logs = [np.log(H100.drawn(rng).values["read_gbps"] / H100.values["read_gbps"]) for _ in range(400)]
+    logs = [np.log(H100.sample(rng).values["read_gbps"] / H100.values["read_gbps"]) for _ in range(400)]
     assert np.std(logs) == pytest.approx(H100.rates["read_gbps"].uncertainty, rel=0.15)
 
 
@@ -148,7 +148,7 @@ def test_the_band_adds_what_rates_err_by():
         return np.array([[1 / values["read_gbps"], values["sort_lookup_ns"], 7.0] for values in many])
 
     read, sort = (H100.rates[name].uncertainty for name in ("read_gbps", "sort_lookup_ns"))
-    assert H100.band(prices) == pytest.approx([read, sort, 0.0])
+    assert H100.error_band(prices) == pytest.approx([read, sort, 0.0])
 
 
 def test_a_topology_has_the_cards_memory_and_host_memory_at_its_rate():

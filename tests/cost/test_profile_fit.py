@@ -8,7 +8,14 @@ import pytest
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.cost.profile import SPEC, load_profile
-from shardcore.cost.profile_fit import Predictor, Timing, fit, of_card, read_timings, scaled
+from shardcore.cost.profile_fit import (
+    Predictor,
+    Timing,
+    fit_profile,
+    read_timings,
+    scale_profile,
+    timings_of_card,
+)
 
 H100 = load_profile("nvidia-h100-sxm")
 OP = Timing("s", "", "fwd", 1.0, batch=65_536, tables=4, rows=(1_000_000,), width=(64,), pooling=(10.0,))
@@ -37,17 +44,17 @@ EXCHANGES = [
 
 @pytest.mark.parametrize("timings", [OPS, EXCHANGES])
 def test_a_fit_finds_a_card_that_is_not_the_one_it_starts_from(timings):
-    other = scaled(H100, "other", hbm_gbps=1500.0, nvlink_gbps=350.0, sm_ghz=150.0)
+    other = scale_profile(H100, "other", hbm_gbps=1500.0, nvlink_gbps=350.0, sm_ghz=150.0)
     own = timed(timings, other, 0.02)
-    start = scaled(H100, "start")
-    found = fit(own, start)
+    start = scale_profile(H100, "start")
+    found = fit_profile(own, start)
     measured = np.array([t.time_us for t in own])
     before, after = (abs(Predictor(own).times_us(p.values) / measured - 1).mean() for p in (start, found))
     assert after < 0.05 and before > 1.5 * after
 
 
 def test_rates_that_no_timing_depends_on_stay():
-    found = fit(timed(OPS, H100), H100)
+    found = fit_profile(timed(OPS, H100), H100)
     for name in ("all_to_all_within_host_gbps", "host_read_gbps", "hbm_gbps", "exchange_factor"):
         assert found.rates[name] == H100.rates[name]
     assert "fitted to s" in found.rates["read_gbps"].source
@@ -57,24 +64,26 @@ def test_rates_that_no_timing_depends_on_stay():
 def test_one_wrong_timing_does_not_decide():
     wrong = timed(OPS, H100)
     wrong[0] = dataclasses.replace(wrong[0], time_us=10 * wrong[0].time_us)
-    values = fit(wrong, H100).values
+    values = fit_profile(wrong, H100).values
     others = Predictor(wrong[1:]).times_us(values) / [t.time_us for t in wrong[1:]]
     assert abs(others - 1).mean() < 0.05
 
 
 def test_what_a_law_leaves_unexplained_is_the_factors_uncertainty():
-    quiet, noisy = (fit(timed(OPS, H100, noise), H100) for noise in (0.0, 0.3))
+    quiet, noisy = (fit_profile(timed(OPS, H100, noise), H100) for noise in (0.0, 0.3))
     assert quiet.rates["compute_factor"].uncertainty == pytest.approx(0.1)
     assert noisy.rates["compute_factor"].uncertainty > 0.15
 
 
 def test_no_gather_beats_memory():
     fast = [dataclasses.replace(t, time_us=t.time_us / 20) for t in timed(OPS, H100)]
-    assert fit(fast, scaled(H100, "fast")).values["read_gbps"] < H100.values["hbm_gbps"]
+    assert fit_profile(fast, scale_profile(H100, "fast")).values["read_gbps"] < H100.values["hbm_gbps"]
 
 
 def test_a_data_sheet_scales_what_follows_from_it():
-    twice = scaled(H100, "twice", hbm_gbps=6700.0, nvlink_gbps=900.0, pcie_gbps=128.0, memory_bytes=1e11)
+    twice = scale_profile(
+        H100, "twice", hbm_gbps=6700.0, nvlink_gbps=900.0, pcie_gbps=128.0, memory_bytes=1e11
+    )
     values, own = twice.values, H100.values
     assert own["read_gbps"] < values["read_gbps"] < 2 * own["read_gbps"]  # multiprocessors are the same
     for name in ("dense_gbps", "all_to_all_within_host_gbps", "host_read_gbps"):
@@ -98,7 +107,7 @@ def test_a_data_sheet_scales_what_follows_from_it():
 )
 def test_bad_data_sheets_are_refused(spec, words):
     with pytest.raises(ShardCoreError, match=words):
-        scaled(H100, "own", **spec)
+        scale_profile(H100, "own", **spec)
 
 
 # --- files --------------------------------------------------------------------------------------------------
@@ -130,8 +139,8 @@ def test_files_of_timings_are_read(tmp_path):
     assert (op.optimizer, op.precision, op.alpha) == ("adam", "fp16", 1.15)
     assert (exchange.ranks, exchange.hosts, exchange.bytes) == (16, 2, 1024.0)
     assert not reasons and (Predictor(timings).times_us(H100.values) > 0).all()
-    assert of_card(timings, H100) == timings
-    assert of_card(timings, load_profile("nvidia-v100")) == [exchange]  # it names no card
+    assert timings_of_card(timings, H100) == timings
+    assert timings_of_card(timings, load_profile("nvidia-v100")) == [exchange]  # it names no card
 
 
 @pytest.mark.parametrize(
@@ -183,7 +192,7 @@ def test_bad_files_are_refused_in_one_line(tmp_path, rows, words):
 
 def test_nothing_cannot_be_fitted(tmp_path):
     with pytest.raises(ShardCoreError, match="profile 'nvidia-h100-sxm' has no timings"):
-        fit([], H100)
+        fit_profile([], H100)
     (tmp_path / "empty.csv").write_text("op,time_us\n")
     with pytest.raises(ShardCoreError, match="has no rows"):
         read_timings(tmp_path / "empty.csv")

@@ -11,7 +11,7 @@ from shardcore.core.job import Job
 from shardcore.core.links import links_of
 from shardcore.core.tiers import Memory
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
-from shardcore.cost.model import group_costs, price, total_ms
+from shardcore.cost.model import group_op_ms, predicted_total_ms, price
 from shardcore.cost.profile import load_profile
 from shardcore.search import SHARDERS, Budget
 from shardcore.step.kinds import CHANNELS, Channel
@@ -39,7 +39,7 @@ class TestCPU(CostModelConformance):
 
 class TestDrawn(CostModelConformance):
     def model(self):
-        return H100.drawn(np.random.default_rng(3)).model()
+        return H100.sample(np.random.default_rng(3)).model()
 
 
 def problem(hosts=1, devices=8, tables=(TABLE,), profile=H100, **fields):
@@ -52,7 +52,7 @@ def ms(table=TABLE, profile=H100, batch=65_536, **fields):
     model = profile.model().for_problem(
         problem(tables=[table], profile=profile, global_batch=batch, **fields)
     )
-    return float(group_costs([[Shard.whole(table)]], model)[0])
+    return float(group_op_ms([[Shard.whole(table)]], model)[0])
 
 
 @pytest.mark.parametrize("batch", [8, 1024, 1 << 20])
@@ -129,7 +129,7 @@ def test_host_memory_follows_the_link_that_the_topology_gives():
     )
     slow = dataclasses.replace(own, topology=halved)
     fast_ms, slow_ms = (
-        float(group_costs([[Shard.whole(far)]], H100.model().for_problem(p))[0]) for p in (own, slow)
+        float(group_op_ms([[Shard.whole(far)]], H100.model().for_problem(p))[0]) for p in (own, slow)
     )
     assert fast_ms < slow_ms < 2 * fast_ms
 
@@ -143,7 +143,7 @@ def test_rows_on_ssd_are_as_slow_as_the_link_to_it():
         memory = tuple(Memory(name, 1 << 40, x) for name, x in gbps.items())
         of = dataclasses.replace(topology, memory=memory)
         asked = Problem("p", (below[tier],), of, 65_536, "rowwise_adagrad")
-        return float(group_costs([[Shard.whole(below[tier])]], H100.model().for_problem(asked))[0])
+        return float(group_op_ms([[Shard.whole(below[tier])]], H100.model().for_problem(asked))[0])
 
     slow = ms_of("ssd", ssd=2.0)
     assert slow == pytest.approx(ms_of("host", host=2.0)) == pytest.approx(ms_of("ssd", host=40.0, ssd=2.0))
@@ -215,7 +215,7 @@ def test_the_band_grows_with_uncertainty():
         }
         profile, of = dataclasses.replace(H100, rates=rates), problem(2)
         model = profile.model().for_problem(of)
-        return model.band(lower(SHARDERS["random"](of, model), of))
+        return model.step_error_band(lower(SHARDERS["random"](of, model), of))
 
     assert 0 < band(0.5) < band(1.0) < band(2.0)
     assert band(0.0) == 0.0
@@ -226,15 +226,15 @@ def test_the_band_has_each_rate_that_a_step_depends_on(kind):
     table = dataclasses.replace(TABLE, load_factor=0.5 if kind == "row" else 1.0)
     of = problem(2, 2, tables=[table])
     workload = lower(Plan((Placement(kind, Shard.whole(table), of.topology.ranks),)), of)
-    base_ms = total_ms(workload, H100.model().for_problem(of))
+    base_ms = predicted_total_ms(workload, H100.model().for_problem(of))
     sure = {name: dataclasses.replace(rate, uncertainty=0.0) for name, rate in H100.rates.items()}
     for name, rate in H100.rates.items():
         one = dataclasses.replace(
             H100, rates={**sure, name: dataclasses.replace(rate, uncertainty=0.3)}
         ).model()
-        moved = H100.valued({**H100.values, name: rate.value * math.exp(0.3)}).model()
-        error = abs(math.log(total_ms(workload, moved.for_problem(of)) / base_ms))
-        assert one.for_problem(of).band(workload) == pytest.approx(error, abs=1e-7), (
+        moved = H100.with_values({**H100.values, name: rate.value * math.exp(0.3)}).model()
+        error = abs(math.log(predicted_total_ms(workload, moved.for_problem(of)) / base_ms))
+        assert one.for_problem(of).step_error_band(workload) == pytest.approx(error, abs=1e-7), (
             name
         )  # encodings are rounded
 
@@ -249,12 +249,12 @@ def test_a_step_under_many_models_costs_what_each_of_them_says(algorithm, pipeli
     of = dataclasses.replace(of, topology=dataclasses.replace(of.topology, memory=(slow,)))
     model, rng = H100.model().for_problem(of), np.random.default_rng(0)
     workload = lower(SHARDERS[algorithm](of, model, budget=Budget(evals=200)), of)
-    drawn = [dataclasses.replace(model, profile=model.profile.drawn(rng)) for _ in range(5)]
+    drawn = [dataclasses.replace(model, profile=model.profile.sample(rng)) for _ in range(5)]
     models = [model, *drawn, model]
     several = model.steps_ms(workload, models)
     assert any(price(workload, model.for_problem(of)).fetch_wait_ms) == (pipeline == "prefetch")
     assert several == pytest.approx(
-        [total_ms(workload, one) for one in models], rel=1e-7
+        [predicted_total_ms(workload, one) for one in models], rel=1e-7
     )  # encodings are rounded
     assert several[0] == several[-1] == pytest.approx(model.steps_ms(workload, models)[0])
 
@@ -263,7 +263,7 @@ def test_tables_of_an_op_share_the_cache():
     hot = Table("hot", 60_000, 128, 20.0, Zipf(0.0))  # its rows fit into L2
     many = [dataclasses.replace(hot, name=f"t{i}") for i in range(32)]
     alone, among = (
-        float(group_costs([[Shard.whole(hot)]], H100.model().for_problem(problem(1, 1, tables)))[0])
+        float(group_op_ms([[Shard.whole(hot)]], H100.model().for_problem(problem(1, 1, tables)))[0])
         for tables in ([hot], [hot, *many])
     )
     assert among > 1.1 * alone

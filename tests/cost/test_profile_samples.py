@@ -11,13 +11,13 @@ from shardcore.core.types import Setting
 from shardcore.cost.metrics import mape
 from shardcore.cost.profile import load_profile, read_profile
 from shardcore.cost.profile_fit import Predictor
-from shardcore.cost.profile_samples import checks, timings_of
+from shardcore.cost.profile_samples import check_profile, sample_timings
 from shardcore.io import dataset
 from shardcore.io.measurements import CollectiveRequest, CollectiveSample, ComputeSample, Spread
-from shardcore.measure.sampling.groups import GroupConfig, compute_request
+from shardcore.measure.sampling.groups import GroupConfig, draw_compute_request
 
 CARD = load_profile("nvidia-h100-sxm")
-TRUTH = CARD.valued(
+TRUTH = CARD.with_values(
     CARD.values | {"read_gbps": 900.0, "forward_op_us": 80.0, "all_to_all_within_host_gbps": 200.0}
 )
 SETTING = Setting("nvidia-h100-80gb-hbm3", 65536)
@@ -31,7 +31,7 @@ def took(ms):
 def samples():
     """Groups and exchanges, as a card takes them that differs from its profile."""
     config = GroupConfig(max_shards=4, sequences=0.0, planned=0.0)
-    requests = [compute_request(pool(), i, SETTING, config=config) for i in range(80)]
+    requests = [draw_compute_request(pool(), i, SETTING, config=config) for i in range(80)]
     empty = [ComputeSample(str(i), SETTING, r, took(1.0), took(1.0), 1.0) for i, r in enumerate(requests)]
     exchanges = [
         CollectiveSample(
@@ -40,14 +40,14 @@ def samples():
         )
         for i in range(40)
     ]  # fmt: skip
-    ms = (Predictor(timings_of(empty, exchanges)).times_us(TRUTH.values) / 1e3).tolist()
+    ms = (Predictor(sample_timings(empty, exchanges)).times_us(TRUTH.values) / 1e3).tolist()
     compute = [
         dataclasses.replace(s, id=dataset.compute_id(SETTING, s.request), forward=took(f), backward=took(b))
         for s, f, b in zip(empty, ms[0:160:2], ms[1:160:2], strict=True)
     ]
     comm = [
         dataclasses.replace(
-            s, id=dataset.comm_id(SETTING, s.request), forward=(took(f),) * 2, backward=(took(b),) * 2
+            s, id=dataset.collective_id(SETTING, s.request), forward=(took(f),) * 2, backward=(took(b),) * 2
         )
         for s, f, b in zip(exchanges, ms[160::2], ms[161::2], strict=True)
     ]
@@ -55,9 +55,9 @@ def samples():
 
 
 def test_a_profile_is_checked_by_kind_of_op_and_collective(samples):
-    timings = timings_of(*samples)
+    timings = sample_timings(*samples)
     assert len(timings) == 2 * 80 + 2 * 40
-    found = {check.kind: check for check in checks(CARD, timings)}
+    found = {check.kind: check for check in check_profile(CARD, timings)}
     kinds = [
         f"fp32 exact_sgd {way}, {w} groups"
         for way in ("backward", "forward")
@@ -68,8 +68,8 @@ def test_a_profile_is_checked_by_kind_of_op_and_collective(samples):
     slower = found["all-to-all of 2 on 1 hosts"]
     assert 1.1 < slower.low <= slower.ratio <= slower.high < 2 and "times the prediction" in str(slower)
     assert found[kinds[3]].ratio > 1.05 > found[kinds[0]].ratio
-    assert all(check.error < 1e-9 for check in checks(TRUTH, timings))
-    assert checks(CARD, []) == []
+    assert all(check.error < 1e-9 for check in check_profile(TRUTH, timings))
+    assert check_profile(CARD, []) == []
 
 
 def test_what_has_no_time_or_no_law_is_left_out(samples):
@@ -79,7 +79,7 @@ def test_what_has_no_time_or_no_law_is_left_out(samples):
         comm[0], request=dataclasses.replace(comm[0].request, collective="all_to_all_ids"), backward=None
     )
     cast = dataclasses.replace(comm[0], request=dataclasses.replace(comm[0].request, payload="bf16"))
-    assert timings_of([failed], [ids, cast]) == []
+    assert sample_timings([failed], [ids, cast]) == []
 
 
 def test_a_profile_is_fitted_to_a_dataset_and_judged_on_its_test_split(
@@ -87,12 +87,12 @@ def test_a_profile_is_fitted_to_a_dataset_and_judged_on_its_test_split(
 ):
     monkeypatch.chdir(tmp_path)
     compute, comm = samples
-    dataset.write_compute("data", compute, dataset.write_pool("data", pool()))
-    dataset.write_comm("data", comm)
+    dataset.write_compute_samples("data", compute, dataset.write_pool("data", pool()))
+    dataset.write_collective_samples("data", comm)
     assert main("profile fit data --from nvidia-h100-sxm --out mine.json".split()) == 0
     out = capsys.readouterr().out
     assert "kept to judge the fit" in out and "all-to-all of 2 on 1 hosts: mean error" in out
-    fitted, timings = read_profile("mine.json"), timings_of(compute, comm)
+    fitted, timings = read_profile("mine.json"), sample_timings(compute, comm)
     measured = np.array([t.time_us for t in timings])
     errors = [mape(Predictor(timings).times_us(p.values), measured) for p in (CARD, fitted)]
     assert errors[1] < 3 < errors[0]
@@ -112,6 +112,6 @@ def test_datasets_of_other_cards_and_empty_ones_are_refused(
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
-    dataset.write_compute("data", samples[0][:2], dataset.write_pool("data", pool()))
+    dataset.write_compute_samples("data", samples[0][:2], dataset.write_pool("data", pool()))
     assert main(f"profile fit {arguments} --out mine.json".split()) == 1
     assert words in capsys.readouterr().err and not (tmp_path / "mine.json").exists()

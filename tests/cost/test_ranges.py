@@ -15,7 +15,7 @@ from shardcore.step.lower import lower
 def beyond(model, tables, n_devices: int, placements, **links) -> list[str]:
     links.setdefault("hardware", SETTING.hardware)
     problem = Problem("p", tables, topology(n_devices, **links), 256)
-    return ranges.out_of_range(model, lower(Plan(tuple(placements)), problem))
+    return ranges.describe_out_of_range(model, lower(Plan(tuple(placements)), problem))
 
 
 def test_nothing_to_say_within_the_range(model):

@@ -20,7 +20,7 @@ from shardcore.cost.collective_model import EXCHANGE_TERMS
 from shardcore.cost.model import price
 from shardcore.search import SHARDERS
 from shardcore.step.collectives import COLLECTIVES
-from shardcore.step.exchanges import channels_ms
+from shardcore.step.exchanges import channel_transfer_ms
 from shardcore.step.kinds import BUCKETIZED_IDS, CHANNELS, ID_CHANNELS, IDS, Channel
 from shardcore.step.lower import lower
 
@@ -40,7 +40,7 @@ ALONE = {(c, way): 1.0 for c in CHANNELS for way in COLLECTIVES[c.collective].wa
 def model(model):
     """With rates of all collectives."""
     samples = [s for c in COLLECTIVES for s in comm_samples(collective=c)]
-    law = collective_fit.fit(samples)
+    law = collective_fit.fit_exchange_rates(samples)
     return dataclasses.replace(model, weights={**model.weights, **law})
 
 
@@ -65,7 +65,7 @@ def workloads(kind, n=step_factors.FEWEST_STEPS, topology=None):
 def replayed(model, workload, factors=FACTORS, slowdown=1.0) -> StepCost:
     """The step on a machine of this slowdown, whose exchanges take `factors` times the model's ms."""
     said = price(workload, model)
-    alone = channels_ms(model, workload.traffic, np.array(said.compute_ms), workload.topology)
+    alone = channel_transfer_ms(model, workload.traffic, np.array(said.compute_ms), workload.topology)
     comm = {
         way: tuple(
             sum(
@@ -84,13 +84,13 @@ def replayed(model, workload, factors=FACTORS, slowdown=1.0) -> StepCost:
 
 
 def found_factors(model):
-    return {(c, way): collective_model.in_step(model.weights, c, way) for c, way in ALONE}
+    return {(c, way): collective_model.step_factor(model.weights, c, way) for c, way in ALONE}
 
 
 @pytest.mark.parametrize("slowdown", [pytest.param(1.0, marks=pytest.mark.long), 1.3])
 def test_factors_are_found_whatever_the_slowdown_and_prices_have_them(model, slowdown):
     seen = [w for kind in ("columns", "rows", "replicated") for w in workloads(kind)]
-    fitted = step_factors.fit(model, [(w, replayed(model, w, slowdown=slowdown)) for w in seen])
+    fitted = step_factors.fit_step_factors(model, [(w, replayed(model, w, slowdown=slowdown)) for w in seen])
     # within a host, and across them
     lent = {(c, way): FACTORS.get((Channel(c.collective), way), 1.0) for c, way in ALONE}
     assert found_factors(fitted) == pytest.approx(lent, rel=1e-3)
@@ -99,12 +99,14 @@ def test_factors_are_found_whatever_the_slowdown_and_prices_have_them(model, slo
     for way in ("forward_comm_ms", "backward_comm_ms"):
         assert getattr(said, way) == pytest.approx(getattr(took, way), rel=1e-3)
     samples = comm_samples()
-    assert collective_fit.errors(fitted.weights, samples) == collective_fit.errors(model.weights, samples)
+    assert collective_fit.exchange_errors(fitted.weights, samples) == collective_fit.exchange_errors(
+        model.weights, samples
+    )
 
 
 def test_a_collective_of_few_steps_has_the_all_to_all_s_factor_and_no_steps_change_nothing(model):
     columns, rows = workloads("columns"), workloads("rows", n=step_factors.FEWEST_STEPS - 1)
-    fitted = step_factors.fit(model, [(w, replayed(model, w)) for w in [*columns, *rows]])
+    fitted = step_factors.fit_step_factors(model, [(w, replayed(model, w)) for w in [*columns, *rows]])
     assert found_factors(fitted) == pytest.approx(
         {
             (c, way): 1.6 if c in ID_CHANNELS else 1.4 if way == "forward" else 1.0
@@ -114,7 +116,7 @@ def test_a_collective_of_few_steps_has_the_all_to_all_s_factor_and_no_steps_chan
     )
     assert fitted.meta["steps"] == len(columns)
     for few in ([], [(w, replayed(model, w)) for w in rows]):
-        assert step_factors.fit(model, few) is model
+        assert step_factors.fit_step_factors(model, few) is model
 
 
 def test_sums_of_steps_over_several_hosts_tell_a_factor_of_each_collective(model):
@@ -135,7 +137,7 @@ def test_sums_of_steps_over_several_hosts_tell_a_factor_of_each_collective(model
         for w in workloads(kind, n=12, topology=on_hosts("aabb"))
     ]
     steps = [(w, overlapping(replayed(model, w, of_ways))) for w in seen]
-    fitted = step_factors.fit(model, steps)
+    fitted = step_factors.fit_step_factors(model, steps)
     told = found_factors(fitted)
     assert {c: told[c, COLLECTIVES[c.collective].ways[-1]] for c in own} == pytest.approx(own, rel=1e-2)
     assert {c: told[c, COLLECTIVES[c.collective].ways[0]] for c in own} == pytest.approx(own, rel=1e-2)
@@ -155,18 +157,22 @@ def overlapping(cost):
 
 def test_a_second_fit_is_of_what_is_alone_again_and_given_links_tell_nothing(model, tmp_path):
     told = [(w, replayed(model, w)) for w in workloads("columns")]
-    once = step_factors.fit(model, told)
-    assert found_factors(step_factors.fit(once, told)) == found_factors(once)
+    once = step_factors.fit_step_factors(model, told)
+    assert found_factors(step_factors.fit_step_factors(once, told)) == found_factors(once)
     neural.save(once, tmp_path)
     assert found_factors(neural.load(tmp_path)) == found_factors(once)
     given = Topology((Device(1 << 30),) * 2, links=links_of(within_host=10.0, latency_ms=0.1))
     assert (
-        step_factors.fit(model, [(w, replayed(model, w)) for w in workloads("columns", topology=given)])
+        step_factors.fit_step_factors(
+            model, [(w, replayed(model, w)) for w in workloads("columns", topology=given)]
+        )
         is model
     )
     apart = dataclasses.replace(on_hosts("aabb"), links=links_of(between_hosts=1.0, shared=True))
     assert (
-        step_factors.fit(model, [(w, replayed(model, w)) for w in workloads("columns", topology=apart)])
+        step_factors.fit_step_factors(
+            model, [(w, replayed(model, w)) for w in workloads("columns", topology=apart)]
+        )
         is model
     )
     (linked,) = workloads("columns", 1, given)
@@ -178,15 +184,17 @@ def test_exchanges_between_hosts_alone_learn_nothing_from_steps_within_one(model
     for rates in (v for name, v in weights.items() if name.startswith("exchange_")):
         rates[collective_model.FAR], rates[collective_model.NEAR] = rates[collective_model.NEAR].sum(), 0
     between = dataclasses.replace(model, weights=weights)
-    assert collective_model.measured_links(between.weights, ALL_TO_ALL) == {"between_hosts"}
+    assert collective_model.measured_link_levels(between.weights, ALL_TO_ALL) == {"between_hosts"}
     # And those within hosts, nothing of steps over several.
     apart = [(w, replayed(model, w)) for w in workloads("columns", topology=on_hosts("aabb"))]
-    assert collective_model.measured_links(model.weights, ALL_TO_ALL) == {"within_host"}
-    assert step_factors.fit(model, apart) is model
+    assert collective_model.measured_link_levels(model.weights, ALL_TO_ALL) == {"within_host"}
+    assert step_factors.fit_step_factors(model, apart) is model
     with pytest.raises(ShardCoreError, match="8 steps ran on one host and 8 over several; a model has one"):
-        step_factors.fit(model, [*apart, *((w, replayed(model, w)) for w in workloads("columns"))])
-    fitted = step_factors.fit(between, [(w, replayed(between, w)) for w in workloads("columns")])
-    assert fitted is between and "tell nothing" in step_factors.summary(between, fitted, 8)
+        step_factors.fit_step_factors(
+            model, [*apart, *((w, replayed(model, w)) for w in workloads("columns"))]
+        )
+    fitted = step_factors.fit_step_factors(between, [(w, replayed(between, w)) for w in workloads("columns")])
+    assert fitted is between and "tell nothing" in step_factors.fit_summary(between, fitted, 8)
 
 
 def test_a_model_without_exchanges_learns_nothing_from_steps(model):
@@ -194,7 +202,7 @@ def test_a_model_without_exchanges_learns_nothing_from_steps(model):
     bare = dataclasses.replace(
         model, weights={k: v for k, v in model.weights.items() if not k.startswith("exchange")}
     )
-    assert step_factors.fit(bare, told) is bare
+    assert step_factors.fit_step_factors(bare, told) is bare
 
 
 def test_steps_of_earlier_versions_tell_nothing_of_ids(model):
@@ -204,7 +212,7 @@ def test_steps_of_earlier_versions_tell_nothing_of_ids(model):
         (w, dataclasses.replace(took, input_ms=()))
         for w, took in [(w, replayed(model, w)) for w in workloads("rows")]
     ]
-    fitted = step_factors.fit(model, [*of_today, *before])
+    fitted = step_factors.fit_step_factors(model, [*of_today, *before])
     assert collective_model.step_factor_name(IDS, "forward") not in fitted.weights
     assert fitted.meta["steps"] > 0
 
@@ -216,6 +224,6 @@ def test_steps_whose_dense_part_hides_ids_tell_nothing_of_them(model):
         (dataclasses.replace(w, job=job), dataclasses.replace(replayed(model, w), input_ms=(0.1, 0.1)))
         for w in workloads("columns")
     ]
-    fitted = step_factors.fit(model, hidden)
+    fitted = step_factors.fit_step_factors(model, hidden)
     assert collective_model.step_factor_name(IDS, "forward") not in fitted.weights
     assert fitted.meta["steps"] == len(hidden)

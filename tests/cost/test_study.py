@@ -56,7 +56,7 @@ def test_unseen_tables_are_judged_by_a_model_that_never_saw_them():
     alone = [s for s in compute if all(is_held_out(x.table) for x in s.request.shards)]
     seen = [s for s in compute if not any(is_held_out(x.table) for x in s.request.shards)]
     assert alone and len(seen) + len(alone) < len(compute)
-    found, model = study.unseen_tables(compute, SETTING, QUICK), fit.fit_ops(seen, SETTING, QUICK)
+    found, model = study.unseen_table_error(compute, SETTING, QUICK), fit.train_op_model(seen, SETTING, QUICK)
     errors = [
         abs(float(model.head(model.encode(s.request.shards, s.request.batch).sum(0))) / s.total_ms - 1)
         for s in alone
@@ -66,27 +66,32 @@ def test_unseen_tables_are_judged_by_a_model_that_never_saw_them():
         dataclasses.replace(s, forward=s.backward, backward=s.forward) if s in alone else s for s in compute
     ]
     # of forward + backward, which stay the same
-    assert study.unseen_tables(wrong, SETTING, QUICK) == pytest.approx(found)
-    assert study.unseen_tables([s for s in compute if s not in alone], SETTING, QUICK) is None
+    assert study.unseen_table_error(wrong, SETTING, QUICK) == pytest.approx(found)
+    assert study.unseen_table_error([s for s in compute if s not in alone], SETTING, QUICK) is None
 
 
 @pytest.mark.long
 def test_a_learning_curve_is_of_models_of_ever_more_samples_on_the_test_split():
     seen, compute = [], compute_samples(cache_law, 500)
     curve = study.learning_curve(compute, SETTING, fit.FitConfig(epochs=1), lambda *row: seen.append(row))
-    rest, test = [s for s in compute if dataset.split_of(s.id) != "test"], accuracy.held_out(compute)
+    rest, test = (
+        [s for s in compute if dataset.split_of_sample(s.id) != "test"],
+        accuracy.held_out_samples(compute),
+    )
     assert [n for n, _ in curve.rows] == [len(rest) // 8, len(rest) // 4, len(rest) // 2, len(rest)]
     assert seen == [("learning_curve", n, {"test_mape": error}) for n, error in curve.rows]
     for n, error in (curve.rows[0], curve.rows[-1]):
-        model = fit.fit_ops(sorted(rest, key=lambda s: s.id)[:n], SETTING, fit.FitConfig(epochs=1))
+        model = fit.train_op_model(sorted(rest, key=lambda s: s.id)[:n], SETTING, fit.FitConfig(epochs=1))
         assert error == pytest.approx(accuracy.evaluate(model, test, [])["compute_mape"])
 
 
 def test_the_law_of_a_learning_curve_is_found():
     """2 + 60 / √n: at 1,600 samples 3.5%, of which twice as many take 1.5 - 1.5 / √2."""
-    curve = study._law([(n, 2 + 60 * n**-0.5) for n in (100, 200, 400, 800, 1600)])
+    curve = study._fit_power_law([(n, 2 + 60 * n**-0.5) for n in (100, 200, 400, 800, 1600)])
     assert (curve.constant, curve.scale, curve.power) == pytest.approx((2, 60, 0.5), rel=1e-3)
-    assert curve.at(1600) == pytest.approx(3.5) and curve.gain == pytest.approx(1.5 - 1.5 / 2**0.5, rel=1e-3)
+    assert curve.error_at(1600) == pytest.approx(3.5) and curve.gain == pytest.approx(
+        1.5 - 1.5 / 2**0.5, rel=1e-3
+    )
 
 
 def test_too_few_samples_give_no_curve():

@@ -28,8 +28,8 @@ from shardcore.cost.traced_factors import (
     Factor,
     Quantity,
     corrected_model,
-    correction,
-    with_around,
+    fit_correction,
+    with_dense_ms,
 )
 from shardcore.io.traced_steps import RankStep, TracedExchange, TracedStep
 from shardcore.step.lower import lower
@@ -40,7 +40,7 @@ def fitted(model, compute, exchange, **more):
     workload = lower(by_columns(given), given)
     truth = corrected_model(model, factors_of(compute, exchange))
     step = traced(workload, truth, **more)
-    return correction(model, [(workload, step)], price(workload, truth).total_ms), truth
+    return fit_correction(model, [(workload, step)], price(workload, truth).total_ms), truth
 
 
 @pytest.mark.parametrize("compute, exchange", [(1.0, 1.0), (2.0, 1.0), (1.0, 3.0), (0.6, 0.4)])
@@ -48,7 +48,7 @@ def test_one_traced_step_corrects_the_steps_of_other_plans(model, compute, excha
     found, truth = fitted(model, compute, exchange)
     ours = corrected_model(model, found.factors)
     for plan_of in (by_columns, by_rows, lambda p: by_columns(p, 1)):
-        given = with_around(problem(), found.around_ms)
+        given = with_dense_ms(problem(), found.around_ms)
         workload = lower(plan_of(given), given)
         assert price(workload, ours).total_ms == pytest.approx(price(workload, truth).total_ms, rel=0.05)
     wrong = {family for family, factor in ((COMPUTE, compute), (EXCHANGE, exchange)) if factor != 1}
@@ -65,7 +65,7 @@ def test_factors_are_shrunk_towards_one_and_have_an_uncertainty(model):
         and 0 < forward.sd < traced_factors.FAMILIES[COMPUTE].common
     )
     logs = np.log(
-        [found.drawn(np.random.default_rng(i))[Quantity(None, "forward")].value for i in range(300)]
+        [found.sample_factors(np.random.default_rng(i))[Quantity(None, "forward")].value for i in range(300)]
     )
     assert logs.std() == pytest.approx(forward.sd, rel=0.25)
 
@@ -85,7 +85,7 @@ def later(step, ms):
 def test_what_no_factor_explains_is_a_latency_up_to_a_tick_of_the_scheduler(model, added_ms, latency_ms):
     given = problem()
     workload = lower(by_columns(given), given)
-    found = correction(model, [(workload, later(traced(workload, model), added_ms))])
+    found = fit_correction(model, [(workload, later(traced(workload, model), added_ms))])
     ours = corrected_model(model, found.factors)
     for way in ("forward", "backward"):
         factor = found.factors[Quantity(ALL_TO_ALL, way)]
@@ -119,7 +119,7 @@ def test_overlapping_exchanges_are_corrected_by_their_sum(model, exchange, share
     given = problem()
     workload = lower(by_columns(given), given)
     step = overlapping(traced(workload, corrected_model(model, factors_of(1.5, exchange))), shared)
-    found = correction(model, [(workload, step)])
+    found = fit_correction(model, [(workload, step)])
     factors = [found.factors[Quantity(ALL_TO_ALL, way)].value for way in ("forward", "backward")]
     assert factors == pytest.approx([forward, backward], rel=0.2)
 
@@ -140,7 +140,7 @@ def test_waiting_is_not_learned_as_slow_exchanges(model, exchange):
     workload = lower(by_columns(given), given)
     step = traced(workload, corrected_model(model, factors_of(1.0, exchange)))
     waits_ms = 10 * sum(x.exposed_ms for x in step.ranks[0].exchanges)
-    quiet, late = (correction(model, [(workload, one)]) for one in (step, waiting(step, waits_ms)))
+    quiet, late = (fit_correction(model, [(workload, one)]) for one in (step, waiting(step, waits_ms)))
     for way in ("forward", "backward"):
         factor = late.factors[Quantity(ALL_TO_ALL, way)]
         assert factor.value == pytest.approx(exchange, rel=0.1)
@@ -160,7 +160,7 @@ def test_steps_without_some_ranks_correct_lookups_and_no_exchange(model):
     given = problem()
     workload = lower(by_columns(given), given)
     step = of_some_ranks(traced(workload, corrected_model(model, factors_of(2.0, 4.0))), 5)
-    found = correction(model, [(workload, step)])
+    found = fit_correction(model, [(workload, step)])
     assert found.factors[Quantity(None, "forward")].value == pytest.approx(2.0, rel=0.1)
     for q in QUANTITIES:
         if q.family == EXCHANGE:
@@ -170,7 +170,7 @@ def test_steps_without_some_ranks_correct_lookups_and_no_exchange(model):
                 0.0,
             )
     words = "exchanges: traces of ranks 2, 3, 4 are missing; such steps correct no exchange"
-    assert words in found.refused and words in found.document()["refused"]
+    assert words in found.refused and words in found.to_json()["refused"]
     assert any(line.endswith("all-to-all backward: not corrected") for line in found.refused)
 
 
@@ -182,7 +182,7 @@ def test_moments_shared_with_transfers_that_no_plan_has_tell_no_sum(model):
     other = TracedExchange("all_gather", "other", 0, 0.0, 99.0, 99.0, 99.0)
     ranks = tuple(dataclasses.replace(r, exchanges=(*r.exchanges, other)) for r in step.ranks)
     beside, alone = (
-        correction(model, [(workload, one)]) for one in (dataclasses.replace(step, ranks=ranks), step)
+        fit_correction(model, [(workload, one)]) for one in (dataclasses.replace(step, ranks=ranks), step)
     )
     q = Quantity(ALL_TO_ALL, "forward")
     assert beside.factors[q].sd > 2 * alone.factors[q].sd
@@ -211,7 +211,7 @@ def test_traces_without_lookups_are_refused(model):
     workload = lower(by_columns(given), given)
     ranks = tuple(RankStep(d, 5.0, {"dense_forward": 5.0}, 0.0, ()) for d in range(2))
     with pytest.raises(ShardCoreError, match="nothing of lookups"):
-        correction(model, [(workload, TracedStep(1, ranks, 2))])
+        fit_correction(model, [(workload, TracedStep(1, ranks, 2))])
 
 
 def test_a_model_without_weights_is_refused():
@@ -222,8 +222,8 @@ def test_a_model_without_weights_is_refused():
 def test_bytes_of_another_plan_are_named(model):
     given = problem()
     step = traced(lower(by_columns(given), given), model)
-    assert traced_factors.mismatches(lower(by_columns(given), given), step) == []
-    [line, *_] = traced_factors.mismatches(lower(by_rows(given), given), step)
+    assert traced_factors.describe_mismatches(lower(by_columns(given), given), step) == []
+    [line, *_] = traced_factors.describe_mismatches(lower(by_rows(given), given), step)
     assert "the trace is of another plan or job" in line
 
 
@@ -238,15 +238,15 @@ def test_bytes_of_a_smaller_payload_are_those_of_the_plan(model):
         for r in step.ranks
     )
     step = dataclasses.replace(step, ranks=ranks)
-    assert traced_factors.mismatches(lower(by_columns(half), half), step) == []
-    assert traced_factors.mismatches(lower(by_columns(given), given), step)
+    assert traced_factors.describe_mismatches(lower(by_columns(half), half), step) == []
+    assert traced_factors.describe_mismatches(lower(by_columns(given), given), step)
 
 
 def test_a_corrected_model_is_a_model_with_its_lineage(model, tmp_path):
     lineage = {"job": "step-00001000", "steps": [1], "traces": {"0": "0123456789abcdef"}}
     ours = corrected_model(model, factors_of(1.5, 0.5), lineage)
-    composite.save(ours, tmp_path)
-    loaded = composite.load(tmp_path)
+    composite.save_models(ours, tmp_path)
+    loaded = composite.load_models(tmp_path)
     assert loaded.meta["provenance"]["job"] == lineage
     given = problem()
     workload = lower(by_rows(given), given)
@@ -260,8 +260,8 @@ def test_several_precisions_are_corrected_together(model, tmp_path):
     other = dataclasses.replace(model, setting=dataclasses.replace(model.setting, precision="fp16"))
     both = corrected_model(composite.Composite((other, model)), factors_of(2.0))
     assert [one.launch_ms() for one in both.models] == pytest.approx([2 * model.launch_ms()] * 2)
-    composite.save(both, tmp_path)
-    assert composite.load(tmp_path).setting == both.setting
+    composite.save_models(both, tmp_path)
+    assert composite.load_models(tmp_path).setting == both.setting
 
 
 def test_families_share_no_terms():
@@ -276,10 +276,10 @@ def test_a_profile_is_corrected_in_its_rates(tmp_path):
         ours, {q: Factor(1.6 if q.family == COMPUTE else 2.0, 0.0, 1) for q in QUANTITIES}
     )
     workload = lower(by_columns(given), given)
-    found = correction(ours, [(workload, traced(workload, truth))], price(workload, truth).total_ms)
+    found = fit_correction(ours, [(workload, traced(workload, truth))], price(workload, truth).total_ms)
     fixed = corrected_model(ours, found.factors, {"job": "step-00001000"})
     for plan_of in (by_columns, by_rows):
-        other = lower(plan_of(given), with_around(given, found.around_ms))
+        other = lower(plan_of(given), with_dense_ms(given, found.around_ms))
         assert price(other, fixed).total_ms == pytest.approx(price(other, truth).total_ms, rel=0.05)
     write_profile(tmp_path / "profile.json", fixed.profile)
     kept = load_profile(tmp_path / "profile.json")
@@ -296,7 +296,7 @@ def test_a_slow_rank_has_a_slow_device(model, slowness, speed):
     given = problem()
     workload = lower(by_columns(given), given)
     steps = [(workload, traced(workload, model, (1.0, slowness))) for _ in range(3)]
-    found, words = traced_factors.with_speeds(given, model, steps)
+    found, words = traced_factors.with_traced_speeds(given, model, steps)
     assert [d.speed for d in found.topology.devices] == pytest.approx([1.0, speed])
     assert [w.split(" of ")[0] for w in words] == ["device 1 looks up at 50%"] * (speed < 1)
 
@@ -307,13 +307,13 @@ def test_lookups_without_ids_correct_nothing(model):
     idle = dataclasses.replace(given, tables=tuple(dataclasses.replace(t, pooling=0.0) for t in given.tables))
     workload = lower(by_columns(idle), idle)
     with pytest.raises(traced_factors.TracesTellNothing, match="tell nothing of lookups; .* and with ids"):
-        correction(model, [(workload, traced(workload, model))], 20.0)
+        fit_correction(model, [(workload, traced(workload, model))], 20.0)
     # One device with ids is enough, and the other one is left out.
     half = dataclasses.replace(
         given,
         tables=tuple(dataclasses.replace(t, pooling=t.pooling * (i % 2)) for i, t in enumerate(given.tables)),
     )
     workload = lower(by_columns(half), half)
-    seen = traced_factors.observations(model, [(workload, traced(workload, model))])
+    seen = traced_factors.observe_steps(model, [(workload, traced(workload, model))])
     lookups = [i for i, q in enumerate(QUANTITIES) if q.family == COMPUTE]
-    assert seen.known[:, lookups].any(1).tolist() == [False, True]
+    assert seen.is_measured[:, lookups].any(1).tolist() == [False, True]

@@ -28,7 +28,7 @@ def others(given):
 def test_the_newest_step_of_a_job_is_held_out_and_of_a_job_with_one_every_second_rank(model):
     steps = [sample(model, number) for number in (3000, 1000, 2000)]
     alone = sample(model, 500, job="other")
-    found = traced_training.split([*steps, alone])
+    found = traced_training.split_samples([*steps, alone])
     assert [s.name for s in found.learned] == ["dlrm-00001000", "dlrm-00002000", "other-00000500"]
     assert [s.name for s in found.held_out] == ["dlrm-00003000", "other-00000500"]
     ranks = [[rank.rank for rank in s.steps[0].ranks] for s in (found.learned[-1], found.held_out[-1])]
@@ -39,10 +39,12 @@ def test_the_newest_step_of_a_job_is_held_out_and_of_a_job_with_one_every_second
 def test_a_correction_saves_error_on_what_is_held_out_and_names_what_it_saw(model, numbers):
     truth = true_machine(model)
     steps = [sample(truth, n, plan) for n, plan in zip(numbers, (by_columns, others), strict=False)]
-    found = traced_training.correct(model, steps)
+    found = traced_training.correct_model(model, steps)
     before, after = found.errors
-    assert before > 25 and after < before / 4 and found.gain == before - after
-    assert traced_training.error(found.model, traced_training.split(steps).held_out) == pytest.approx(after)
+    assert before > 25 and after < before / 4 and found.error_reduction == before - after
+    assert traced_training.mean_percent_error(
+        found.model, traced_training.split_samples(steps).held_out
+    ) == pytest.approx(after)
     lineage = found.model.meta["provenance"]["job"]
     assert lineage["job"] == "dlrm" and lineage["traces"] == {"dlrm-00001000": {"0": "a", "1": "b"}}
     assert lineage["held_out_errors"] == [before, after] and "lookups forward" in lineage["factors"]
@@ -50,29 +52,29 @@ def test_a_correction_saves_error_on_what_is_held_out_and_names_what_it_saw(mode
 
 def test_traces_with_what_tracing_takes_count_as_without(model):
     """Steps of a machine as the model knows it, which tracing slows: nothing to correct."""
-    found = traced_training.correct(model, [sample(model), sample(model, 2000)])
+    found = traced_training.correct_model(model, [sample(model), sample(model, 2000)])
     assert found.errors[0] == pytest.approx(0, abs=0.5)
 
 
 def test_a_model_is_left_as_it_is_where_its_correction_errs_more(model):
     steps = [sample(true_machine(model), 1000), sample(model, 2000)]
-    found = traced_training.correct(model, steps)
-    assert found.model is model and found.gain == 0 and "left as it is" in found.words
+    found = traced_training.correct_model(model, steps)
+    assert found.model is model and found.error_reduction == 0 and "left as it is" in found.words
 
 
 def test_one_rank_alone_corrects_and_nothing_judges_it(model):
     one = sample(true_machine(model))
     step = dataclasses.replace(one.steps[0], ranks=one.steps[0].ranks[:1])
-    found = traced_training.correct(model, [dataclasses.replace(one, steps=(step,))])
-    assert found.errors is None and found.gain == 0 and "no step is held out" in found.words
+    found = traced_training.correct_model(model, [dataclasses.replace(one, steps=(step,))])
+    assert found.errors is None and found.error_reduction == 0 and "no step is held out" in found.words
 
 
 def test_a_step_corrects_a_model_once(model):
     steps = [sample(true_machine(model), n) for n in (1000, 2000)]
-    once = traced_training.correct(model, steps)
-    again = traced_training.correct(once.model, steps)
-    assert again.model is once.model and again.gain == 0 and again.errors[0] == once.errors[1]
-    more = traced_training.correct(once.model, [*steps, sample(true_machine(model), 3000)])
+    once = traced_training.correct_model(model, steps)
+    again = traced_training.correct_model(once.model, steps)
+    assert again.model is once.model and again.error_reduction == 0 and again.errors[0] == once.errors[1]
+    more = traced_training.correct_model(once.model, [*steps, sample(true_machine(model), 3000)])
     assert more.model.meta["provenance"]["job"]["steps"] == ["dlrm-00001000", "dlrm-00002000"]
 
 
@@ -83,20 +85,20 @@ def test_traces_without_lookups_leave_the_model_as_it_is(model):
         for r in one.steps[0].ranks
     )
     step = dataclasses.replace(one.steps[0], ranks=ranks)
-    found = traced_training.correct(model, [dataclasses.replace(one, steps=(step,))])
+    found = traced_training.correct_model(model, [dataclasses.replace(one, steps=(step,))])
     assert found.model is model and "tell nothing of lookups" in found.words
 
 
 def test_training_joins_traced_with_measured_samples(tmp_path):
     compute, comm = compute_samples(linear_law, 80), comm_samples(40)
-    dataset.write_compute(tmp_path, compute, dataset.write_pool(tmp_path, pool()))
-    dataset.write_comm(tmp_path, comm)
-    measured = training.train(training.read(tmp_path, SETTING), CONFIG)
-    digest = replays.parts_digest(tmp_path)
+    dataset.write_compute_samples(tmp_path, compute, dataset.write_pool(tmp_path, pool()))
+    dataset.write_collective_samples(tmp_path, comm)
+    measured = training.train(training.read_training_data(tmp_path, SETTING), CONFIG)
+    digest = replays.dataset_digest(tmp_path)
     truth = true_machine(measured.model)
     for number, plan in ((1000, by_columns), (2000, others), (2000, others)):  # read twice: kept once
-        traced_samples.append(tmp_path, sample(truth, number, plan))
-    data = training.read(tmp_path, SETTING)
+        traced_samples.add_traced_sample(tmp_path, sample(truth, number, plan))
+    data = training.read_training_data(tmp_path, SETTING)
     assert len(data.traced) == 2 and "2 traced steps" in str(data)
     joined = training.train(data, CONFIG)
     before, after = joined.traced_errors
@@ -104,15 +106,15 @@ def test_training_joins_traced_with_measured_samples(tmp_path):
     assert np.allclose(joined.model.weights["rates"], 1.5 * measured.model.weights["rates"], rtol=0.1)
     assert joined.model.meta["provenance"]["job"]["steps"] == ["dlrm-00001000"]
     assert joined.model.meta["provenance"]["data"] != digest
-    assert replays.parts_digest(tmp_path) != digest
+    assert replays.dataset_digest(tmp_path) != digest
 
 
 def test_samples_of_another_setting_do_not_join(model, tmp_path):
-    traced_samples.append(tmp_path, sample(model))
+    traced_samples.add_traced_sample(tmp_path, sample(model))
     other = Setting("other", SETTING.batch)
-    assert traced_samples.settings(tmp_path) == [SETTING]
-    assert not traced_samples.read_all([tmp_path], other)
-    [one] = traced_samples.read_all([tmp_path], SETTING)
+    assert traced_samples.traced_settings(tmp_path) == [SETTING]
+    assert not traced_samples.read_traced_samples([tmp_path], other)
+    [one] = traced_samples.read_traced_samples([tmp_path], SETTING)
     assert one == sample(model)
 
 
@@ -125,10 +127,10 @@ def test_samples_of_another_setting_do_not_join(model, tmp_path):
     ],
 )
 def test_an_edited_sample_is_refused_by_name(model, tmp_path, change, words):
-    path = traced_samples.append(tmp_path, sample(model)) / "traced.json"
+    path = traced_samples.add_traced_sample(tmp_path, sample(model)) / "traced.json"
     path.write_text(json.dumps(change(json.loads(path.read_text()))))
     with pytest.raises(ShardCoreError, match=words) as error:
-        traced_samples.read_all([tmp_path])
+        traced_samples.read_traced_samples([tmp_path])
     assert "traced.json" in str(error.value)
 
 

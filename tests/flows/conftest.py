@@ -17,7 +17,7 @@ def prefect_home(tmp_path_factory):
 @pytest.fixture(scope="session")
 def prefect_api(prefect_home):
     os.environ["PREFECT_HOME"] = str(prefect_home)
-    with services.prefect_server() as (url, _):
+    with services.temporary_prefect_server() as (url, _):
         yield url
 
 

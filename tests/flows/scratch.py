@@ -17,7 +17,7 @@ from pathlib import Path
 
 import yaml
 
-from shardcore.core.jit import copy_compiled
+from shardcore.core.jit import copy_compiled_code
 from shardcore.io import dataset
 from tasks import services
 
@@ -113,7 +113,7 @@ class Server:
     def _healthy(self) -> bool:
         assert self.process.poll() is None, (self.folder / "server.log").read_text()[-2000:]
         try:
-            return bool(services.get(self.url + self.health, timeout_s=2))
+            return bool(services.http_request(self.url + self.health, timeout_s=2))
         except OSError:
             return False
 
@@ -131,7 +131,7 @@ class Server:
 
 def timings(project: Project) -> set[tuple[str, float]]:
     """Id and time of each of a project's compute samples."""
-    return {(s.id, s.measured_at) for s in dataset.read_timings(project.folder / "data/measurements")}
+    return {(s.id, s.measured_at) for s in dataset.read_compute_timings(project.folder / "data/measurements")}
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ def copy_project(folder: Path, api: str, home: Path) -> Project:
         if (ROOT / name).is_file() and not name.startswith(("datasets/", "docs/", "tests/", "dvc.lock")):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
-    copy_compiled(ROOT / "shardcore", folder / "shardcore")  # or each project compiles for half a minute
+    copy_compiled_code(ROOT / "shardcore", folder / "shardcore")  # or each project compiles for half a minute
     (folder / "datasets").mkdir()
     for path in (folder / "problems").glob("*.json"):
         path.unlink()

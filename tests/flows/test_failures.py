@@ -87,9 +87,10 @@ def test_a_refresh_killed_at_a_random_moment_ends_with_every_sample_once(new_pro
     [outcome.said] = re.findall(r"stage measure is up to date", log)
     folder = project.folder / "data/measurements"
     outcome.lost = len(before - timings(project))
-    samples = dataset.read_compute(folder)
+    samples = dataset.read_compute_samples(folder)
     outcome.completed = (
-        len(samples) == len({s.id for s in samples}) == 31 and len(dataset.read_comm(folder)) == 12
+        len(samples) == len({s.id for s in samples}) == 31
+        and len(dataset.read_collective_samples(folder)) == 12
     )
     assert outcome.lost == 0 and outcome.completed  # 31 with the reference op
 
@@ -185,8 +186,8 @@ def trained(new_project, tracking):
         compute_samples(linear_law, 120),
         comm_samples(20),
     )
-    dataset.write_compute(measured, compute, dataset.write_pool(measured, pool()))
-    dataset.write_comm(measured, comm)
+    dataset.write_compute_samples(measured, compute, dataset.write_pool(measured, pool()))
+    dataset.write_collective_samples(measured, comm)
     neural.save(
         fit.train(compute, comm, SETTING, fit.FitConfig(epochs=2)).model, project.folder / "data/model"
     )
@@ -270,17 +271,17 @@ def test_mlflow_killed_while_a_model_is_logged_or_registered(trained, tracking, 
 
 def test_two_publishes_at_once_one_of_them_killed(promoted, rng, outcome):
     plans = promoted.folder / "plans"
-    before = [d.id for d in store.history(plans, "small")]
+    before = [d.id for d in store.decision_history(plans, "small")]
     with promoted.started("flows.publish") as one, promoted.started("flows.publish") as other:
         until(lambda: "Beginning flow run" in one.log())
         time.sleep(rng.uniform(0, 5))
         outcome.hit = one.process.poll() is None
         kill_group(one.process)
-        assert list(store.history(plans, "small")) or not before  # whole, whatever it was at
+        assert list(store.decision_history(plans, "small")) or not before  # whole, whatever it was at
         assert other.process.wait(120) == 0, other.log()
     output = with_logs(promoted.run("flows.publish").stdout, promoted.folder)
     [outcome.said] = re.findall(r"small: (?:kept|better), .*", output)
-    after = [d.id for d in store.history(plans, "small")]
+    after = [d.id for d in store.decision_history(plans, "small")]
     outcome.lost = len(set(before) - set(after))
     outcome.completed = bool(store.load_plan(plans, "small")[0].placements)
     assert outcome.lost == 0 and outcome.completed
@@ -336,8 +337,11 @@ def test_a_model_in_the_registry_that_would_run_code_is_refused_and_runs_none(
         "flavors:\n  python_function:\n    loader_module: evil\n    code: code\n"
         "    python_model: python_model.pkl\n"
     )
-    name, client = registry.model_name(SETTING.hardware), mlflow.MlflowClient(tracking.url, tracking.url)
-    before = store.last(promoted.folder / "plans", "small")
+    name, client = (
+        registry.registered_model_name(SETTING.hardware),
+        mlflow.MlflowClient(tracking.url, tracking.url),
+    )
+    before = store.last_decision(promoted.folder / "plans", "small")
     good = client.get_model_version_by_alias(name, registry.CHAMPION)
     run = client.create_run("0")
     client.log_artifacts(run.info.run_id, str(evil), "model")
@@ -351,11 +355,11 @@ def test_a_model_in_the_registry_that_would_run_code_is_refused_and_runs_none(
     finally:
         client.set_registered_model_alias(name, registry.CHAMPION, good.version)
     assert not ran.exists()
-    outcome.lost = int(store.last(promoted.folder / "plans", "small") != before)
+    outcome.lost = int(store.last_decision(promoted.folder / "plans", "small") != before)
     promoted.run("flows.publish")
-    outcome.completed = store.last(promoted.folder / "plans", "small").provenance["model_version"] == str(
-        good.version
-    )
+    outcome.completed = store.last_decision(promoted.folder / "plans", "small").provenance[
+        "model_version"
+    ] == str(good.version)
     assert outcome.lost == 0 and outcome.completed
 
 
@@ -381,12 +385,12 @@ def watching(promoted, tracking):
 def test_the_champion_changed_around_an_outage_of_mlflow_and_plans_follow_once(
     promoted, tracking, watching, rng, outcome
 ):
-    name, plans = registry.model_name(SETTING.hardware), promoted.folder / "plans"
+    name, plans = registry.registered_model_name(SETTING.hardware), promoted.folder / "plans"
     client = mlflow.MlflowClient(tracking.url, tracking.url)
     # a person's change while the watch cannot reach the server
     beside = f"sqlite:///{tracking.folder}/mlflow.db"
-    now = publish_claim.read(client, name).champion
-    until(lambda: publish_claim.read(client, name).published == now, every_s=0.5)
+    now = publish_claim.read_publish_state(client, name).champion
+    until(lambda: publish_claim.read_publish_state(client, name).published == now, every_s=0.5)
     until(lambda: watching().rstrip().endswith(f"version {now} are published"))
     ours = {
         str(v.version)
@@ -394,13 +398,13 @@ def test_the_champion_changed_around_an_outage_of_mlflow_and_plans_follow_once(
         if registry.DIGEST_TAG in v.tags
     }
     then = min(ours - {now})
-    before, output = [d.id for d in store.history(plans, "small")], len(watching())
+    before, output = [d.id for d in store.decision_history(plans, "small")], len(watching())
     meanwhile = rng.random() < 0.5
     if not meanwhile:
         client.set_registered_model_alias(name, registry.CHAMPION, then)
         # before it is noticed, while it is asked for, while plans are published
         time.sleep(rng.uniform(0, 20))
-    outcome.hit = publish_claim.read(client, name).published != then
+    outcome.hit = publish_claim.read_publish_state(client, name).published != then
     tracking.kill()
     if meanwhile:
         mlflow.MlflowClient(beside, beside).set_registered_model_alias(name, registry.CHAMPION, then)
@@ -408,10 +412,12 @@ def test_the_champion_changed_around_an_outage_of_mlflow_and_plans_follow_once(
         lambda: re.findall(r"the registry at \S+ does not answer: .*", watching()[output:])[:1]
     )
     tracking.start()
-    until(lambda: publish_claim.read(client, name).published == then, timeout_s=240, every_s=0.5)
+    until(
+        lambda: publish_claim.read_publish_state(client, name).published == then, timeout_s=240, every_s=0.5
+    )
     until(lambda: watching().rstrip().endswith(f"version {then} are published"))
-    after = [d.id for d in store.history(plans, "small")]
+    after = [d.id for d in store.decision_history(plans, "small")]
     outcome.lost = len(set(before) - set(after))
-    last = store.last(plans, "small")
+    last = store.last_decision(plans, "small")
     outcome.completed = last.provenance["model_version"] == then and len(after) == len(before) + 1
     assert outcome.lost == 0 and outcome.completed and "Traceback" not in watching(), watching()[output:]

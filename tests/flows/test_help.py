@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 
-from flows.refresh import setting_of
+from flows.refresh import parse_override
 from shardcore.core.errors import ShardCoreError
 from tasks import services
 
@@ -41,9 +41,9 @@ def test_a_flow_says_what_it_does_or_what_it_does_not_know(flow, word, code, cap
 
 
 def test_a_parameter_is_set_by_section_key_and_value():
-    assert setting_of("measure.compute_samples=1000") == ("measure", "compute_samples", 1000)
-    assert setting_of("publish.plans=s3://a/b=c") == ("publish", "plans", "s3://a/b=c")
+    assert parse_override("measure.compute_samples=1000") == ("measure", "compute_samples", 1000)
+    assert parse_override("publish.plans=s3://a/b=c") == ("publish", "plans", "s3://a/b=c")
     with pytest.raises(ShardCoreError, match="--set 'measure=1' needs the form SECTION.KEY=VALUE"):
-        setting_of("measure=1")
+        parse_override("measure=1")
     with pytest.raises(ShardCoreError, match=r"--set 'measure.chunk=\[' has a value that is not YAML"):
-        setting_of("measure.chunk=[")
+        parse_override("measure.chunk=[")

@@ -19,7 +19,7 @@ from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary
 from prefect.states import Cancelling, Completed, Pending, Running
 
 from tasks import lost_runs
-from tasks.lost_runs import POOL, WORKER, Api
+from tasks.lost_runs import POOL, WORKER, PrefectApi
 
 pytestmark = pytest.mark.long
 
@@ -39,7 +39,7 @@ def client(prefect_api):
 
 @pytest.fixture
 def api(client):
-    return Api(os.environ["PREFECT_API_URL"], os.environ["PREFECT_API_AUTH_STRING"])
+    return PrefectApi(os.environ["PREFECT_API_URL"], os.environ["PREFECT_API_AUTH_STRING"])
 
 
 @pytest.fixture
@@ -76,20 +76,20 @@ def test_runs_that_a_dead_worker_took_are_found_and_end_as_crashed(client, api, 
         taken(Pending(), worker=None),
     ]
     taken()  # nobody has taken it
-    found = lost_runs.find(api, math.inf)
+    found = lost_runs.find_lost_runs(api, math.inf)
     assert ids(found) == set(held)
     assert all(str(run).startswith(f"run {run.name!r}, ") and run.state in str(run) for run in found)
-    assert all(lost_runs.end(api, run) for run in found)
+    assert all(lost_runs.crash_lost_run(api, run) for run in found)
     assert {client.read_flow_run(run_id).state.type for run_id in held} == {StateType.CRASHED}
-    assert lost_runs.find(api, math.inf) == []
-    assert not any(lost_runs.end(api, run) for run in found)
+    assert lost_runs.find_lost_runs(api, math.inf) == []
+    assert not any(lost_runs.crash_lost_run(api, run) for run in found)
 
 
 def test_what_the_worker_of_now_or_another_took_is_left_alone(api, taken):
     taken(Pending(), Running())
-    assert lost_runs.find(api, time.time() - 60) == []
+    assert lost_runs.find_lost_runs(api, time.time() - 60) == []
     taken(Pending(), Running(), worker="stack@elsewhere")
-    assert len(lost_runs.find(api, math.inf)) == 1
+    assert len(lost_runs.find_lost_runs(api, math.inf)) == 1
 
 
 def test_a_run_whose_process_lives_goes_on(api, taken):
@@ -108,23 +108,23 @@ def test_a_run_whose_process_lives_goes_on(api, taken):
 
     # As the worker starts it, its engine has the run's id in its environment. So has what that starts.
     with start("  # prefect.engine") as engine, start("") as child:
-        assert lost_runs.find(api, math.inf) == []
+        assert lost_runs.find_lost_runs(api, math.inf) == []
         engine.kill()
         engine.wait()
-        assert ids(lost_runs.find(api, math.inf)) == {run_id}
+        assert ids(lost_runs.find_lost_runs(api, math.inf)) == {run_id}
         child.kill()
 
 
 def test_one_that_ended_meanwhile_keeps_its_end(client, api, taken):
     run_id = taken(Pending(), Running())
-    [found] = lost_runs.find(api, math.inf)
+    [found] = lost_runs.find_lost_runs(api, math.inf)
     client.set_flow_run_state(run_id, Completed(), force=True)
-    assert not lost_runs.end(api, found)
+    assert not lost_runs.crash_lost_run(api, found)
     assert client.read_flow_run(run_id).state.type == StateType.COMPLETED
 
 
 def test_the_pool_runs_one_at_a_time_whatever_the_deployment(client, api):
-    lost_runs.limit_runs(api)
+    lost_runs.limit_concurrent_runs(api)
     assert client.read_work_pool(POOL).concurrency_limit == 1
 
 
@@ -146,7 +146,7 @@ def test_a_busy_server_is_asked_again(refusals, status, answered, monkeypatch):
     monkeypatch.setattr(lost_runs.time, "sleep", lambda _: None)
     with ThreadingHTTPServer(("127.0.0.1", 0), Busy) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        here = Api(f"http://127.0.0.1:{server.server_port}", "")
+        here = PrefectApi(f"http://127.0.0.1:{server.server_port}", "")
         if answered:
             assert here.post("/runs", {}) == [7]
         else:

@@ -60,7 +60,7 @@ def without_prefect(tmp_path):
 
 
 def measured(project):
-    return len(dataset.read_ids(project.folder / "data/measurements", "compute"))
+    return len(dataset.read_timed_ids(project.folder / "data/measurements", "compute"))
 
 
 def workers(cluster):
@@ -76,7 +76,7 @@ def workers(cluster):
 
 def served(node):
     """The labels of our metrics at a node's Prometheus endpoint, by name."""
-    text = services.get(
+    text = services.http_request(
         f"http://{node.node_ip_address}:{node.metrics_export_port}/metrics", timeout_s=30
     ).decode()
     return {
@@ -123,7 +123,7 @@ def test_a_run_shows_its_metrics_and_frees_the_devices_when_it_is_cancelled(toy,
     )
     folder, head, seen = toy.folder / "data/measurements", cluster.list_all_nodes()[0], {}
     # so that it need not calibrate
-    dataset.write_compute(folder, [known] * 3, dataset.write_pool(folder, pool()))
+    dataset.write_compute_samples(folder, [known] * 3, dataset.write_pool(folder, pool()))
     toy.set_params("measure", compute_samples=3000)  # so that they still work when all metrics are served
 
     def all_there():
@@ -206,11 +206,13 @@ def test_a_ray_node_killed_while_measuring_costs_what_it_had_in_hand(
     outcome.lost = SAMPLES + 1 - measured(toy)  # with the reference op
     outcome.completed = outcome.lost == 0
     assert outcome.completed
-    reference, *disturbed = dataset.repeated(dataset.read_timings(toy.folder / "data/measurements"))
+    reference, *disturbed = dataset.repeated_samples(
+        dataset.read_compute_timings(toy.folder / "data/measurements")
+    )
     # nothing else was measured several times
     assert len(reference) > 2 and all(g[0].relative_ci > 0.9 for g in disturbed)
     # by two ranks that share what is left
-    assert len(dataset.read_comm(toy.folder / "data/measurements")) == 6
+    assert len(dataset.read_collective_samples(toy.folder / "data/measurements")) == 6
     toy.set_params("measure", compute_samples=SAMPLES + 30)
     found = f"groups: 30 of {SAMPLES + 30} are missing, 1 devices, about .* at which the dataset grew"
     # Ray forgets a lost node after a while

@@ -47,7 +47,7 @@ from shardcore.plans import store
 from shardcore.search import Budget
 from shardcore.search.explain import explain
 from tasks import publish_claim, registry, watch
-from tasks.refresh import repro
+from tasks.refresh import reproduce_stage
 
 pytestmark = pytest.mark.long
 NAMES = ("one", "two")
@@ -69,8 +69,8 @@ def project(new_project):
     made.set_params("setting", hardware=SETTING.hardware, batch=SETTING.batch)
     made.set_params("publish", threshold=0.0)
     measured = made.folder / "data/measurements"
-    dataset.write_compute(measured, SAMPLES[linear_law], dataset.write_pool(measured, pool()))
-    dataset.write_comm(measured, comm_samples(20))
+    dataset.write_compute_samples(measured, SAMPLES[linear_law], dataset.write_pool(measured, pool()))
+    dataset.write_collective_samples(measured, comm_samples(20))
     files.write_pool(made.folder / "data/pool.json", pool())
     for name, some in zip(NAMES, (pool()[:9], pool()[6:]), strict=True):
         problem = Problem(name, tuple(some), Topology((Device(1 << 28),) * 2), SETTING.batch)
@@ -101,8 +101,8 @@ def inside(project, api):
         mock.patch.dict(os.environ, project.env),
         mock.patch("shardcore.plans.publisher._EXPLAIN", Budget(evals=100)),
     ):
-        watch._model.cache_clear()
-        yield registry.connect()
+        watch._cached_model_name.cache_clear()
+        yield registry.connect_to_mlflow()
 
 
 @pytest.fixture(scope="module")
@@ -131,9 +131,9 @@ def registered(project, client, law):
         write_model(project.folder / law.__name__, law)
     here = {"MLFLOW_TRACKING_URI": project.env["MLFLOW_TRACKING_URI"]}
     with contextlib.chdir(project.folder), mock.patch.dict(os.environ, here):
-        registry.connect()
+        registry.connect_to_mlflow()
         return str(
-            registry.register(
+            registry.register_model(
                 client, project.folder / law.__name__, None, {"data_version": law.__name__}
             ).version
         )
@@ -141,9 +141,9 @@ def registered(project, client, law):
 
 def published(project, client, name, version):
     """Waits until plans are published under a version; the problems' current plans and the last decisions."""
-    until(lambda: publish_claim.read(client, name).published == version, every_s=1.0)
+    until(lambda: publish_claim.read_publish_state(client, name).published == version, every_s=1.0)
     return {
-        n: (store.load_plan(project.folder / "plans", n)[0], store.last(project.folder / "plans", n))
+        n: (store.load_plan(project.folder / "plans", n)[0], store.last_decision(project.folder / "plans", n))
         for n in NAMES
     }
 
@@ -169,12 +169,12 @@ def test_the_run_of_a_change_is_asked_for_once_and_again_where_it_failed(project
     for crashed in range(watch.ATTEMPTS):
         for _ in range(2):
             # no worker takes it
-            assert watch.publish_once(state, LATER).endswith(("is Scheduled", "is Late"))
+            assert watch.request_publishing(state, LATER).endswith(("is Scheduled", "is Late"))
         [run] = [r for r in runs(api, "publish") if not r.state.is_final()]
         assert "watch" in run.tags and len(runs(api, "publish")) == there + crashed + 1
         api.set_flow_run_state(run.id, Crashed(), force=True)
         ended = api.read_flow_run(run.id).state.timestamp.timestamp()
-        output.append(watch.publish_once(state, ended + watch.RETRY_S * (crashed + 1) - 5))
+        output.append(watch.request_publishing(state, ended + watch.RETRY_S * (crashed + 1) - 5))
         if crashed + 1 < watch.ATTEMPTS:
             assert output[-1].endswith(f"run {run.name!r} ended Crashed; another one follows")
     assert "the last of 3; once that is mended, `prefect deployment run publish/local`" in output[-1]
@@ -184,11 +184,11 @@ def test_the_run_of_a_change_is_asked_for_once_and_again_where_it_failed(project
 
 def test_a_run_that_ends_after_the_state_was_read_is_not_asked_for_again(project, api):
     state, there = publish_claim.PublishState("m", "7", "6", 13.5), len(runs(api, "publish"))
-    watch.publish_once(state, LATER)
+    watch.request_publishing(state, LATER)
     [run] = [r for r in runs(api, "publish") if not r.state.is_final()]
     api.set_flow_run_state(run.id, Completed(), force=True)
     ended = api.read_flow_run(run.id).state.timestamp.timestamp()
-    assert "another one follows" in watch.publish_once(state, ended - 0.5)
+    assert "another one follows" in watch.request_publishing(state, ended - 0.5)
     assert len(runs(api, "publish")) == there + 1
     api.delete_flow_run(run.id)
 
@@ -210,8 +210,8 @@ class Changes:
 
     def published(self, number):
         """Publish as a run does. Returns the line of the watch meanwhile."""
-        with publish_claim.publishing(self.client, self.versions[number - 1]):
-            return watch.step()
+        with publish_claim.claimed_publishing(self.client, self.versions[number - 1]):
+            return watch.check_once()
 
 
 @pytest.fixture
@@ -220,8 +220,8 @@ def changes(inside, tmp_path):
     hardware = f"machine-{uuid.uuid4()}"
     (tmp_path / "params.yaml").write_text(yaml.safe_dump({"setting": {"hardware": hardware}}))
     with contextlib.chdir(tmp_path):
-        watch._model.cache_clear()
-        yield Changes(inside, tmp_path, registry.model_name(hardware))
+        watch._cached_model_name.cache_clear()
+        yield Changes(inside, tmp_path, registry.registered_model_name(hardware))
 
 
 def test_each_change_of_the_champion_is_published_once_whoever_made_it(api, changes):
@@ -233,38 +233,40 @@ def test_each_change_of_the_champion_is_published_once_whoever_made_it(api, chan
         return [r for r in runs(api, "publish") if r.id not in there]
 
     what = f"plans under {changes.name} version"
-    assert watch.step() == f"{changes.name} has no champion yet" and not asked()
+    assert watch.check_once() == f"{changes.name} has no champion yet" and not asked()
     for n, version in enumerate((1, 2, 1, 3), 1):
         changes.champion(version)
         for _ in range(2):  # another look, or another watch: nothing is remembered here
-            assert watch.step().startswith(f"{what} {version}: run ") and len(asked()) == n
+            assert watch.check_once().startswith(f"{what} {version}: run ") and len(asked()) == n
         assert changes.published(version) == f"{what} {version} are being published"
         [run] = [r for r in asked() if not r.state.is_final()]
         api.set_flow_run_state(run.id, Completed(), force=True)
-        assert watch.step() == f"{what} {version} are published" and len(asked()) == n
+        assert watch.check_once() == f"{what} {version} are published" and len(asked()) == n
         changes.champion(version)  # the same again is no change
-        assert watch.step() == f"{what} {version} are published" and len(asked()) == n
+        assert watch.check_once() == f"{what} {version} are published" and len(asked()) == n
     changes.champion(2)
     changes.champion(3)  # set back before anybody looked
-    assert watch.step() == f"{what} 3 are published" and len(asked()) == 4
+    assert watch.check_once() == f"{what} 3 are published" and len(asked()) == 4
     assert all("watch" in r.tags for r in asked())
 
 
 def test_a_change_while_plans_are_published_is_published_after_them(api, changes):
     there = len(runs(api, "publish"))
     changes.champion(1)
-    with publish_claim.publishing(changes.client, changes.versions[0]):
-        assert watch.step().endswith("version 1 are being published")
+    with publish_claim.claimed_publishing(changes.client, changes.versions[0]):
+        assert watch.check_once().endswith("version 1 are being published")
         changes.champion(2)
-        assert watch.step().endswith("version 2 follow those under version 1, which are being published")
+        assert watch.check_once().endswith(
+            "version 2 follow those under version 1, which are being published"
+        )
     assert len(runs(api, "publish")) == there
     for _ in range(2):
-        assert "version 2: run " in watch.step() and len(runs(api, "publish")) == there + 1
+        assert "version 2: run " in watch.check_once() and len(runs(api, "publish")) == there + 1
     changes.champion(3)
     for until_s, asked in ((time.time() + 60, there + 1), (time.time() - 1, there + 2)):  # by who was killed
         claim = json.dumps({"version": "3", "until": until_s})
         changes.client.set_registered_model_tag(changes.name, publish_claim.PUBLISHING, claim)
-        watch.step()
+        watch.check_once()
         assert len(runs(api, "publish")) == asked
     for run in runs(api, "publish"):
         api.delete_flow_run(run.id)
@@ -274,9 +276,9 @@ def test_the_watch_says_what_does_not_answer_and_looks_again(api, changes, monke
     changes.champion(3)
     with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
         monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
-        assert watch.step().startswith("Prefect at http://127.0.0.1:9/api cannot run publish/local: ")
+        assert watch.check_once().startswith("Prefect at http://127.0.0.1:9/api cannot run publish/local: ")
     monkeypatch.undo()
-    assert ": run " in watch.step()
+    assert ": run " in watch.check_once()
     for run in runs(api, "publish"):
         api.delete_flow_run(run.id)
 
@@ -285,17 +287,17 @@ def test_the_watch_says_what_does_not_answer_and_looks_again(api, changes, monke
 
 
 def decisions(project, name="one"):
-    return list(store.history(project.folder / "plans", name))
+    return list(store.decision_history(project.folder / "plans", name))
 
 
 def test_a_champion_set_by_hand_is_what_publish_uses_and_set_back_its_plans_are_restored(project, inside):
-    name = registry.model_name(SETTING.hardware)
+    name = registry.registered_model_name(SETTING.hardware)
     versions = [registered(project, inside, law) for law in (linear_law, cache_law)]
     plans = []
     for version in (versions[0], versions[1], versions[0]):
         inside.set_registered_model_alias(name, registry.CHAMPION, version)
         publish()
-        state = publish_claim.read(inside, name)
+        state = publish_claim.read_publish_state(inside, name)
         assert state.published == state.champion == version and state.publishing is None
         assert abs(state.at - time.time()) < 600
         plans.append({n: store.load_plan(project.folder / "plans", n)[0] for n in NAMES})
@@ -318,7 +320,9 @@ def test_a_champion_set_by_hand_is_what_publish_uses_and_set_back_its_plans_are_
 def champion(project, inside):
     """Its version; plans may be published under it or not."""
     version = registered(project, inside, linear_law)
-    inside.set_registered_model_alias(registry.model_name(SETTING.hardware), registry.CHAMPION, version)
+    inside.set_registered_model_alias(
+        registry.registered_model_name(SETTING.hardware), registry.CHAMPION, version
+    )
     return version
 
 
@@ -344,7 +348,7 @@ def test_a_problem_that_cannot_be_planned_is_named_and_the_others_are_published(
     for file, (name, fields) in enumerate(bad.items()):
         made.append(project.folder / f"problems/z{file}.json")
         files.write_problem(made[-1], dataclasses.replace(good, name=name, **fields))
-    name = registry.model_name(SETTING.hardware)
+    name = registry.registered_model_name(SETTING.hardware)
     inside.delete_registered_model_tag(name, publish_claim.PUBLISHED)
     try:
         with pytest.raises(ShardCoreError) as error:
@@ -369,26 +373,28 @@ def test_a_problem_that_cannot_be_planned_is_named_and_the_others_are_published(
     ):
         assert reason in report
     assert "| one |" in report and "| two |" in report
-    assert publish_claim.read(inside, name).published == champion  # every problem was gone through
+    assert (
+        publish_claim.read_publish_state(inside, name).published == champion
+    )  # every problem was gone through
 
 
 def test_plans_that_a_store_did_not_take_do_not_count_as_published(project, inside, champion, monkeypatch):
     def not_taken(*_):
         raise Unreachable("s3://plans did not answer")
 
-    name = registry.model_name(SETTING.hardware)
+    name = registry.registered_model_name(SETTING.hardware)
     inside.delete_registered_model_tag(name, publish_claim.PUBLISHED)
     monkeypatch.setattr("shardcore.plans.publisher.Publisher.publish", not_taken)
     with pytest.raises(ShardCoreError, match="problems/one.json: s3://plans did not answer"):
         publish()
-    found = publish_claim.read(inside, name)
-    assert found.published is None and found.due(time.time())
+    found = publish_claim.read_publish_state(inside, name)
+    assert found.published is None and found.is_due(time.time())
 
 
 def test_some_problems_or_plans_elsewhere_are_not_on_record(project, inside, champion):
-    name = registry.model_name(SETTING.hardware)
+    name = registry.registered_model_name(SETTING.hardware)
     inside.set_registered_model_tag(name, publish_claim.PUBLISHED, '{"version": "of before", "at": 1.0}')
-    before = publish_claim.read(inside, name)
+    before = publish_claim.read_publish_state(inside, name)
     with pytest.raises(
         ShardCoreError, match="1 of 2 problems have no new plan: none.json: cannot read none.json"
     ):
@@ -396,16 +402,16 @@ def test_some_problems_or_plans_elsewhere_are_not_on_record(project, inside, cha
     assert store.load_plan(project.folder / "elsewhere", "one")[0].placements
     publish(problems=["problems/one.json"])
     publish(plans="elsewhere")
-    assert publish_claim.read(inside, name) == before and store.names(project.folder / "elsewhere") == sorted(
-        NAMES
-    )
+    assert publish_claim.read_publish_state(inside, name) == before and store.published_problem_names(
+        project.folder / "elsewhere"
+    ) == sorted(NAMES)
 
 
 def test_a_refresh_that_promotes_publishes_itself_and_commits_what_it_pushed(
     project, api, inside, monkeypatch
 ):
     """Parameters overridden, data pushed, dvc.lock and params.yaml committed, promoted, published."""
-    name = registry.model_name(SETTING.hardware)
+    name = registry.registered_model_name(SETTING.hardware)
     git = ["git", "-C", str(project.folder)]
     write_model(project.folder / "data/model", linear_law, seed=1)
     for stage in yaml.safe_load((project.folder / "dvc.yaml").read_text())["stages"].values():
@@ -426,7 +432,7 @@ def test_a_refresh_that_promotes_publishes_itself_and_commits_what_it_pushed(
 
     def publish_after_a_look():
         """The watch looks between promotion and publishing."""
-        seen.append(watch.step())
+        seen.append(watch.check_once())
         return publish()
 
     # The name flows.refresh is taken by the flow, so reach its module through it.
@@ -434,9 +440,13 @@ def test_a_refresh_that_promotes_publishes_itself_and_commits_what_it_pushed(
     done = refresh(overrides={"promote": {"may_lose": 100.0}}, push=True)
     assert all(n in done for n in NAMES)
     assert len(seen) == 1 and seen[0].endswith("are being published")
-    state = publish_claim.read(inside, name)
-    assert state.champion == state.published == str(registry.find(inside, name, registry.CHALLENGER).version)
-    assert watch.step().endswith(f"version {state.champion} are published")
+    state = publish_claim.read_publish_state(inside, name)
+    assert (
+        state.champion
+        == state.published
+        == str(registry.find_version(inside, name, registry.CHALLENGER).version)
+    )
+    assert watch.check_once().endswith(f"version {state.champion} are published")
     assert len(runs(api, "publish")) == before  # the watch had nothing to do
     assert yaml.safe_load((project.folder / "params.yaml").read_text())["promote"] == {"may_lose": 100.0}
     changed = subprocess.check_output([*git, "show", "--name-only", "--format=%s", "HEAD"], text=True).split(
@@ -467,21 +477,21 @@ def test_repro_says_which_stages_ran_and_why_one_failed(api, tmp_path):
     (tmp_path / "params.yaml").write_text("{}")
     with contextlib.chdir(tmp_path), disable_run_logger():
         subprocess.run([sys.executable, "-m", "dvc", "init", "--no-scm", "--quiet"], check=True)
-        first, again = ([(s.stage, s.ran) for s in repro.fn("measure")] for _ in range(2))
+        first, again = ([(s.stage, s.ran) for s in reproduce_stage.fn("measure")] for _ in range(2))
         assert first[0] == ("tables", True) and first[1][0] == "measure" and again[0] == ("tables", False)
         with pytest.raises(ShardCoreError, match="^7 is too few$"):
-            repro.fn("train")
+            reproduce_stage.fn("train")
         with pytest.raises(
             ShardCoreError, match="stage 'all' is not known; there are tables, measure, train, evaluate"
         ):
-            repro.fn("all")
+            reproduce_stage.fn("all")
 
 
 # --- all of it at once, with a worker and the watch ---------------------------------------------------------
 
 
 def test_whoever_sets_the_champion_plans_follow_once(project, api, worker, request):
-    client, name = project.mlflow(), registry.model_name(SETTING.hardware)
+    client, name = project.mlflow(), registry.registered_model_name(SETTING.hardware)
     ours, other = (registered(project, client, law) for law in (linear_law, cache_law))
     for run in runs(api, "publish"):
         api.delete_flow_run(run.id)
@@ -517,7 +527,7 @@ def test_whoever_sets_the_champion_plans_follow_once(project, api, worker, reque
 
 
 def test_a_running_job_corrects_the_champion_and_plans_of_all_problems_follow(project, api, worker, request):
-    client, name = project.mlflow(), registry.model_name(SETTING.hardware)
+    client, name = project.mlflow(), registry.registered_model_name(SETTING.hardware)
     ours = registered(project, client, linear_law)
     request.getfixturevalue("watching")
     client.set_registered_model_alias(name, "champion", ours)
@@ -541,7 +551,7 @@ def test_a_running_job_corrects_the_champion_and_plans_of_all_problems_follow(pr
     )
     assert run.data.metrics["measured_ms"] == 18.0
     # What the job showed joins the next training.
-    assert traced_samples.settings(project.folder / "datasets/jobs") == [SETTING]
+    assert traced_samples.traced_settings(project.folder / "datasets/jobs") == [SETTING]
     [page] = [a for a in api.read_artifacts() if a.key == "job"]
     assert "step 18.0 ms measured" in page.data
     assert "no new traced step" in project.run("flows.job", "dlrm").stdout

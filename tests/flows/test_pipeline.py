@@ -38,7 +38,7 @@ def project(new_project):
 
 
 def measured_at(project):
-    return {s.id: s.measured_at for s in dataset.read_compute(project.folder / "data/measurements")}
+    return {s.id: s.measured_at for s in dataset.read_compute_samples(project.folder / "data/measurements")}
 
 
 def stale(project):
@@ -128,7 +128,9 @@ def test_refresh_builds_everything_and_says_what_to_look_at(project):
     log = with_logs((project.folder / "log").read_text(), project.folder)
     assert stages_run(log) == {"tables", "measure", "train", "evaluate"}
     assert re.search(r"pool-0-00 +\d+ +2 +\d+\.\d+", log) and "Where to look next" in log
-    assert len(dataset.read_compute(project.folder / "data/measurements")) == 121  # and the reference op
+    assert (
+        len(dataset.read_compute_samples(project.folder / "data/measurements")) == 121
+    )  # and the reference op
     assert "24 exchanges and 2 steps of plans" in log and "problem 1 of 1 replayed" in log
     metrics = json.loads((project.folder / "data/evaluation/figures.json").read_text())
     shown = json.loads((project.folder / "data/evaluation/metrics.json").read_text())
@@ -182,14 +184,14 @@ def test_the_policys_stage_is_off_and_then_makes_an_empty_folder(project):
 
 
 def test_steps_are_measured_and_plans_of_held_out_problems_replayed_where_that_is_asked_for(project):
-    assert replays.digests(project.folder / "data/measurements")
-    [setting] = dataset.settings(project.folder / "data/measurements")
+    assert replays.replay_digests(project.folder / "data/measurements")
+    [setting] = dataset.dataset_settings(project.folder / "data/measurements")
     # ran beside replays where there is one
     reference = dataset.reference_op(project.folder / "data/measurements", setting)
     for folder, plans in (("data/measurements/replays", 2), ("data/evaluation/replays", 1)):
         costs = [
             cost
-            for kept in replays.read_all(project.folder / folder, setting)
+            for kept in replays.read_all_replays(project.folder / folder, setting)
             for cost in kept.costs.values()
         ]
         assert len(costs) >= plans and {cost.slowdown != 1 for cost in costs} == {reference is not None}

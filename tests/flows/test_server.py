@@ -15,7 +15,7 @@ def answer(url, user=None):
     headers = {"Content-Type": "application/json"}
     if user:
         headers["Authorization"] = f"Basic {base64.b64encode(user.encode()).decode()}"
-    return services.get(f"{url}/flow_runs/filter", headers, b"{}")
+    return services.http_request(f"{url}/flow_runs/filter", headers, b"{}")
 
 
 @pytest.mark.long
@@ -40,7 +40,7 @@ def test_after_it_nothing_is_left(tmp_path, monkeypatch):
     monkeypatch.setenv("PREFECT_API_AUTH_STRING", "mine")
     monkeypatch.setattr("sys.executable", "/bin/false")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with pytest.raises(ValueError, match="ended with exit code 1"), services.prefect_server():
+    with pytest.raises(ValueError, match="ended with exit code 1"), services.temporary_prefect_server():
         pass
     assert not list(tmp_path.iterdir())
     assert os.environ["PREFECT_API_AUTH_STRING"] == "mine" and "PREFECT_API_URL" not in os.environ

@@ -20,8 +20,8 @@ from shardcore.io.measurements import (
     EmulatedLinks,
     Spread,
 )
-from shardcore.measure.sampling.collectives import comm_request
-from shardcore.measure.sampling.groups import compute_request
+from shardcore.measure.sampling.collectives import draw_collective_request
+from shardcore.measure.sampling.groups import draw_compute_request
 from shardcore.step.collectives import COLLECTIVES
 
 SETTING = Setting("cpu-test", 256)
@@ -29,19 +29,19 @@ SPREAD = Spread(1.0, 0.9, 1.1, 7)
 
 
 def compute_sample(tables, i, error=None, at=1.0):
-    request = compute_request(tables, i, SETTING)
+    request = draw_compute_request(tables, i, SETTING)
     timing = None if error else SPREAD
     return ComputeSample(dataset.compute_id(SETTING, request), SETTING, request, timing, timing, at, error)
 
 
 def comm_sample(i):
-    request = comm_request(i, 2, 256)
+    request = draw_collective_request(i, 2, 256)
     timed = (
         (SPREAD,) * 2 if way in COLLECTIVES[request.collective].ways else None
         for way in ("forward", "backward")
     )
     return CollectiveSample(
-        dataset.comm_id(SETTING, request),
+        dataset.collective_id(SETTING, request),
         SETTING,
         request,
         *timed,
@@ -56,19 +56,19 @@ def comm_sample(i):
 def test_parts_round_trip_merge_and_count_once(tables, tmp_path):
     pool = dataset.write_pool(tmp_path, tables)
     samples = [compute_sample(tables, i) for i in range(6)]
-    dataset.write_compute(tmp_path, samples[:4], pool)
-    dataset.write_compute(tmp_path, samples[2:], pool)
+    dataset.write_compute_samples(tmp_path, samples[:4], pool)
+    dataset.write_compute_samples(tmp_path, samples[2:], pool)
     comm = [comm_sample(i) for i in range(120)]
     assert len({(s.request.collective, s.request.payload) for s in comm}) == 9
-    dataset.write_comm(tmp_path, comm)
-    assert dataset.read_compute(tmp_path) == sorted(samples, key=lambda s: s.id)
+    dataset.write_collective_samples(tmp_path, comm)
+    assert dataset.read_compute_samples(tmp_path) == sorted(samples, key=lambda s: s.id)
     dataset.merge_parts(tmp_path)
     assert len(list(tmp_path.glob("compute-*.parquet"))) == 1
-    assert dataset.read_compute(tmp_path, SETTING) == sorted(samples, key=lambda s: s.id)
-    assert dataset.read_comm(tmp_path) == sorted(comm, key=lambda s: s.id)
-    assert dataset.read_ids(tmp_path, "compute") == {s.id for s in samples}
-    assert dataset.settings(tmp_path) == [SETTING]
-    assert dataset.read_compute(tmp_path, Setting("other", 256)) == []
+    assert dataset.read_compute_samples(tmp_path, SETTING) == sorted(samples, key=lambda s: s.id)
+    assert dataset.read_collective_samples(tmp_path) == sorted(comm, key=lambda s: s.id)
+    assert dataset.read_timed_ids(tmp_path, "compute") == {s.id for s in samples}
+    assert dataset.dataset_settings(tmp_path) == [SETTING]
+    assert dataset.read_compute_samples(tmp_path, Setting("other", 256)) == []
 
 
 def test_samples_of_sequences_are_not_those_of_pooled_lookups(tables, tmp_path):
@@ -79,8 +79,8 @@ def test_samples_of_sequences_are_not_those_of_pooled_lookups(tables, tmp_path):
     )
     request = dataclasses.replace(pooled.request, shards=shards)
     sequence = dataclasses.replace(pooled, id=dataset.compute_id(SETTING, request), request=request)
-    dataset.write_compute(tmp_path, [pooled, sequence], dataset.write_pool(tmp_path, tables))
-    found = {s.id: s for s in dataset.read_compute(tmp_path)}
+    dataset.write_compute_samples(tmp_path, [pooled, sequence], dataset.write_pool(tmp_path, tables))
+    found = {s.id: s for s in dataset.read_compute_samples(tmp_path)}
     assert found == {pooled.id: pooled, sequence.id: sequence} and pooled.id != sequence.id
 
 
@@ -88,36 +88,46 @@ def test_the_control_group_is_what_was_timed_most_often(tables, tmp_path):
     pool = dataset.write_pool(tmp_path, tables)
     assert dataset.reference_op(tmp_path, SETTING) is None
     for i in (1, 2):
-        dataset.write_compute(tmp_path, [compute_sample(tables, i, at=float(at)) for at in range(4)], pool)
+        dataset.write_compute_samples(
+            tmp_path, [compute_sample(tables, i, at=float(at)) for at in range(4)], pool
+        )
     assert dataset.reference_op(tmp_path, SETTING) is None  # a repeatability set
-    dataset.write_compute(tmp_path, [compute_sample(tables, 0, at=float(at)) for at in range(9)], pool)
+    dataset.write_compute_samples(
+        tmp_path, [compute_sample(tables, 0, at=float(at)) for at in range(9)], pool
+    )
     request, usual_ms = dataset.reference_op(tmp_path, SETTING)
     assert request == compute_sample(tables, 0).request and usual_ms == pytest.approx(2.0)
 
 
 def test_a_timing_replaces_an_error_and_the_later_one_wins(tables, tmp_path):
     pool = dataset.write_pool(tmp_path, tables)
-    dataset.write_compute(tmp_path, [compute_sample(tables, 0, at=2.0)], pool)
-    dataset.write_compute(tmp_path, [compute_sample(tables, 0, error="out of memory", at=3.0)], pool)
-    dataset.write_compute(tmp_path, [compute_sample(tables, 0, at=1.0)], pool)
-    [sample] = dataset.read_compute(tmp_path)
+    dataset.write_compute_samples(tmp_path, [compute_sample(tables, 0, at=2.0)], pool)
+    dataset.write_compute_samples(tmp_path, [compute_sample(tables, 0, error="out of memory", at=3.0)], pool)
+    dataset.write_compute_samples(tmp_path, [compute_sample(tables, 0, at=1.0)], pool)
+    [sample] = dataset.read_compute_samples(tmp_path)
     assert sample.error is None and sample.measured_at == 2.0
     dataset.merge_parts(tmp_path)  # keeps all timings, for they show drift
-    [repeats] = dataset.repeated(dataset.read_timings(tmp_path))
+    [repeats] = dataset.repeated_samples(dataset.read_compute_timings(tmp_path))
     assert [s.measured_at for s in repeats] == [1.0, 2.0]
 
 
 def test_a_part_of_a_folder_can_be_read(tables, tmp_path):
     samples = [compute_sample(tables, i) for i in range(6)]
-    dataset.write_compute(tmp_path, samples, dataset.write_pool(tmp_path, tables))
-    first = [s.id for s in dataset.read_timings(tmp_path, SETTING, 4)]
+    dataset.write_compute_samples(tmp_path, samples, dataset.write_pool(tmp_path, tables))
+    first = [s.id for s in dataset.read_compute_timings(tmp_path, SETTING, 4)]
     assert len(first) == 4 and set(first) < {s.id for s in samples}
 
 
 def over_links(emulated):
     request = CollectiveRequest((8,) * 4, 256, (0.0,) * 4, hosts=2, group="cross", emulated=emulated)
     return CollectiveSample(
-        dataset.comm_id(SETTING, request), SETTING, request, (SPREAD,) * 4, (SPREAD,) * 4, (0.0,) * 4, 1.0
+        dataset.collective_id(SETTING, request),
+        SETTING,
+        request,
+        (SPREAD,) * 4,
+        (SPREAD,) * 4,
+        (0.0,) * 4,
+        1.0,
     )
 
 
@@ -131,23 +141,30 @@ def renamed(path, change):
 
 def test_an_exchange_says_its_links(tmp_path):
     samples = [over_links(x) for x in (None, EmulatedLinks(0.4), EmulatedLinks(0.4, 2.0))]
-    dataset.write_comm(tmp_path / "new", samples)
-    assert dataset.read_comm(tmp_path / "new") == sorted(samples, key=lambda s: s.id)
+    dataset.write_collective_samples(tmp_path / "new", samples)
+    assert dataset.read_collective_samples(tmp_path / "new") == sorted(samples, key=lambda s: s.id)
 
 
 def test_an_exchange_of_ids_says_what_devices_do_with_them(tmp_path):
     def of_ids(**more):
         request = CollectiveRequest((8, 16), 256, (0.0, 0.0), "all_to_all_ids")
         return CollectiveSample(
-            dataset.comm_id(SETTING, request), SETTING, request, (SPREAD,) * 2, None, (0.0, 0.0), 1.0, **more
+            dataset.collective_id(SETTING, request),
+            SETTING,
+            request,
+            (SPREAD,) * 2,
+            None,
+            (0.0, 0.0),
+            1.0,
+            **more,
         )
 
     sample = of_ids(work_ms=(0.1, 0.2))
-    path = dataset.write_comm(tmp_path, [sample])
-    assert dataset.read_comm(tmp_path) == [sample]
+    path = dataset.write_collective_samples(tmp_path, [sample])
+    assert dataset.read_collective_samples(tmp_path) == [sample]
     renamed(path, lambda table: table.drop_columns(["work_ms"]))
     with pytest.raises(ShardCoreError, match="lacks the column 'work_ms'"):
-        dataset.read_comm(tmp_path)
+        dataset.read_collective_samples(tmp_path)
     for wrong in ((0.1, -0.2), (0.1,)):
         with pytest.raises(ShardCoreError, match="work_ms|timings"):
             of_ids(work_ms=wrong)
@@ -156,28 +173,30 @@ def test_an_exchange_of_ids_says_what_devices_do_with_them(tmp_path):
 
 
 def test_an_emulated_rate_without_the_other_is_refused(tmp_path):
-    path = dataset.write_comm(tmp_path, [over_links(EmulatedLinks(0.4, 2.0))])
+    path = dataset.write_collective_samples(tmp_path, [over_links(EmulatedLinks(0.4, 2.0))])
     at = dataset_parts.COMM.names.index("emulated_between_gbit_s")
     renamed(path, lambda table: table.set_column(at, dataset_parts.COMM.field(at), pa.nulls(1, pa.float64())))
     with pytest.raises(ShardCoreError, match="emulated_within_gbit_s 2.0 only; it needs emulated_between"):
-        dataset.read_comm(tmp_path)
+        dataset.read_collective_samples(tmp_path)
 
 
 def test_failures_are_tried_again_and_the_last_is_kept(tables, tmp_path):
     pool = dataset.write_pool(tmp_path, tables)
     for at in (1.0, 2.0):
-        dataset.write_compute(tmp_path, [compute_sample(tables, 0, error=f"failed at {at}", at=at)], pool)
-    assert dataset.read_ids(tmp_path, "compute") == set()
+        dataset.write_compute_samples(
+            tmp_path, [compute_sample(tables, 0, error=f"failed at {at}", at=at)], pool
+        )
+    assert dataset.read_timed_ids(tmp_path, "compute") == set()
     dataset.merge_parts(tmp_path)
     [part] = tmp_path.glob("compute-*.parquet")
     assert pq.read_metadata(part).num_rows == 1
-    [sample] = dataset.read_compute(tmp_path)
+    [sample] = dataset.read_compute_samples(tmp_path)
     assert sample.error == "failed at 2.0"
 
 
 def test_an_id_is_the_setting_and_the_request(tables):
-    request = compute_request(tables, 3, SETTING)
-    same = dataset.compute_id(SETTING, compute_request(tables, 3, SETTING))
+    request = draw_compute_request(tables, 3, SETTING)
+    same = dataset.compute_id(SETTING, draw_compute_request(tables, 3, SETTING))
     assert dataset.compute_id(SETTING, request) == same
     assert dataset.compute_id(dataclasses.replace(SETTING, batch=512), request) != same
     assert dataset.compute_id(SETTING, dataclasses.replace(request, batch=128)) != same
@@ -202,19 +221,22 @@ def test_an_exchanges_id_is_all_of_its_request():
             {"hosts": 2, "emulated": EmulatedLinks(0.4, 0.2)},
         )
     ]
-    assert len({dataset.comm_id(SETTING, r) for r in (request, *others)}) == 13
+    assert len({dataset.collective_id(SETTING, r) for r in (request, *others)}) == 13
 
 
 def test_ids_are_those_of_earlier_versions(tables):
     """Or what was measured would be measured anew; a request that keeps nobody busy is one from before there
     was busy_ms."""
-    assert dataset.comm_id(SETTING, CollectiveRequest((8, 8), 256, (0.0, 0.0))) == "6f0f6a285363b413"
+    assert dataset.collective_id(SETTING, CollectiveRequest((8, 8), 256, (0.0, 0.0))) == "6f0f6a285363b413"
     assert (
-        dataset.comm_id(SETTING, CollectiveRequest((8, 8), 256, (0.0, 0.0), busy_ms=20.0))
+        dataset.collective_id(SETTING, CollectiveRequest((8, 8), 256, (0.0, 0.0), busy_ms=20.0))
         == "1ddab14afacf5c55"
     )
     # Over several hosts, ranks did not start together then: that would be measured anew.
-    assert dataset.comm_id(SETTING, CollectiveRequest((8, 8), 256, (0.0, 0.0), hosts=2)) != "4547ebc1cbbc8be3"
+    assert (
+        dataset.collective_id(SETTING, CollectiveRequest((8, 8), 256, (0.0, 0.0), hosts=2))
+        != "4547ebc1cbbc8be3"
+    )
     shards = (Shard.whole(tables[0]), Shard(tables[3], 5, 50, 4, 8))
     assert dataset.compute_id(SETTING, ComputeRequest(shards, 128)) == "2ee5092bbac3ae03"
 
@@ -242,14 +264,17 @@ def test_the_better_known_timing_counts(tables, tmp_path):
         dataclasses.replace(compute_sample(tables, 0, at=float(at)), relative_ci=k)
         for at, k in enumerate((0.5, 0.01, 0.01, 0.2, None))
     ]
-    dataset.write_compute(tmp_path, timed, pool)
-    assert dataset.read_compute(tmp_path) == [timed[2]]
-    assert dataset.usual_ms(tmp_path, SETTING, timed[0].request) == pytest.approx(2.0)
-    assert dataset.usual_ms(tmp_path, SETTING, compute_sample(tables, 1).request) is None
+    dataset.write_compute_samples(tmp_path, timed, pool)
+    assert dataset.read_compute_samples(tmp_path) == [timed[2]]
+    assert dataset.median_ms(tmp_path, SETTING, timed[0].request) == pytest.approx(2.0)
+    assert dataset.median_ms(tmp_path, SETTING, compute_sample(tables, 1).request) is None
 
 
 def test_an_empty_folder_holds_nothing(tmp_path):
-    assert dataset.read_compute(tmp_path) == [] and dataset.read_ids(tmp_path / "none", "comm") == set()
+    assert (
+        dataset.read_compute_samples(tmp_path) == []
+        and dataset.read_timed_ids(tmp_path / "none", "comm") == set()
+    )
 
 
 def test_disturbed_samples_are_named_until_they_are_measured_again(tables, tmp_path):
@@ -258,32 +283,40 @@ def test_disturbed_samples_are_named_until_they_are_measured_again(tables, tmp_p
         dataclasses.replace(s, relative_ci=0.03) for s in (compute_sample(tables, i) for i in range(6))
     ]
     bad = dataclasses.replace(samples[0], relative_ci=0.3)
-    dataset.write_compute(tmp_path, [bad, *samples[1:]], pool)
-    assert dataset.disturbed_ids(tmp_path, 0.02) == {bad.id} and dataset.disturbed_ids(tmp_path, 0.2) == set()
+    dataset.write_compute_samples(tmp_path, [bad, *samples[1:]], pool)
     assert (
-        dataset.disturbed_ids(tmp_path, 0.149) == {bad.id} and dataset.disturbed_ids(tmp_path, 0.15) == set()
+        dataset.disturbed_sample_ids(tmp_path, 0.02) == {bad.id}
+        and dataset.disturbed_sample_ids(tmp_path, 0.2) == set()
+    )
+    assert (
+        dataset.disturbed_sample_ids(tmp_path, 0.149) == {bad.id}
+        and dataset.disturbed_sample_ids(tmp_path, 0.15) == set()
     )
     again = dataclasses.replace(bad, relative_ci=0.04, measured_at=bad.measured_at + 60)
     worse = dataclasses.replace(bad, relative_ci=0.5, measured_at=bad.measured_at + 120)
-    dataset.write_compute(tmp_path, [again, worse], pool)
-    assert dataset.disturbed_ids(tmp_path, 0.02) == set()
+    dataset.write_compute_samples(tmp_path, [again, worse], pool)
+    assert dataset.disturbed_sample_ids(tmp_path, 0.02) == set()
     dataset.merge_parts(tmp_path)  # which orders timings by time: the first still is the bad one
-    assert dataset.disturbed_ids(tmp_path, 0.02) == set()
-    assert next(s for s in dataset.read_compute(tmp_path) if s.id == bad.id) == again
-    assert dataset.usual_ms(tmp_path, bad.setting, bad.request) == pytest.approx(again.total_ms)
+    assert dataset.disturbed_sample_ids(tmp_path, 0.02) == set()
+    assert next(s for s in dataset.read_compute_samples(tmp_path) if s.id == bad.id) == again
+    assert dataset.median_ms(tmp_path, bad.setting, bad.request) == pytest.approx(again.total_ms)
 
 
 def test_parts_whose_timings_meant_something_else_are_left_alone(tables, tmp_path, monkeypatch):
     monkeypatch.setitem(dataset_parts.MEASUREMENT_VERSIONS, "compute", 1)
-    old = dataset.write_compute(tmp_path, [compute_sample(tables, 0)], dataset.write_pool(tmp_path, tables))
+    old = dataset.write_compute_samples(
+        tmp_path, [compute_sample(tables, 0)], dataset.write_pool(tmp_path, tables)
+    )
     monkeypatch.undo()
-    assert dataset.read_compute(tmp_path) == [] and dataset.read_ids(tmp_path, "compute") == set()
+    assert (
+        dataset.read_compute_samples(tmp_path) == [] and dataset.read_timed_ids(tmp_path, "compute") == set()
+    )
     dataset.merge_parts(tmp_path)
     assert old.exists()
     rows, new = pq.read_table(old).to_pylist(), compute_sample(tables, 0).id
     dataset_parts.write_part(tmp_path, "compute", rows + [{**rows[0], "id": new, "measurement_version": 2}])
-    assert [s.id for s in dataset.read_compute(tmp_path)] == [new]
-    assert dataset.read_ids(tmp_path, "compute") == {new}
+    assert [s.id for s in dataset.read_compute_samples(tmp_path)] == [new]
+    assert dataset.read_timed_ids(tmp_path, "compute") == {new}
 
 
 @pytest.mark.timeout(30)
@@ -298,7 +331,7 @@ def test_a_link_that_leads_nowhere_is_named(tmp_path, name, message):
     """And does not make a reader look for it forever."""
     (tmp_path / name).symlink_to(tmp_path / "nowhere")
     with pytest.raises(ShardCoreError) as error:
-        dataset.read_compute(tmp_path)
+        dataset.read_compute_samples(tmp_path)
     assert message in str(error.value) and name in str(error.value)
 
 
@@ -346,19 +379,19 @@ TIMING = {"median_ms": 1.0, "q1_ms": 1.0, "q3_ms": 1.0, "repeats": 3}
     ],
 )
 def test_a_sample_that_is_none_is_named(tables, tmp_path, columns, message):
-    dataset.write_compute(tmp_path, [compute_sample(tables, 0)], dataset.write_pool(tmp_path, tables))
+    dataset.write_compute_samples(tmp_path, [compute_sample(tables, 0)], dataset.write_pool(tmp_path, tables))
     rewritten(tmp_path, **columns)
     with pytest.raises(ShardCoreError) as error:
-        dataset.read_compute(tmp_path)
+        dataset.read_compute_samples(tmp_path)
     assert message in str(error.value), str(error.value)
 
 
 def test_a_sample_that_is_none_takes_no_good_ones_with_it(tables, tmp_path):
     """Merged into one part with them, it would have them all refused, and their own parts were gone."""
     pool = dataset.write_pool(tmp_path, tables)
-    dataset.write_compute(tmp_path, [compute_sample(tables, 0)], pool)
+    dataset.write_compute_samples(tmp_path, [compute_sample(tables, 0)], pool)
     bad = rewritten(tmp_path, id="0" * 16)
-    dataset.write_compute(tmp_path, [compute_sample(tables, 1)], pool)
+    dataset.write_compute_samples(tmp_path, [compute_sample(tables, 1)], pool)
     before = sorted(tmp_path.iterdir())
     with pytest.raises(
         ShardCoreError,
@@ -368,10 +401,10 @@ def test_a_sample_that_is_none_takes_no_good_ones_with_it(tables, tmp_path):
         dataset.merge_parts(tmp_path)
     assert sorted(tmp_path.iterdir()) == before
     bad.unlink()
-    assert [s.id for s in dataset.read_compute(tmp_path)] == [compute_sample(tables, 1).id]
+    assert [s.id for s in dataset.read_compute_samples(tmp_path)] == [compute_sample(tables, 1).id]
     for i in range(2):
-        dataset.write_comm(tmp_path, [comm_sample(i)])
-    dataset.write_comm(tmp_path, [dataclasses.replace(comm_sample(2), id="0" * 16)])
+        dataset.write_collective_samples(tmp_path, [comm_sample(i)])
+    dataset.write_collective_samples(tmp_path, [dataclasses.replace(comm_sample(2), id="0" * 16)])
     before = sorted(tmp_path.iterdir())
     with pytest.raises(ShardCoreError, match="sample '0{16}'"):
         dataset.merge_parts(tmp_path)
@@ -380,19 +413,21 @@ def test_a_sample_that_is_none_takes_no_good_ones_with_it(tables, tmp_path):
 
 def test_a_part_that_is_sound_but_not_the_one_of_its_name_is_refused(tables, tmp_path):
     pool = dataset.write_pool(tmp_path, tables)
-    first, second = (dataset.write_compute(tmp_path, [compute_sample(tables, i)], pool) for i in range(2))
+    first, second = (
+        dataset.write_compute_samples(tmp_path, [compute_sample(tables, i)], pool) for i in range(2)
+    )
     first.write_bytes(second.read_bytes())
     with pytest.raises(
         ShardCoreError,
         match=f"{first.name} does not match the digest in its name; it was cut short or edited",
     ):
-        dataset.read_compute(tmp_path)
+        dataset.read_compute_samples(tmp_path)
 
 
 @pytest.mark.timeout(60)
 def test_a_part_that_is_none_is_named(tables, tmp_path):
     pool = dataset.write_pool(tmp_path, tables)
-    content = dataset.write_compute(tmp_path, [compute_sample(tables, 0)], pool).read_bytes()
+    content = dataset.write_compute_samples(tmp_path, [compute_sample(tables, 0)], pool).read_bytes()
     table = pq.read_table(pa.BufferReader(content))
     others = {
         "no part of a dataset": content[:-20],
@@ -411,27 +446,27 @@ def test_a_part_that_is_none_is_named(tables, tmp_path):
             other = sink.getvalue().to_pybytes()
         (tmp_path / f"compute-{hashlib.sha256(other).hexdigest()[:24]}.parquet").write_bytes(other)
         with pytest.raises(ShardCoreError, match=output):
-            dataset.read_ids(tmp_path, "compute")
+            dataset.read_timed_ids(tmp_path, "compute")
 
 
 def test_merging_leaves_what_a_link_leads_to(tables, tmp_path):
     pool = dataset.write_pool(tmp_path / "mine", tables)
-    kept = dataset.write_compute(tmp_path / "theirs", [compute_sample(tables, 0)], pool)
-    dataset.write_compute(tmp_path / "mine", [compute_sample(tables, 1)], pool)
+    kept = dataset.write_compute_samples(tmp_path / "theirs", [compute_sample(tables, 0)], pool)
+    dataset.write_compute_samples(tmp_path / "mine", [compute_sample(tables, 1)], pool)
     (tmp_path / "mine" / kept.name).symlink_to(kept)
     dataset.merge_parts(tmp_path / "mine")
     assert kept.exists() and len(list((tmp_path / "mine").glob("compute-*"))) == 1
-    assert len(dataset.read_compute(tmp_path / "mine")) == 2
+    assert len(dataset.read_compute_samples(tmp_path / "mine")) == 2
 
 
 def test_many_samples_are_merged_into_several_parts_that_can_be_read(tables, tmp_path, monkeypatch):
     monkeypatch.setattr(dataset_parts, "_PART_ROWS", 2)
     pool = dataset.write_pool(tmp_path, tables)
     for i in range(5):
-        dataset.write_compute(tmp_path, [compute_sample(tables, i)], pool)
+        dataset.write_compute_samples(tmp_path, [compute_sample(tables, i)], pool)
     for _ in range(2):
         dataset.merge_parts(tmp_path)
-        assert len(list(tmp_path.glob("compute-*"))) == 3 and len(dataset.read_compute(tmp_path)) == 5
+        assert len(list(tmp_path.glob("compute-*"))) == 3 and len(dataset.read_compute_samples(tmp_path)) == 5
 
 
 @pytest.mark.parametrize(
@@ -441,9 +476,9 @@ def test_a_small_part_that_unpacks_to_much_is_refused(tables, tmp_path, error, r
     """It is refused by readers, and by the writer, as it would make the whole dataset unreadable."""
     pool, sample = dataset.write_pool(tmp_path, tables), compute_sample(tables, 0, error=error)
     with pytest.raises(ShardCoreError, match=message):
-        dataset.write_compute(tmp_path, [sample] * rows, pool)
+        dataset.write_compute_samples(tmp_path, [sample] * rows, pool)
     assert not list(tmp_path.glob("compute-*"))
-    one = dataset.write_compute(tmp_path, [dataclasses.replace(sample, error=error[:1])], pool)
+    one = dataset.write_compute_samples(tmp_path, [dataclasses.replace(sample, error=error[:1])], pool)
     row = pq.read_table(one).to_pylist()[0] | {"error": error}
     sink = pa.BufferOutputStream()
     pq.write_table(pa.Table.from_pylist([row] * rows, schema=dataset_parts.COMPUTE), sink, compression="zstd")
@@ -452,20 +487,20 @@ def test_a_small_part_that_unpacks_to_much_is_refused(tables, tmp_path, error, r
     one.unlink()
     (tmp_path / f"compute-{hashlib.sha256(content).hexdigest()[:24]}.parquet").write_bytes(content)
     with pytest.raises(ShardCoreError, match=message):
-        dataset.read_compute(tmp_path, SETTING)
+        dataset.read_compute_samples(tmp_path, SETTING)
 
 
 def test_parts_that_would_be_none_together_stay_as_they_are(tables, tmp_path, monkeypatch):
     pool = dataset.write_pool(tmp_path, tables)
     for i in range(3):
-        dataset.write_compute(tmp_path, [compute_sample(tables, i)], pool)
+        dataset.write_compute_samples(tmp_path, [compute_sample(tables, i)], pool)
     before = sorted(tmp_path.iterdir())
     groups = [pq.ParquetFile(p).metadata.row_group(0) for p in tmp_path.glob("compute-*")]
     most = max(sum(g.column(i).num_values for i in range(g.num_columns)) for g in groups)
     monkeypatch.setattr(dataset_parts, "_MOST_VALUES", (most, 0))
-    assert len(dataset.read_compute(tmp_path)) == 3
+    assert len(dataset.read_compute_samples(tmp_path)) == 3
     dataset.merge_parts(tmp_path)
-    assert sorted(tmp_path.iterdir()) == before and len(dataset.read_compute(tmp_path)) == 3
+    assert sorted(tmp_path.iterdir()) == before and len(dataset.read_compute_samples(tmp_path)) == 3
 
 
 @pytest.mark.parametrize("content", ["", "{", None])
@@ -477,8 +512,8 @@ def test_a_damaged_pool_is_written_anew(tables, tmp_path, content):
     else:
         (tmp_path / f"pool-{pool}.json").write_text(content)
     dataset.write_pool(tmp_path, tables)
-    dataset.write_compute(tmp_path, [compute_sample(tables, 0)], pool)
-    assert len(dataset.read_compute(tmp_path)) == 1
+    dataset.write_compute_samples(tmp_path, [compute_sample(tables, 0)], pool)
+    assert len(dataset.read_compute_samples(tmp_path)) == 1
 
 
 @pytest.mark.parametrize(
@@ -496,7 +531,7 @@ from shardcore.io import dataset
 def threads():
     return len(os.listdir("/proc/self/task"))
 before = threads()
-assert dataset.read_compute(sys.argv[1])
+assert dataset.read_compute_samples(sys.argv[1])
 print(threads() - before)
 """
 
@@ -504,7 +539,7 @@ print(threads() - before)
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_no_thread_is_started_to_read(tables, tmp_path):
     """A thread of Arrow's that still ran aborted one in a hundred commands after their work was done."""
-    dataset.write_compute(
+    dataset.write_compute_samples(
         tmp_path, [compute_sample(tables, i) for i in range(9)], dataset.write_pool(tmp_path, tables)
     )
     env = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}  # by which Arrow goes

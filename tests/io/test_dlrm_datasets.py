@@ -11,7 +11,7 @@ import torch
 
 from shardcore.core.access_statistics import Reuse
 from shardcore.core.errors import ShardCoreError
-from shardcore.io.dlrm_datasets import dlrm_datasets_pool
+from shardcore.io.dlrm_datasets import read_dlrm_datasets_pool
 from shardcore.tables import streams
 from shardcore.tables.generate import PoolConfig, generate_pool
 
@@ -34,7 +34,7 @@ def save(tmp_path):
 
 @pytest.mark.parametrize("name", ["fbgemm_t3_bs4.pt.gz", "fbgemm_t3_bs4.pt"])
 def test_reads_a_file_of_the_release(save, name):
-    first, empty, last = dlrm_datasets_pool(save((INDICES, OFFSETS, LENGTHS), name), dim=8)
+    first, empty, last = read_dlrm_datasets_pool(save((INDICES, OFFSETS, LENGTHS), name), dim=8)
     assert (first.name, first.rows, first.dim, first.pooling) == ("t000", 10, 8, 6 / 4)
     assert first.access == Reuse((0.75, 0, 0.25) + (0,) * 14, batch=4)
     assert (empty.rows, empty.pooling, sum(empty.access.bins)) == (1, 0, 0)
@@ -48,7 +48,7 @@ def test_a_generated_pool_comes_back_from_a_file_of_the_release(save):
     lengths = torch.tensor(np.stack([np.diff(offsets) for _, offsets in parts]))
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.flatten().cumsum(0)])
     path = save((torch.tensor(np.concatenate([ids for ids, _ in parts])), offsets, lengths), "batch.pt")
-    for found, table in zip(dlrm_datasets_pool(path), pool, strict=True):
+    for found, table in zip(read_dlrm_datasets_pool(path), pool, strict=True):
         assert found.pooling == table.pooling and found.rows <= table.rows
         assert found.access.bins == pytest.approx(table.access.bins, abs=1e-9)
 
@@ -70,7 +70,7 @@ def test_a_generated_pool_comes_back_from_a_file_of_the_release(save):
 )
 def test_refuses_a_foreign_file(save, content):
     with pytest.raises(ShardCoreError, match="dlrm_datasets file .* needs to be the torch.save of"):
-        dlrm_datasets_pool(save(content))
+        read_dlrm_datasets_pool(save(content))
 
 
 def test_refuses_a_file_that_is_no_torch_file_or_missing(tmp_path):
@@ -81,11 +81,11 @@ def test_refuses_a_file_that_is_no_torch_file_or_missing(tmp_path):
     ):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ShardCoreError, match=name):
-            dlrm_datasets_pool(tmp_path / name)
+            read_dlrm_datasets_pool(tmp_path / name)
     with pytest.raises(ShardCoreError, match="does not exist"):
-        dlrm_datasets_pool(tmp_path / "missing.pt.gz")
+        read_dlrm_datasets_pool(tmp_path / "missing.pt.gz")
     with pytest.raises(ShardCoreError, match="folder"):
-        dlrm_datasets_pool(tmp_path)
+        read_dlrm_datasets_pool(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["batch.pt.gz", "batch.pt"])
@@ -94,7 +94,7 @@ def test_refuses_a_file_cut_short(save, name, kept):
     path = save((INDICES, OFFSETS, LENGTHS), name)
     path.write_bytes(path.read_bytes()[: int(kept * path.stat().st_size)])
     with pytest.raises(ShardCoreError, match="cut short"):
-        dlrm_datasets_pool(path)
+        read_dlrm_datasets_pool(path)
 
 
 @pytest.mark.parametrize("name", ["zeros.pt.gz", "zeros.pt"])
@@ -109,7 +109,7 @@ def test_a_file_that_unpacks_to_far_more_than_its_size_is_refused_unread(save, t
     assert path.stat().st_size < 1 << 18
     monkeypatch.setattr(torch, "load", None)
     with pytest.raises(ShardCoreError, match=r"unpacks to more than [\d,]+ bytes|has packed or overlapping"):
-        dlrm_datasets_pool(path)
+        read_dlrm_datasets_pool(path)
 
 
 @pytest.mark.parametrize(
@@ -124,14 +124,14 @@ def test_a_file_that_unpacks_to_far_more_than_its_size_is_refused_unread(save, t
 )
 def test_tensors_that_are_larger_than_their_file_or_no_batch_are_refused(save, content):
     with pytest.raises(ShardCoreError, match="dlrm_datasets file"):
-        dlrm_datasets_pool(save(content))
+        read_dlrm_datasets_pool(save(content))
 
 
 def test_a_pipe_or_a_device_is_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "batch.pt")
     for path in (tmp_path / "batch.pt", Path("/dev/zero")):
         with pytest.raises(ShardCoreError, match="it is no file"):
-            dlrm_datasets_pool(path)
+            read_dlrm_datasets_pool(path)
 
 
 def test_a_file_cannot_run_code(save, tmp_path):
@@ -140,5 +140,5 @@ def test_a_file_cannot_run_code(save, tmp_path):
             return (open, (str(tmp_path / "touched"), "w"))
 
     with pytest.raises(ShardCoreError, match="cannot be read"):
-        dlrm_datasets_pool(save(Touch()))
+        read_dlrm_datasets_pool(save(Touch()))
     assert not (tmp_path / "touched").exists()

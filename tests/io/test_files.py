@@ -286,7 +286,7 @@ def test_a_plan_that_is_none_of_the_problem_is_refused_with_its_file(problem, tm
     edit(path, lambda data: change(data["placements"]))
     with pytest.raises(ShardCoreError) as error:
         plan = files.read_plan(path, problem)
-        with files.validating(path):
+        with files.name_file_in_errors(path):
             lower(plan, problem)
     assert str(error.value).startswith(str(path)) and message in str(error.value)
 

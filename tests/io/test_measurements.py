@@ -57,7 +57,9 @@ def test_values_at_their_limits_are_taken():
         CollectiveRequest((0, 4), 2, STILL, busy_ms=0).hosts == 1
         and CollectiveRequest((4, 4), 3, STILL, "all_reduce").batch == 3
     )
-    assert EmulatedLinks(0.001, 100.0).words == "emulated hosts, between 0.001 Gbit/s, within 100 Gbit/s"
+    assert (
+        EmulatedLinks(0.001, 100.0).description == "emulated hosts, between 0.001 Gbit/s, within 100 Gbit/s"
+    )
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from shardcore.core.links import links_of
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Table
 from shardcore.io import files
-from shardcore.io.files import read_grouped, write_grouped
+from shardcore.io.files import read_grouped_plan, write_grouped_plan
 from shardcore.step.sharding_groups import GroupedPlan, Grouping, problem_of_group
 
 TABLES = tuple(Table(name, 100, 16, 2.0) for name in ("b", "a", "c"))
@@ -58,11 +58,11 @@ def test_a_plan_of_another_problem_names_what_differs(tmp_path, other, message):
         files.read_plan(path, other)
     grouped, own = tmp_path / "grouped.json", problem_of_group(WHOLE, Grouping(2, "contiguous"))
     plan = Plan(tuple(column(t, 0) for t in TABLES))
-    write_grouped(grouped, GroupedPlan(Grouping(2, "contiguous"), plan, own), WHOLE)
+    write_grouped_plan(grouped, GroupedPlan(Grouping(2, "contiguous"), plan, own), WHOLE)
     with pytest.raises(
         ShardCoreError, match=f"is a grouped plan for problem 'p' .*; they differ in {message}$"
     ):
-        read_grouped(grouped, other)
+        read_grouped_plan(grouped, other)
 
 
 def test_a_name_alone_makes_no_other_plan(tmp_path):

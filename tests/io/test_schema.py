@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 import pytest
 
-from shardcore.core.errors import MOST_CHARACTERS, ShardCoreError, escaped, shortened
-from shardcore.core.validation import one_of, require_types, shown, within
+from shardcore.core.errors import MOST_CHARACTERS, ShardCoreError, escape_unprintable, shorten
+from shardcore.core.validation import one_of, require_types, short_repr, within
 from shardcore.cost.fit_config import FitConfig
 from shardcore.io import schema
 
@@ -51,11 +51,11 @@ def test_a_record_is_made_with_all_within_it():
         "flag": True,
         "either": "text",
     }
-    assert schema.build(Outer, given, "it") == Outer(
+    assert schema.build_record(Outer, given, "it") == Outer(
         "n", Inner(1), (Inner(2, 1),), (3, "x"), {"k": 2}, "b", [1, {"a": None}], True, "text"
     )
-    assert schema.build(Outer, WHOLE, "it") == Outer("n", Inner(1))
-    assert schema.build(Outer, {"name": "n"}, "it", inner=Inner(7)).inner.number == 7
+    assert schema.build_record(Outer, WHOLE, "it") == Outer("n", Inner(1))
+    assert schema.build_record(Outer, {"name": "n"}, "it", inner=Inner(7)).inner.number == 7
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_a_record_is_made_with_all_within_it():
 )
 def test_what_is_wrong_is_named(given, message):
     with pytest.raises(ShardCoreError) as error:
-        schema.build(Outer, given, "it")
+        schema.build_record(Outer, given, "it")
     assert str(error.value) == message
 
 
@@ -200,9 +200,9 @@ def test_a_message_is_one_line_of_bounded_length():
     assert str(long).startswith("table 'xxx") and str(long).endswith("xxx' has rows -1; it needs at least 1")
     assert str(ShardCoreError("a\nb\x1b[31m\ud800\u202e")) == "a\\nb\\x1b[31m\\ud800\\u202e"
     assert (
-        escaped("名 plain") == "名 plain"
-        and shortened("abc", 3) == "abc"
-        and len(shortened("a" * 99, 20)) == 20
+        escape_unprintable("名 plain") == "名 plain"
+        and shorten("abc", 3) == "abc"
+        and len(shorten("a" * 99, 20)) == 20
     )
 
 
@@ -210,10 +210,14 @@ def test_a_value_in_a_message_is_short_however_large_it_is():
     bomb: list = ["x"] * 9
     for _ in range(6):
         bomb = [bomb] * 9  # 5 million entries
-    assert len(shown(bomb)) <= 80 and shown(bomb).startswith("[[[[...], [...]")
-    assert shown(10**5000) == "a whole number that is too long"
-    assert shown({"a": [1, "x"]}) == "{'a': [1, 'x']}" and shown((1,)) == "(1,)" and shown([]) == "[]"
-    assert shown(list(range(9))) == "[0, 1, 2, 3, 4, 5, ...]" and shown("a\n") == "'a\\n'"
+    assert len(short_repr(bomb)) <= 80 and short_repr(bomb).startswith("[[[[...], [...]")
+    assert short_repr(10**5000) == "a whole number that is too long"
+    assert (
+        short_repr({"a": [1, "x"]}) == "{'a': [1, 'x']}"
+        and short_repr((1,)) == "(1,)"
+        and short_repr([]) == "[]"
+    )
+    assert short_repr(list(range(9))) == "[0, 1, 2, 3, 4, 5, ...]" and short_repr("a\n") == "'a\\n'"
 
 
 @pytest.mark.parametrize(
@@ -235,7 +239,7 @@ def test_yaml_of_odd_numbers_tags_and_half_characters_is_refused(text, tmp_path)
 
 def test_a_file_that_grows_while_it_is_read_is_refused(tmp_path, monkeypatch):
     (tmp_path / "log").write_bytes(b"12345")
-    monkeypatch.setattr(schema, "_size_of", lambda path: 3)
+    monkeypatch.setattr(schema, "_regular_file_size", lambda path: 3)
     with pytest.raises(ShardCoreError, match="it grows while it is read"):
         schema.read_bytes(tmp_path / "log")
 
@@ -250,7 +254,7 @@ def test_files_that_claim_no_size_are_read_as_empty_at_once():
 
 def faults_of(data: dict[str, Any], cls: type = Outer) -> list[str]:
     with pytest.raises(ShardCoreError) as info:
-        schema.build(cls, data, "it")
+        schema.build_record(cls, data, "it")
     return str(info.value).split("\n")
 
 
@@ -278,14 +282,14 @@ class Limited:
 
 
 def test_values_beyond_the_limits_of_annotations_are_named_at_once():
-    assert Limited(1).share is None and schema.build(Limited, {"free": 1, "share": 1}, "it") == Limited(
-        1, 1.0
-    )
+    assert Limited(1).share is None and schema.build_record(
+        Limited, {"free": 1, "share": 1}, "it"
+    ) == Limited(1, 1.0)
     words = "a limited one has share 2.0; it needs 0 to 1; a limited one has kind 'c'; known are a, b"
     with pytest.raises(ShardCoreError, match=f"^{words}$"):
         Limited(1, share=2.0, kind="c")
     with pytest.raises(schema.Faults) as error:
-        schema.build(Limited, {"free": "x", "share": 2.0, "kind": "c"}, "it")
+        schema.build_record(Limited, {"free": "x", "share": 2.0, "kind": "c"}, "it")
     assert str(error.value).split("\n") == [
         "it: free is 'x'; it needs to be a whole number",
         "it has share 2.0; it needs 0 to 1",
@@ -302,8 +306,8 @@ def test_very_many_faults_are_not_all_looked_for(monkeypatch):
     looked_at: list[Any] = []
     monkeypatch.setattr(
         schema,
-        "build",
-        lambda cls, data, what, _build=schema.build: looked_at.append(0) or _build(cls, data, what),
+        "build_record",
+        lambda cls, data, what, _build=schema.build_record: looked_at.append(0) or _build(cls, data, what),
     )
     lines = faults_of({**WHOLE, "many": [{}] * 50_000})
     assert lines[0] == "it: many[0] lacks the key 'number'" and lines[5:] == ["... and 995 more at least"]
@@ -312,20 +316,23 @@ def test_very_many_faults_are_not_all_looked_for(monkeypatch):
 
 def test_a_name_comes_before_each_fault_of_several():
     many = [{"number": -1}, {"number": "x"}]
-    with pytest.raises(schema.Faults) as info, schema.errors_named("a.json"):
-        schema.build(Outer, {**WHOLE, "many": many}, "its plan")
+    with pytest.raises(schema.Faults) as info, schema.prefix_errors("a.json"):
+        schema.build_record(Outer, {**WHOLE, "many": many}, "its plan")
     assert str(info.value).split("\n") == [
         "a.json: its plan: many[0]: inner has number -1; it needs 0 or more",
         "a.json: its plan: many[1]: number is 'x'; it needs to be a whole number",
     ]
-    with pytest.raises(ShardCoreError, match=r"^a\.json: inner has number -1"), schema.errors_named("a.json"):
+    with (
+        pytest.raises(ShardCoreError, match=r"^a\.json: inner has number -1"),
+        schema.prefix_errors("a.json"),
+    ):
         Inner(-1)
 
 
 def test_several_faults_are_one_line_in_the_message_of_another_error():
     """Callers write f"{path}: {error}", whose line ends would be shown as backslash and n."""
     with pytest.raises(schema.Faults) as info:
-        schema.build(Outer, {**WHOLE, "many": [{"number": -1}, 3]}, "it")
+        schema.build_record(Outer, {**WHOLE, "many": [{"number": -1}, 3]}, "it")
     assert str(ShardCoreError(f"a.json: {info.value}")) == (
         "a.json: it: many[0]: inner has number -1; it needs 0 or more; it: many[1] is 3; it needs to be an object "
         "with keys"
@@ -347,8 +354,8 @@ def test_faults_keep_to_printable_lines_without_passwords():
 
 def test_a_field_that_the_caller_sets_is_refused_in_the_data_whatever_makes_it():
     with pytest.raises(ShardCoreError, match="^it has an unknown key 'inner'; known are name"):
-        schema.build(Outer, WHOLE, "it", inner=lambda: Inner(1))
-    assert schema.build(Outer, {"name": "n"}, "it", inner=lambda: Inner(3)).inner.number == 3
+        schema.build_record(Outer, WHOLE, "it", inner=lambda: Inner(1))
+    assert schema.build_record(Outer, {"name": "n"}, "it", inner=lambda: Inner(3)).inner.number == 3
 
 
 def test_several_settings_beyond_their_ends_have_a_line_each():

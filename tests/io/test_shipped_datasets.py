@@ -12,9 +12,12 @@ FOLDERS = sorted(p for p in (Path(__file__).parents[2] / "datasets").iterdir() i
 @pytest.mark.long
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda p: p.name)
 def test_a_shipped_dataset_is_whole_and_small(folder):
-    [setting] = dataset.settings(folder)
-    compute, comm = dataset.read_compute(folder, setting), dataset.read_comm(folder, setting)
-    repeats = dataset.repeated(dataset.read_timings(folder, setting))
+    [setting] = dataset.dataset_settings(folder)
+    compute, comm = (
+        dataset.read_compute_samples(folder, setting),
+        dataset.read_collective_samples(folder, setting),
+    )
+    repeats = dataset.repeated_samples(dataset.read_compute_timings(folder, setting))
     assert setting.hardware == folder.name
     assert sum(s.error is None for s in compute) >= 10_000 and sum(s.error is None for s in comm) >= 2_000
     assert sum(len(g) >= 3 for g in repeats) >= 300

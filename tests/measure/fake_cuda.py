@@ -27,7 +27,7 @@ class FakeCuda(Cuda):
     def __init__(self) -> None:
         self.folder = Path(os.environ["FAKE_CUDA"])
 
-    def is_there(self) -> bool:
+    def is_available(self) -> bool:
         return True
 
     def count(self) -> int:
@@ -65,23 +65,23 @@ class FakeCuda(Cuda):
     def synchronize(self) -> None:
         self._note("synchronize")
 
-    def release(self) -> None:
+    def release_memory(self) -> None:
         self._note("release")
 
-    def evict_bytes(self) -> int:
+    def cache_evict_bytes(self) -> int:
         return 1 << 20
 
     def arena_bytes(self, weights_share: float) -> int:
         return int((64 << 20) * weights_share)
 
-    def stream_bytes(self) -> int:
+    def max_stream_bytes(self) -> int:
         return 1 << 20
 
-    def batch_bytes(self) -> int:
+    def max_batch_bytes(self) -> int:
         return 1 << 30
 
-    def used_share(self) -> float:
+    def used_memory_share(self) -> float:
         return 0.5
 
-    def versions(self) -> dict[str, str]:
-        return {**super(Cuda, self).versions(), "driver": "none", "clocks": "none", "cuda": "none"}
+    def software_versions(self) -> dict[str, str]:
+        return {**super(Cuda, self).software_versions(), "driver": "none", "clocks": "none", "cuda": "none"}

@@ -6,7 +6,7 @@ import pytest
 from boxes import boxed
 from shapes import column, host_row, on_hosts, replica
 
-from bench.hosts import Box, box_of
+from bench.hosts import Box, emulated_hosts
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Plan, Problem, Setting, Shard, Table
@@ -23,8 +23,8 @@ SLOW = Box(hosts=2, ranks_per_host=2, between_gbit_s=0.08)
 
 @pytest.mark.long
 def test_shuffled_ranks_are_found():
-    with box_of(SLOW) as places:
-        found = pairs.measure(
+    with emulated_hosts(SLOW) as places:
+        found = pairs.measure_pairs(
             4,
             pairs.PairConfig(sweeps=2, repeats=2, load_kib=256),
             Transport(places=[places[i] for i in (0, 2, 3, 1)]),
@@ -39,9 +39,9 @@ def test_shuffled_ranks_are_found():
 def test_hosts_in_pods_are_found_with_the_links_of_each_level():
     box = Box(4, 2, between_gbit_s=0.04, pods=2, pod_gbit_s=0.4)
     dealt = (0, 5, 2, 7, 4, 1, 6, 3)
-    with box_of(box) as places:
+    with emulated_hosts(box) as places:
         config = pairs.PairConfig(message_kib=256, sweeps=2, repeats=2, load_kib=256)
-        found = pairs.measure(8, config, Transport(places=[places[i] for i in dealt]))
+        found = pairs.measure_pairs(8, config, Transport(places=[places[i] for i in dealt]))
     host_of, pod_of = ([places[i].host // each for i in dealt] for each in (1, 2))
     for groups, unit_of in zip(found.levels, (host_of, pod_of), strict=True):
         assert all(len({unit_of[rank] for rank in group}) == 1 for group in groups)
@@ -61,7 +61,7 @@ def test_plans_are_replayed_over_hosts_with_their_compute_measured_before():
     near = Plan((column(tables[0], 0), column(tables[1], 0), replica(tables[2], problem.topology)))
     workloads = [lower(plan, problem) for plan in (apart, near)]
     reference = ComputeRequest((Shard.whole(tables[0]),), 1024), 1.0
-    with box_of(SLOW) as places:
+    with emulated_hosts(SLOW) as places:
         both = replay_all(workloads, setting, config, Transport(places=places), reference)
         with pytest.raises(ShardCoreError, match="hosts a, b and speeds .1.0.; a replay needs one host"):
             replay_all(workloads, setting, config)
@@ -104,7 +104,7 @@ def test_a_plan_with_towers_sends_less_to_other_hosts_or_pods(box, on):
     towered = replace(plain, job=replace(plain.job, tower_ratio=8.0))
     plan = Plan(tuple(column(t, d) for d, t in enumerate(tables)))
     took, config = [], ReplayConfig(repeats=3, warmups=1, batches=2, evict_bytes=1 << 20)
-    with box_of(box) as places:
+    with emulated_hosts(box) as places:
         for problem in (plain, towered):
             [found] = replay_all(
                 [lower(plan, problem)], Setting("cpu", 4096), config, Transport(places=places)

@@ -14,8 +14,8 @@ from shardcore.core.types import Setting
 from shardcore.io import dataset
 from shardcore.io.measurements import CollectiveRequest
 from shardcore.measure import collectives, local_ranks
-from shardcore.measure.exchanges import exchange_of
-from shardcore.measure.sampling.collectives import comm_request
+from shardcore.measure.exchanges import make_exchange
+from shardcore.measure.sampling.collectives import draw_collective_request
 from shardcore.step.collectives import COLLECTIVES
 
 SETTING = Setting("test", 48)
@@ -25,7 +25,7 @@ STILL = (0.0, 0.0)
 
 def in_gang(work, ranks, *arguments):
     """The last message of each rank."""
-    last = dict(local_ranks.run("test", work, ranks, arguments, CONFIG.timeout_s))
+    last = dict(local_ranks.run_ranks("test", work, ranks, arguments, CONFIG.timeout_s))
     return [last[rank] for rank in range(ranks)]
 
 
@@ -41,9 +41,9 @@ def test_a_gang_measures_every_kind_of_exchange_until_a_rank_is_killed(tmp_path)
         for p in ("fp32", "bf16")
         if not row.ids or p == "fp32"
     ]
-    requests, found = [late, *each, comm_request(1, 2, 96, max_start_ms=10.0)], []
+    requests, found = [late, *each, draw_collective_request(1, 2, 96, max_start_ms=10.0)], []
     with pytest.raises(ShardCoreError, match="exchange: rank 1 of 2 failed: it was killed by SIGKILL"):
-        for sample in collectives.measure_all(
+        for sample in collectives.measure_collectives(
             [*requests, *[CollectiveRequest((8, 12), 48, STILL)] * 100_000], 2, SETTING, CONFIG
         ):
             found.append(sample)
@@ -61,20 +61,20 @@ def test_a_gang_measures_every_kind_of_exchange_until_a_rank_is_killed(tmp_path)
             assert min((s.median_ms for s in timed or ()), default=0) >= 0
         assert len(sample.waiting_ms) == 2 and min(sample.waiting_ms) >= 0
         assert sample.oversubscribed == (2 > len(os.sched_getaffinity(0)))
-        assert (sample.work_ms is not None) == sample.request.row.ids
+        assert (sample.work_ms is not None) == sample.request.definition.ids
         assert sample.work_ms is None or min(sample.work_ms) > 0
-        assert sample.id == dataset.comm_id(SETTING, sample.request)
+        assert sample.id == dataset.collective_id(SETTING, sample.request)
     assert found[0].waiting_ms[0] > max(10.0, found[0].waiting_ms[1])
-    dataset.write_comm(tmp_path, found)
-    assert {s.id for s in dataset.read_comm(tmp_path)} == {s.id for s in found}
+    dataset.write_collective_samples(tmp_path, found)
+    assert {s.id for s in dataset.read_collective_samples(tmp_path)} == {s.id for s in found}
 
 
 def test_requests_that_do_not_fit_the_gang_are_refused_before_it_starts():
     with pytest.raises(ShardCoreError, match="3 widths.*2 ranks"):
-        collectives.measure_all([CollectiveRequest((8, 8, 8), 24, (0.0,) * 3)], 2, SETTING)
+        collectives.measure_collectives([CollectiveRequest((8, 8, 8), 24, (0.0,) * 3)], 2, SETTING)
     with pytest.raises(ShardCoreError, match="hosts 2.*hosts 1"):
-        collectives.measure_all([CollectiveRequest((8, 8), 24, STILL, hosts=2)], 2, SETTING)
-    assert list(collectives.measure_all([], 2, SETTING)) == []
+        collectives.measure_collectives([CollectiveRequest((8, 8), 24, STILL, hosts=2)], 2, SETTING)
+    assert list(collectives.measure_collectives([], 2, SETTING)) == []
 
 
 # --- what travels, and when ---------------------------------------------------------------------------------
@@ -112,8 +112,8 @@ def _one_of_three(rank, init_method, send, folder):
     member = collectives.Rank(rank, 3, init_method, "cpu", CONFIG)
     arrived = []
     for request in THREE:
-        exchange = exchange_of(request, rank, None, torch.zeros)
-        for way in request.row.ways:
+        exchange = make_exchange(request, rank, None, torch.zeros)
+        for way in request.definition.ways:
             source = exchange.outputs if way == "forward" else exchange.gradients
             source.copy_(rank + 1 + torch.arange(source.numel()) / 1000)
             result = exchange.forward(None) if way == "forward" else exchange.backward(None, None)
@@ -144,11 +144,11 @@ def _one_of_three(rank, init_method, send, folder):
 
 def _going_on(member):
     """Time at which a rank meets the others, and times until which it then waits, on rank 0's clock."""
-    due, wait_until = [], collectives.wait_until
-    collectives.wait_until = lambda due_s: due.append(due_s + member._offset_s)
+    due, wait_until = [], collectives.sleep_until
+    collectives.sleep_until = lambda due_s: due.append(due_s + member._offset_s)
     began = time.perf_counter() + member._offset_s
-    member.meet()
-    collectives.wait_until = wait_until
+    member.wait_for_all_ranks()
+    collectives.sleep_until = wait_until
     return began, due
 
 
@@ -169,8 +169,8 @@ def test_ranks_of_several_hosts_go_on_at_one_time(three):
     assert first > max(began) and others == [[pytest.approx(first, abs=1e-6)]] * 2
     assert [due for _, (_, due) in (ranks[-1] for ranks in three)] == [[]] * 3  # of one host
     now = time.perf_counter()
-    collectives.wait_until(now + 0.01)
-    collectives.wait_until(now)
+    collectives.sleep_until(now + 0.01)
+    collectives.sleep_until(now)
     assert time.perf_counter() >= now + 0.01
 
 
@@ -225,15 +225,15 @@ def test_waiting_is_until_the_last_start_and_transfer_is_from_there():
     late = collectives.RankTimes(
         ((1.005, 2.005), (1.008, 2.010)), ((3.001, 4.001), (3.003, 4.005)), oversubscribed=True
     )
-    sample = collectives.combine(Setting("test", 16), request, [early, late], order=7)
+    sample = collectives.combine_rank_times(Setting("test", 16), request, [early, late], order=7)
     assert sample.waiting_ms == pytest.approx((5.0, 0.0))
     assert [s.median_ms for s in sample.forward] == pytest.approx([4.0, 4.0])
     assert [s.median_ms for s in sample.backward] == pytest.approx([3.0, 3.0])
-    assert sample.id == dataset.comm_id(Setting("test", 16), request)
+    assert sample.id == dataset.collective_id(Setting("test", 16), request)
     assert sample.order == 7 and sample.oversubscribed
     reduce = CollectiveRequest((8, 8), 16, (0.0, 1.0), "all_reduce")
     backward = [collectives.RankTimes(None, r.backward) for r in (early, late)]
-    sample = collectives.combine(Setting("test", 16), reduce, backward)
+    sample = collectives.combine_rank_times(Setting("test", 16), reduce, backward)
     assert (
         sample.forward is None
         and sample.waiting_ms == pytest.approx((1.0, 0.0))

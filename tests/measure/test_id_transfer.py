@@ -10,7 +10,7 @@ from shardcore.core.job import Job
 from shardcore.core.types import Plan, Problem, Table
 from shardcore.io.measurements import CollectiveRequest
 from shardcore.measure import id_transfer, local_ranks
-from shardcore.step.collectives import collective_of
+from shardcore.step.collectives import collective_by_name
 from shardcore.step.lower import lower
 
 FEATURES, IDS, LOCAL = [2, 0, 1], [7, 0, 4], 3
@@ -31,7 +31,7 @@ def _exchange(rank, init_method, send):
 
 @pytest.fixture(scope="module")
 def three():
-    last = dict(local_ranks.run("test", _exchange, 3, (), 60.0))
+    last = dict(local_ranks.run_ranks("test", _exchange, 3, (), 60.0))
     return [last[rank] for rank in range(3)]
 
 
@@ -54,7 +54,7 @@ def test_it_takes_three_all_to_alls(three):
 @pytest.mark.parametrize("widths", [(8, 12, 0), (256, 4, 64)])
 def test_a_drawn_exchange_has_the_bytes_of_its_columns(widths):
     request = CollectiveRequest(widths, 96, (0.0,) * 3, "all_to_all_ids")
-    features, ids = id_transfer.features_and_ids(request)
+    features, ids = id_transfer.feature_and_id_counts(request)
     n_bytes = [3 * (4 * 32 * f + 8 * n) for f, n in zip(features, ids, strict=True)]
     assert n_bytes == pytest.approx([96 * 4 * w for w in widths])
 
@@ -67,18 +67,18 @@ def test_a_replayed_step_sends_as_many_ids_as_its_workload_says():
         (column(A, 0, 0, 4), column(A, 0, 4, 8), column(A, 3, 8, 16), host_row(B, (2, 3)), replica(C, where))
     )
     workload = lower(plan, problem)
-    columns, divided = id_transfer.of_workload(workload, 3)
+    columns, divided = id_transfer.make_step_transfers(workload, 3)
     assert (columns._lengths_to, columns._ids_to) == ([16, 0, 0, 16], [32, 0, 0, 32])
     assert (divided._lengths_to, divided._ids_to) == ([0, 0, 16, 16], [0, 0, 16, 16])
     many = Table("many", 100, 16, 6.0, features=3)
     of_three = lower(Plan((column(many, 1, 0, 8), column(many, 1, 8, 16))), Problem("p", (many,), where, 64))
-    [one] = id_transfer.of_workload(of_three, 0)
+    [one] = id_transfer.make_step_transfers(of_three, 0)
     assert (one._lengths_to, one._ids_to) == ([0, 48, 0, 0], [0, 96, 0, 0])
     both = lower(Plan((row(A, where), replica(B, where), replica(C, where))), problem)
-    [one] = id_transfer.of_workload(both, 0)
+    [one] = id_transfer.make_step_transfers(both, 0)
     assert one._ids_to == [8] * 4
     nothing = lower(Plan(tuple(replica(t, where) for t in (A, B, C))), problem)
-    assert id_transfer.of_workload(nothing, 0) == []
+    assert id_transfer.make_step_transfers(nothing, 0) == []
 
 
 BUCKETS = {
@@ -90,7 +90,7 @@ BUCKETS = {
 def _bucketized(rank, init_method, send, features, ids, groups):
     dist.init_process_group("gloo", init_method, rank=rank, world_size=len(features))
     transfer = id_transfer.IdTransfer(
-        features, ids, LOCAL, rank, groups=groups, work=collective_of("all_to_all_ids_bucketized").work
+        features, ids, LOCAL, rank, groups=groups, work=collective_by_name("all_to_all_ids_bucketized").work
     )
     given = transfer.lengths.tolist(), transfer.ids.tolist()
     send((given, *(x.tolist() for x in transfer.run())))
@@ -100,7 +100,10 @@ def _bucketized(rank, init_method, send, features, ids, groups):
 @pytest.mark.parametrize("of", BUCKETS)
 def test_ids_in_buckets_arrive_at_the_rank_that_has_their_rows(of):
     features, ids, groups = BUCKETS[of]
-    n, found = len(features), dict(local_ranks.run("test", _bucketized, len(features), BUCKETS[of], 60.0))
+    n, found = (
+        len(features),
+        dict(local_ranks.run_ranks("test", _bucketized, len(features), BUCKETS[of], 60.0)),
+    )
     for group in groups:
         for bucket, rank in enumerate(group):
             (sent_lengths, sent), lengths, arrived = found[rank]
@@ -120,7 +123,7 @@ def test_ids_in_buckets_arrive_at_the_rank_that_has_their_rows(of):
 
 def test_drawn_ids_in_buckets_have_lengths_on_all_ranks():
     request = CollectiveRequest((256, 128, 200), 96, (0.0,) * 3, "all_to_all_ids_bucketized")
-    features, ids = id_transfer.features_and_ids(request)
+    features, ids = id_transfer.feature_and_id_counts(request)
     assert features == [4] * 3
     n_bytes = [3 * (4 * 32 * f + 8 * n) for f, n in zip(features, ids, strict=True)]
     assert n_bytes == pytest.approx([96 * 4 * w for w in request.widths])

@@ -54,7 +54,7 @@ def test_expected_streams_are_drawn_ahead_once_and_are_the_same():
     ahead, plain = IndexStreams("cpu", 1 << 30, threads=2), IndexStreams("cpu", 1 << 30)
     request = asked(*TABLES)
     for _ in range(2):
-        ahead.expect([request], 0)
+        ahead.prefetch([request], 0)
     began = time.monotonic()
     while any(not future.done() for future in ahead._expected.values()):
         assert time.monotonic() < began + 60, "the threads draw nothing"
@@ -66,18 +66,18 @@ def test_expected_streams_are_drawn_ahead_once_and_are_the_same():
 
 def test_without_threads_nothing_is_drawn_ahead():
     streams = IndexStreams("cpu", 1 << 30)
-    streams.expect([asked(*TABLES)], 0)
+    streams.prefetch([asked(*TABLES)], 0)
     assert streams.drawn == 0 and not streams._expected
 
 
 def test_what_is_not_expected_any_more_is_let_go():
     """Another device took those requests. A stream that stays expected is drawn once."""
     ahead = IndexStreams("cpu", 1 << 30, threads=1)
-    ahead.expect(map(asked, TABLES[:3]), 0)
+    ahead.prefetch(map(asked, TABLES[:3]), 0)
     kept = list(ahead._expected.values())[1:]
-    ahead.expect(map(asked, TABLES[1:]), 0)
+    ahead.prefetch(map(asked, TABLES[1:]), 0)
     assert len(ahead._expected) == 3 and list(ahead._expected.values())[:2] == kept
     ahead.lookups(asked(TABLES[0]), 0)
     assert len(ahead._expected) == 3
-    ahead.expect([], 0)
+    ahead.prefetch([], 0)
     assert not ahead._expected

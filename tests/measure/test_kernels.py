@@ -14,7 +14,7 @@ from shardcore.io import dataset
 from shardcore.io.measurements import ComputeRequest
 from shardcore.measure import kernels, timing
 from shardcore.measure.kernels import KernelBench, KernelConfig
-from shardcore.measure.sampling.groups import GroupConfig, compute_request, reference_request
+from shardcore.measure.sampling.groups import GroupConfig, draw_compute_request, reference_request
 from shardcore.tables import streams
 
 CONFIG = KernelConfig(arena_bytes=8 << 20, tolerance=0.2, min_repeats=3, max_repeats=5, interleave=4)
@@ -38,7 +38,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
 )
 def test_groups_are_measured_forward_and_backward(tables, device, precision, optimizer):
     groups, setting = GroupConfig(max_shard_bytes=4 << 20), Setting("test", 256, precision, optimizer)
-    requests = [compute_request(tables, i, setting, config=groups) for i in range(12)]
+    requests = [draw_compute_request(tables, i, setting, config=groups) for i in range(12)]
     samples = list(KernelBench(setting, device, CONFIG).measure(requests))
     assert {s.request for s in samples} == set(requests) and len(samples) == 12
     assert [s.error for s in samples] == [None] * 12
@@ -129,7 +129,7 @@ def test_sequences_that_no_op_runs_together_cost_that_sample_only(tables, shards
 def test_what_does_not_fit_costs_that_sample_only(tables):
     huge = Shard.whole(Table("huge", 10_000_000, 64, 1.0, Zipf(1.0)))
     setting, groups = Setting("test", 256), GroupConfig(max_shard_bytes=1 << 20)
-    good = compute_request(tables, 0, setting, config=groups)
+    good = draw_compute_request(tables, 0, setting, config=groups)
     samples = list(KernelBench(setting, "cpu", CONFIG).measure([ComputeRequest((huge,), 256), good]))
     failed = next(s for s in samples if s.request.shards == (huge,))
     assert "huge" in failed.error and "2.4 GiB" in failed.error and failed.forward is None
@@ -194,7 +194,7 @@ def test_an_optimizer_keeps_state_of_what_was_looked_up(tables, device, optimize
     monkeypatch.setitem(OPTIMIZERS, "adagrad", Optimizer("EXACT_ADAGRAD", ("cell",)))
     bench = KernelBench(Setting("test", 256, "fp32", optimizer), device, CONFIG)
     shards = (Shard.whole(tables[1]), Shard(tables[3], 2000, 9000, 0, 8))
-    bench.once_ms(bench.prepare(ComputeRequest(shards, 256)))
+    bench.run_once_ms(bench.prepare(ComputeRequest(shards, 256)))
     rows = [(len(np.unique(shard_stream(s, 256)[0])), s.width) for s in shards]
     seen = {"row": sum(n for n, _ in rows), "cell": sum(n * width for n, width in rows)}
     assert [int((state != 0).sum()) for state in bench._states] == [
@@ -211,7 +211,7 @@ def test_a_setting_is_measured_or_refused_with_what_runs_instead(tables, optimiz
         ("exact_sgd", "rowwise_adagrad", "exact_adagrad"),
     )
     if optimizer in runs and precision in ("fp32", "fp16"):
-        request = compute_request(tables, 0, setting, config=GroupConfig(max_shard_bytes=1 << 20))
+        request = draw_compute_request(tables, 0, setting, config=GroupConfig(max_shard_bytes=1 << 20))
         [sample] = KernelBench(setting, "cpu", CONFIG).measure([request])
         assert sample.error is None and sample.total_ms > 0
     else:
@@ -246,9 +246,11 @@ def test_a_tables_stream_is_drawn_once(tables, monkeypatch):
 @pytest.fixture
 def events(monkeypatch):
     """Actions of benches, in order: "evict" or "run"."""
-    found, evict, once = [], timing.Caches.evict, KernelBench._once
+    found, evict, once = [], timing.Caches.evict, KernelBench._run_once
     monkeypatch.setattr(timing.Caches, "evict", lambda caches: (found.append("evict"), evict(caches))[1])
-    monkeypatch.setattr(KernelBench, "_once", lambda bench, run: (found.append("run"), once(bench, run))[1])
+    monkeypatch.setattr(
+        KernelBench, "_run_once", lambda bench, run: (found.append("run"), once(bench, run))[1]
+    )
     return found
 
 
@@ -281,17 +283,17 @@ def test_repeats_stop_when_the_median_is_known(tables):
         KernelConfig(arena_bytes=1 << 20, tolerance=t, min_repeats=6, max_repeats=30) for t in (0.99, 1e-9)
     )
     [soon], [late] = (KernelBench(Setting("test", 8), "cpu", c).measure([request]) for c in (loose, tight))
-    most = 30 if dataset.split_of(late.id) == "train" else 30 * kernels.HELD_OUT_TIMES
+    most = 30 if dataset.split_of_sample(late.id) == "train" else 30 * kernels.HELD_OUT_TIMES
     assert 6 <= soon.forward.repeats < 30 <= most == late.forward.repeats and late.relative_ci > 1e-9 >= 0
-    assert [KernelConfig().tolerance_on(device) for device in ("cpu", "cuda")] == [0.02, 0.01]
-    assert KernelConfig(tolerance=0.3).tolerance_on("cuda") == 0.3
+    assert [KernelConfig().tolerance_for_device(device) for device in ("cpu", "cuda")] == [0.02, 0.01]
+    assert KernelConfig(tolerance=0.3).tolerance_for_device("cuda") == 0.3
 
 
 def test_held_out_ops_run_more_often_as_their_noise_adds_to_the_errors_shown(tables):
     config = KernelConfig(arena_bytes=1 << 20, tolerance=1e-9, min_repeats=2, max_repeats=3)
     requests = [ComputeRequest((Shard.whole(tables[4]),), batch) for batch in range(1, 33)]
     samples = list(KernelBench(Setting("test", 8), "cpu", config).measure(requests))
-    repeats = {(dataset.split_of(s.id) == "train", s.forward.repeats) for s in samples}
+    repeats = {(dataset.split_of_sample(s.id) == "train", s.forward.repeats) for s in samples}
     assert repeats == {(True, 3), (False, 3 * kernels.HELD_OUT_TIMES)}
 
 
@@ -322,12 +324,12 @@ def test_timings_are_at_the_speed_at_which_the_reference_takes_its_usual_ms(tabl
 
 def test_the_control_runs_throughout_and_gives_samples_of_its_own(tables):
     setting, groups = Setting("test", 256), GroupConfig(max_shard_bytes=1 << 20, max_shards=4)
-    requests = [compute_request(tables, i, setting, config=groups) for i in range(8)]
+    requests = [draw_compute_request(tables, i, setting, config=groups) for i in range(8)]
     reference = reference_request(tables, setting, groups)
     bench = KernelBench(setting, "cpu", CONFIG, reference)
     bench.reference_ms = bench.calibrate(requests, seconds=0.2)
     samples = list(bench.measure(requests))
-    assert bench.active == [] and {s.request for s in samples} == {reference, *requests}
+    assert bench.active_requests == [] and {s.request for s in samples} == {reference, *requests}
     own = next(s for s in samples if s.request == reference)
     assert own.forward.repeats >= 3 and own.slowdown > 0
     assert own.total_ms * own.slowdown > 0 and 0 < bench.kept_s < bench.kernel_s
@@ -336,17 +338,17 @@ def test_the_control_runs_throughout_and_gives_samples_of_its_own(tables):
 
 def test_what_was_added_stays_in_turn_until_finished(tables):
     setting, groups = Setting("test", 256), GroupConfig(max_shard_bytes=1 << 20, max_shards=4)
-    requests = [compute_request(tables, i, setting, config=groups) for i in range(7)]
+    requests = [draw_compute_request(tables, i, setting, config=groups) for i in range(7)]
     bench = KernelBench(setting, "cpu", CONFIG)
     finished = [s for r in requests for s in bench.add(r)]
-    assert 0 < len(bench.active) <= CONFIG.interleave
-    assert {s.request for s in finished} | set(bench.active) == set(requests)
+    assert 0 < len(bench.active_requests) <= CONFIG.interleave
+    assert {s.request for s in finished} | set(bench.active_requests) == set(requests)
     rounds = 0
-    while bench.active:  # each time a round, however little time there is
+    while bench.active_requests:  # each time a round, however little time there is
         finished += bench.finish(0.0)
         rounds += 1
     assert rounds > 1
-    assert bench.active == [] and sorted(s.id for s in finished) == sorted({s.id for s in finished})
+    assert bench.active_requests == [] and sorted(s.id for s in finished) == sorted({s.id for s in finished})
 
 
 @pytest.mark.parametrize("times", [1, 2])
@@ -382,7 +384,7 @@ def test_ids_are_drawn_while_a_gpu_runs_what_came_before(monkeypatch, tmp_path, 
     bench = KernelBench(Setting("test", 256), "cuda", CONFIG)
     runs = ComputeRequest((Shard.whole(tables[0]),), 256)
     never = ComputeRequest((Shard.whole(dataclasses.replace(tables[1], precision="fp16")),), 256)
-    bench.expect([runs, never])
+    bench.prefetch([runs, never])
     assert len(bench.streams._expected) == 1
     found = list(bench.measure([runs, never]))
     assert not bench.streams._expected

@@ -31,7 +31,7 @@ def refuse(rank, init_method, send):
 def lose(rank, init_method, send):
     """Rank 0 loses rank 1, which goes on for a while: the others' complaint is not taken for the cause."""
     if rank == 0:
-        with local_ranks.exchanging():
+        with local_ranks.report_lost_ranks():
             raise RuntimeError("connection closed")
     time.sleep(600)
 
@@ -54,7 +54,7 @@ def processes():
 
 
 def heard(work, ranks, *arguments, timeout_s=60.0):
-    return list(local_ranks.run("toy", work, ranks, arguments, timeout_s))
+    return list(local_ranks.run_ranks("toy", work, ranks, arguments, timeout_s))
 
 
 def test_each_rank_is_heard_in_its_own_order():
@@ -92,7 +92,7 @@ def test_the_rank_that_fails_ends_the_gang_and_is_named(work, arguments, timeout
 
 
 def test_who_stops_listening_leaves_no_process():
-    with closing(local_ranks.run("toy", count, 2, (10**9,), 60)) as output:
+    with closing(local_ranks.run_ranks("toy", count, 2, (10**9,), 60)) as output:
         next(output)
         assert len(processes()) == 2
     assert not processes()
@@ -101,7 +101,7 @@ def test_who_stops_listening_leaves_no_process():
 def test_it_makes_no_files(tmp_path, monkeypatch):
     """A kill would leave them."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with closing(local_ranks.run("toy", count, 1, (10**9,), 60)) as output:
+    with closing(local_ranks.run_ranks("toy", count, 1, (10**9,), 60)) as output:
         next(output)
         assert not list(tmp_path.iterdir())
 
@@ -115,7 +115,7 @@ PARENT = """
 import time
 from test_local_ranks import local_ranks, wait_forever
 if __name__ == "__main__":
-    said = local_ranks.run("toy", wait_forever, 2, (), 600)
+    said = local_ranks.run_ranks("toy", wait_forever, 2, (), 600)
     print(*(next(said)[1] for _ in range(2)), flush=True)
     time.sleep(600)
 """

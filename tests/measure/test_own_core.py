@@ -35,7 +35,7 @@ def _work(rank, init_method, send):
 
 @pytest.fixture(scope="module")
 def three():
-    last = dict(local_ranks.run("test", _work, 3, (), 60.0))
+    last = dict(local_ranks.run_ranks("test", _work, 3, (), 60.0))
     return [last[rank] for rank in range(3)]
 
 

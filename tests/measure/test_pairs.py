@@ -26,14 +26,14 @@ QUICK = pairs.PairConfig(message_kib=16, sweeps=2, repeats=1, load_kib=64)
 
 @pytest.mark.parametrize("n", [2, 3, 8, 9])
 def test_every_pair_meets_once_and_no_rank_twice_in_a_round(n):
-    found = list(pairs.rounds(n))
+    found = list(pairs.pair_rounds(n))
     assert sorted(pair for some in found for pair in some) == list(itertools.combinations(range(n), 2))
     assert all(len({r for pair in some for r in pair}) == 2 * len(some) for some in found)
 
 
 def test_a_gang_times_all_of_its_pairs():
     noted = []
-    found = pairs.measure(3, QUICK, note=lambda *done: noted.append(done))
+    found = pairs.measure_pairs(3, QUICK, note=lambda *done: noted.append(done))
     own = np.eye(3, dtype=bool)
     assert (found.pair_ms[~own] > 0).all() and not found.pair_ms[own].any()
     assert np.array_equal(found.pair_ms, found.pair_ms.T)
@@ -43,14 +43,14 @@ def test_a_gang_times_all_of_its_pairs():
 
 
 def _links(rank, init_method, send):
-    from shardcore.measure.collectives import connect
+    from shardcore.measure.collectives import init_process_group
 
-    connect(rank, 4, init_method, "cpu", 60.0)
-    send(pairs.links([((0, 2), (1, 3))], QUICK))
+    init_process_group(rank, 4, init_method, "cpu", 60.0)
+    send(pairs.measure_links([((0, 2), (1, 3))], QUICK))
 
 
 def test_links_are_those_of_given_groups_on_all_ranks():
-    found = list(dict(local_ranks.run("test", _links, 4, (), 60.0)).values())
+    found = list(dict(local_ranks.run_ranks("test", _links, 4, (), 60.0)).values())
     assert len(set(found)) == 1 and found[0].within_gbps > 0 and found[0].outward[0].gbps > 0
 
 
@@ -64,7 +64,7 @@ def test_links_are_those_of_given_groups_on_all_ranks():
     ],
 )
 def test_ranks_of_different_groups_are_loaded_at_once(groups, expected):
-    assert pairs._between(groups) == expected
+    assert pairs._pairs_between_groups(groups) == expected
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ def test_the_ranks_of_a_job_measure_together(problem, tmp_path):
         output = [rank.communicate(timeout=120)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0, 0]
     assert "order of ranks" in output[0] and output[1:] == ["", ""]
-    assert files.read_problem(tmp_path / "found.json").topology.slowest.latency_ms > 0
+    assert files.read_problem(tmp_path / "found.json").topology.slowest_link.latency_ms > 0
 
 
 @pytest.mark.parametrize(

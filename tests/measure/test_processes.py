@@ -11,8 +11,8 @@ def tell(pipe, names):
 
 
 def told(names):
-    pipe, theirs = processes.context().Pipe(duplex=False)
-    process = processes.made("teller", tell, (theirs, names))
+    pipe, theirs = processes.process_context().Pipe(duplex=False)
+    process = processes.make_process("teller", tell, (theirs, names))
     process.start()
     theirs.close()
     output = pipe.recv()

@@ -56,7 +56,7 @@ def measuring(tmp_path):
 
 
 def measured(data):
-    return dataset.read_compute(data, Setting(NAME, 64))
+    return dataset.read_compute_samples(data, Setting(NAME, 64))
 
 
 def test_an_op_starts_on_a_device_that_is_busy_and_ids_are_drawn_again_where_they_do_not_fit(measuring):

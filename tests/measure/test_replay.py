@@ -27,7 +27,7 @@ from shardcore.measure import exchanges, local_ranks, own_core
 from shardcore.measure.collectives import CollectiveConfig, Rank
 from shardcore.measure.hosts import HOST_VARIABLE
 from shardcore.measure.kernels import KernelBench
-from shardcore.measure.replay import ReplayConfig, combine, combine_all, replay, replay_all
+from shardcore.measure.replay import ReplayConfig, combine_marks, combine_workload_costs, replay, replay_all
 from shardcore.measure.timing import Caches
 from shardcore.step.kinds import LAYOUTS
 from shardcore.step.lower import lower
@@ -103,14 +103,14 @@ def _told(rank, init_method, send, workloads, reference):
             super().__init__(*arguments)
             made.append(self)
 
-        def once(self, batch):
+        def run_once(self, batch):
             # of one channel each, on one host
             chains = {kind: chain[0] for kind, chain in self._chains.items()}
             buffers = {kind: x.gradients for kind, x in chains.items()}
             for k, sent in enumerate(buffers.values()):
                 sent.copy_((rank + 1 + 10 * k + torch.arange(sent.numel()) / 1e4).view(sent.shape))
             sent = told(buffers)
-            marks = super().once(batch)
+            marks = super().run_once(batch)
             dense = {kind: buffers[kind] for kind in chains if kind.dense_gradient}
             saw[self] = (
                 sent,
@@ -136,13 +136,13 @@ def three():
     problem = problem_of(TABLES, 3)
     workloads = [whole(problem), lower(mixed_plan(problem), problem), lopsided(3)]
     reference = (ComputeRequest((Shard.whole(TABLES[1]),), SETTING.batch), 1.0)
-    last = dict(local_ranks.run("replay", _told, 3, (workloads, reference), 60.0))
+    last = dict(local_ranks.run_ranks("replay", _told, 3, (workloads, reference), 60.0))
     return workloads, reference, [last[rank] for rank in range(3)]
 
 
 def test_all_parts_of_all_plans_are_measured(three):
     workloads, reference, output = three
-    costs = combine_all([rank for rank, _ in output], reference, JOB)
+    costs = combine_workload_costs([rank for rank, _ in output], reference, JOB)
     for workload, cost in zip(workloads, costs, strict=True):
         for part in PARTS[:4]:
             for device, value in enumerate(getattr(cost, part)):
@@ -165,7 +165,7 @@ def test_a_replay_agrees_with_a_price_on_who_computes_and_who_waits(three):
     """
     workloads, _, output = three
     says = price(workloads[2], AnalyticModel(SETTING))
-    took = [combine([marks[2][[r]] for (marks, _), _ in output], JOB) for r in range(CONFIG.repeats)]
+    took = [combine_marks([marks[2][[r]] for (marks, _), _ in output], JOB) for r in range(CONFIG.repeats)]
     least = [min(step.compute_ms[device] for step in took) for device in range(3)]
     assert says.compute_ms[1:] == (0, 0) and max(least[1:]) < 0.1 * least[0]
     assert says.waiting_ms[0] == 0 < min(says.waiting_ms[1:])
@@ -192,7 +192,12 @@ def test_every_collective_of_a_step_delivers_what_the_plan_says(three, which):
     runs = {"column": "", "column users": "users"} if which != "lopsided" else {"column": ""}
     columns = {
         run: [
-            sum(s.width for op in ops if op.kind == "column" and op.run.collection == name for s in op.shards)
+            sum(
+                s.width
+                for op in ops
+                if op.kind == "column" and op.layout.collection == name
+                for s in op.shards
+            )
             for ops in workloads[n].ops
         ]
         for run, name in runs.items()
@@ -233,9 +238,9 @@ def replayed_as_lower_says(plan, problem, collective):
     """Replay a plan on two ranks. All parts are timed, and as many bytes travel by all-to-all as lower
     says."""
     workload = lower(plan, problem)
-    last = dict(local_ranks.run("replay", _counted, 2, ([workload],), 60.0))
+    last = dict(local_ranks.run_ranks("replay", _counted, 2, ([workload],), 60.0))
     ranks = [last[rank] for rank in range(2)]
-    [cost] = combine_all([rank for rank, _ in ranks], None, JOB)
+    [cost] = combine_workload_costs([rank for rank, _ in ranks], None, JOB)
     for part in PARTS[:4]:
         assert min(getattr(cost, part)) > 0
     assert min(cost.input_ms) > 0 and cost.step.repeats == CONFIG.repeats
@@ -305,16 +310,16 @@ def _over_hosts(rank, init_method, send, workload):
     def full(shape):
         return torch.zeros(tuple(shape))
 
-    with local_ranks.exchanging():
+    with local_ranks.report_lost_ranks():
         member = Rank(rank, 4, init_method, "cpu", CollectiveConfig(timeout_s=30.0))
-        own = exchanges.groups(rank, workload.topology, exchanges.used_channels(workload))
-        chain = exchanges.chains(workload, rank, full, own)[LAYOUTS["host_row"]]
+        own = exchanges.make_process_groups(rank, workload.topology, exchanges.used_channels(workload))
+        chain = exchanges.make_exchange_chains(workload, rank, full, own)[LAYOUTS["host_row"]]
         (op,) = workload.ops[rank]
         outputs = torch.from_numpy(_marked(rank, (op.batch, sum(s.width for s in op.shards))))
-        arrived = exchanges.forward(chain, outputs).numpy().copy()
+        arrived = exchanges.send_outputs(chain, outputs).numpy().copy()
         chain[-1].gradients.copy_(torch.from_numpy(_marked(rank, chain[-1].gradients.shape)))
         back = torch.zeros_like(outputs)
-        exchanges.backward(chain, back)
+        exchanges.send_gradients(chain, back)
     member.close()
     send((arrived, back.numpy()))
 
@@ -329,7 +334,7 @@ def test_rows_over_a_host_are_summed_there_and_cross_hosts():
     wide, slim = Table("wide", 10, 8, 1.0), Table("slim", 10, 4, 1.0)
     problem = Problem("hosts", (wide, slim), on_hosts("aabb"), 16)
     workload = lower(Plan((host_row(wide, (0, 1)), host_row(slim, (2, 3)))), problem)
-    last = dict(local_ranks.run("replay", _over_hosts, 4, (workload,), 60.0))
+    last = dict(local_ranks.run_ranks("replay", _over_hosts, 4, (workload,), 60.0))
     of_host = [sum(_marked(r, (16, width)) for r in ranks) for ranks, width in (((0, 1), 8), ((2, 3), 4))]
     sent = [
         [[part.reshape(4, -1) for part in np.split(_marked(2 * h + i, (48,)), [4 * 8])] for h in range(2)]
@@ -352,14 +357,16 @@ def _gradients(rank, init_method, send, workload, in_a_box):
     def full(shape):
         return torch.zeros(tuple(shape))
 
-    with local_ranks.exchanging():
+    with local_ranks.report_lost_ranks():
         member = Rank(rank, 2, init_method, "cpu", CollectiveConfig(timeout_s=30.0))
-        chains = exchanges.chains(workload, rank, full, exchanges.groups(rank, workload.topology, []))
+        chains = exchanges.make_exchange_chains(
+            workload, rank, full, exchanges.make_process_groups(rank, workload.topology, [])
+        )
         for (exchange,) in chains.values():
             exchange.gradients.fill_(rank + 1.0)
-        order = exchanges.in_order(chains)
+        order = exchanges.backward_order(chains)
         for kind in order:
-            exchanges.backward(chains[kind], None)
+            exchanges.send_gradients(chains[kind], None)
     member.close()
     columns, copied = (chains[LAYOUTS[name]][0] for name in ("column", "data_parallel"))
     send(([kind.name for kind in order], set(copied.gradients.tolist()), set(columns.outputs.tolist())))
@@ -370,7 +377,7 @@ def test_over_hosts_gradients_of_replicas_are_launched_first_and_waited_for_last
     copied, whole = Table("copied", 10, 8, 1.0), Table("whole", 10, 4, 1.0)
     problem = Problem("replicas", (copied, whole), on_hosts("ab"), 16)
     workload = lower(Plan((replica(copied, problem.topology), column(whole, 0))), problem)
-    last = dict(local_ranks.run("replay", _gradients, 2, (workload, in_a_box), 60.0))
+    last = dict(local_ranks.run_ranks("replay", _gradients, 2, (workload, in_a_box), 60.0))
     # Each rank has the sum. The owner of `whole` has gradients of both ranks' samples, the other none.
     assert [x[1:] for _, x in sorted(last.items())] == [({3.0}, {1.0, 2.0}), ({3.0}, set())]
     assert not in_a_box or last[0][0] == ["column", "data_parallel"]
@@ -384,7 +391,7 @@ def alone(tmp_path):
     """replay_rank as the only rank, in this process."""
     cores = os.sched_getaffinity(0)
     yield lambda *arguments, **named: module.replay_rank(0, f"file://{tmp_path}/ranks", *arguments, **named)
-    own_core.give_back(cores)
+    own_core.restore_cores(cores)
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -405,8 +412,8 @@ def test_each_step_meets_caches_that_were_overwritten_and_another_batch(tables, 
         )
 
     noted(Caches, "evict", "evict")
-    noted(module._Step, "once", "step")
-    noted(KernelBench, "once_ms", "reference")
+    noted(module._Step, "run_once", "step")
+    noted(KernelBench, "run_once_ms", "reference")
     workload, progress = whole(problem_of(tables[3:4], 1)), []
     # ten times as large as the plan's
     reference = (ComputeRequest((Shard.whole(tables[0]),), SETTING.batch), 1.0)
@@ -428,7 +435,7 @@ def test_each_step_meets_caches_that_were_overwritten_and_another_batch(tables, 
 
 
 def test_one_device_computes_and_exchanges_nothing(tables, alone):
-    cost = combine(
+    cost = combine_marks(
         alone(
             [whole(problem_of(tables, 1))], dataclasses.replace(SETTING, optimizer="rowwise_adagrad"), CONFIG
         )[0],
@@ -443,7 +450,7 @@ def test_a_reference_op_tells_the_slowdown(three):
     _, _, output = three
     marks = [m for (m, _), _ in output]
     ranks = list(zip(marks, ([1.0, 2.0, 9.0], [4.0, 4.0, 4.0], [3.0, 3.0, 3.0]), strict=True))
-    slow, alone = (combine_all(ranks, reference, JOB)[0] for reference in ((None, 2.0), None))
+    slow, alone = (combine_workload_costs(ranks, reference, JOB)[0] for reference in ((None, 2.0), None))
     assert slow.slowdown == pytest.approx(1.5) and alone.slowdown == 1.0
     usual = slow.at_usual_speed()
     assert usual.total_ms == pytest.approx(slow.total_ms / 1.5) and usual.slowdown == 1.0
@@ -463,7 +470,7 @@ def test_waiting_and_transfer_are_told_apart_by_the_last_start():
     )
     dense = {"dense_forward_ms": 1.0, "dense_backward_ms": 2.0}
     for job, ids_ms in ((JOB, 4.5), (Job("none", **dense), 4.5), (Job(**dense), 1.5)):
-        cost = combine(ms / 1e3, job)
+        cost = combine_marks(ms / 1e3, job)
         for part in PARTS[:-1]:
             assert getattr(cost, part) == pytest.approx(getattr(expected, part))
         assert cost.input_ms == pytest.approx((ids_ms, ids_ms))
@@ -512,9 +519,9 @@ def test_a_rank_that_dies_in_a_step_ends_the_gang_and_is_named(tables):
     forever = dataclasses.replace(CONFIG, repeats=10**6)
     rounds = 0
     with pytest.raises(ShardCoreError, match="rank 1 of 2 failed: it was killed by SIGKILL"):
-        for rank, _ in local_ranks.run(
+        for rank, _ in local_ranks.run_ranks(
             "replay",
-            module._work,
+            module._run_rank,
             2,
             ([whole(problem_of(tables, 2))], SETTING, forever, "cpu", None, None),
             60.0,
@@ -561,12 +568,12 @@ def test_the_command_replays_plans_of_one_problem(tables, tmp_path, capsys):
 
 def _groups(rank, init_method, send):
     dist.init_process_group("gloo", init_method, rank=rank, world_size=4)
-    ranks, group = exchanges.groups(rank, on_hosts("abba"), [ACROSS])[ACROSS.group]
+    ranks, group = exchanges.make_process_groups(rank, on_hosts("abba"), [ACROSS])[ACROSS.group]
     send((list(ranks), dist.get_process_group_ranks(group)))
     dist.destroy_process_group()
 
 
 def test_ranks_of_a_group_are_in_torchs_order():
     """The second devices of hosts a and b are ranks 3 and 2."""
-    last = dict(local_ranks.run("test", _groups, 4, (), 60.0))
+    last = dict(local_ranks.run_ranks("test", _groups, 4, (), 60.0))
     assert all(ours == torchs for ours, torchs in last.values()) and last[3][0] == [2, 3]

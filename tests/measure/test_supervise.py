@@ -76,7 +76,7 @@ def test_the_request_that_hangs_in_company_and_kills_alone_is_recorded_and_the_o
     with supervised(config, reference, reference_ms=1e3, hang_s=2) as bench:
         os.kill(children()[0].pid, signal.SIGINT)  # Ctrl-C is for the parent to answer, though all get it
         with signalled(bench, signal.SIGSTOP, signal.SIGKILL) as struck:
-            found = list(bench.samples([HUGE, slow, quick]))
+            found = list(bench.measured_samples([HUGE, slow, quick]))
         assert len(struck) == 2 and not set(struck) & {p.pid for p in children()}
         assert 0 < bench.kept_s < bench.kernel_s > list(struck.values())[1] > next(iter(struck.values())) > 0
         samples = {s.request: s for s in found}
@@ -100,7 +100,7 @@ class Sleep(ComputeRequest):
 def test_a_process_that_lives_and_runs_no_op_hangs(tables):
     sleep = Sleep((Shard.whole(tables[4]),), 8)
     with supervised(hang_s=0.3) as bench:
-        [sample] = bench.samples([sleep])
+        [sample] = bench.measured_samples([sleep])
     assert sample.request == sleep and sample.error == "ended its worker: it hung: no op ended for 0.3 s"
     assert not children()
 
@@ -164,7 +164,7 @@ class Draws:
         [request] = arguments[0]
         return [ComputeSample(dataset.compute_id(SETTING, request), SETTING, request, None, None, 0.0, "")], 1
 
-    def look(self) -> None:
+    def update_counts(self) -> None:
         pass
 
     def end(self) -> None:
@@ -174,7 +174,7 @@ class Draws:
 @pytest.mark.parametrize("draws", [True, False])
 def test_a_worker_that_draws_ids_does_not_hang(draws):
     with Supervisor(Draws(draws), reference_ms=1.0, hang_s=0.3) as bench:
-        [sample] = bench.samples([HUGE])
+        [sample] = bench.measured_samples([HUGE])
     assert sample.error == ("" if draws else "ended its worker: it hung: no op ended for 0.3 s")
 
 
@@ -199,7 +199,7 @@ def test_calls_tell_who_watches_how_many_requests_wait(tables, monkeypatch):
     monkeypatch.setattr(LocalWorker, "call", labelled)
     requests = [ComputeRequest((Shard.whole(tables[i]),), 64) for i in range(5)]
     with supervised(reference_ms=1.0) as bench:
-        assert len(list(bench.samples(requests))) == 5
+        assert len(list(bench.measured_samples(requests))) == 5
     assert [label for label in labels if label][:5] == [f"{n} waiting" for n in (4, 3, 2, 1, 0)]
 
 

@@ -24,7 +24,7 @@ def test_the_interval_is_between_order_statistics_that_hold_the_median_as_often_
 
 
 def test_spread_is_quartiles():
-    assert timing.spread([3.0, 1.0, 2.0, 5.0, 4.0]) == timing.Spread(3.0, 2.0, 4.0, 5)
+    assert timing.timing_spread([3.0, 1.0, 2.0, 5.0, 4.0]) == timing.Spread(3.0, 2.0, 4.0, 5)
 
 
 @pytest.fixture
@@ -96,4 +96,7 @@ def test_runs_no_longer_kept_are_refused():
 
 def test_a_clock_gives_the_ms_between_marks():
     assert devices.Cpu().elapsed_ms([1.0, 1.5, 1.75]) == [500.0, 250.0]
-    assert type(devices.device_of("cpu")) is devices.Cpu and type(devices.device_of("cuda")) is devices.Cuda
+    assert (
+        type(devices.device_by_name("cpu")) is devices.Cpu
+        and type(devices.device_by_name("cuda")) is devices.Cuda
+    )

@@ -15,8 +15,8 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.validation import MOST_BYTES
 from shardcore.io import schema
 from shardcore.io.kineto import KinetoFile
-from shardcore.measure.traces.job import rank_step, read_job
-from shardcore.measure.traces.names import NCCL_KERNEL, collective_of, name_of
+from shardcore.measure.traces.job import divide_rank_step, read_traced_job
+from shardcore.measure.traces.names import NCCL_KERNEL, match_collective, match_name
 from shardcore.measure.traces.rank import Collective, Span, StepSpans
 
 
@@ -31,7 +31,7 @@ def rounded(ms):
 
 
 def test_a_step_of_two_gloo_ranks_is_divided_among_its_parts(tmp_path):
-    job = read_job(two_ranks(tmp_path))
+    job = read_traced_job(two_ranks(tmp_path))
     [step] = job.steps
     first, second = step.ranks
     assert (step.number, step.world_size, job.backend, job.devices, job.remarks) == (
@@ -50,11 +50,11 @@ def test_a_step_of_two_gloo_ranks_is_divided_among_its_parts(tmp_path):
     for rank in step.ranks:
         assert sum(rank.ms.values()) == pytest.approx(rank.total_ms)
         assert rank.names_ms["mylib::secret"] == pytest.approx(0.3, abs=0.01)
-        assert rank.named_share == pytest.approx(1 - rank.ms["unnamed"] / 20)
+        assert rank.recognised_share == pytest.approx(1 - rank.ms["unnamed"] / 20)
 
 
 def test_waiting_ends_when_the_last_rank_begins(tmp_path):
-    [first, second] = read_job(two_ranks(tmp_path)).steps[0].ranks
+    [first, second] = read_traced_job(two_ranks(tmp_path)).steps[0].ranks
     [sent], [also] = first.exchanges, second.exchanges
     assert (sent.collective, sent.role, sent.n_bytes) == ("all_to_all", "outputs", 1024)
     assert (sent.waiting_ms, sent.transfer_ms) == pytest.approx((2.0, 3.0), abs=0.01)
@@ -62,8 +62,8 @@ def test_waiting_ends_when_the_last_rank_begins(tmp_path):
 
 
 def test_clocks_that_differ_are_aligned_by_collectives(tmp_path):
-    there = read_job(two_ranks(tmp_path / "a"))
-    later = read_job(two_ranks(tmp_path / "b", base_ns=BASE_NS + 5_000_000_000))
+    there = read_traced_job(two_ranks(tmp_path / "a"))
+    later = read_traced_job(two_ranks(tmp_path / "b", base_ns=BASE_NS + 5_000_000_000))
     for a, b in zip(there.steps[0].ranks, later.steps[0].ranks, strict=True):
         assert b.ms == pytest.approx(a.ms, abs=0.01)
 
@@ -71,7 +71,7 @@ def test_clocks_that_differ_are_aligned_by_collectives(tmp_path):
 def test_a_clock_that_jumps_between_steps_is_named(tmp_path):
     write(tmp_path, 0, gloo_step() + gloo_step(at_ms=30, number=4))
     write(tmp_path, 1, gloo_step() + gloo_step(at_ms=900, number=4))
-    job = read_job(tmp_path)
+    job = read_traced_job(tmp_path)
     assert any("clock of rank 1 jumps by 870.0 ms before step 4" in remark for remark in job.remarks)
     assert [rank.ms["lookup_forward"] for step in job.steps for rank in step.ranks] == pytest.approx(
         [4.0] * 4, abs=0.01
@@ -103,7 +103,7 @@ def test_kernels_belong_to_what_launched_them(tmp_path):
         kernel("somebody_elses_kernel", 15, 1, 7),
     ]
     write(tmp_path, 0, events, 1, deviceProperties=[{"name": "Tesla V100"}])
-    job = read_job(tmp_path)
+    job = read_traced_job(tmp_path)
     [rank] = job.steps[0].ranks
     assert job.devices == ("Tesla V100",)
     assert rounded(rank.kernel_ms) == {
@@ -147,7 +147,7 @@ def test_kernels_belong_to_what_launched_them(tmp_path):
     ],
 )  # fmt: skip
 def test_names_of_ops_and_kernels_are_rows(name, part):
-    assert getattr(name_of(name), "part", None) == part
+    assert getattr(match_name(name), "part", None) == part
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_names_of_ops_and_kernels_are_rows(name, part):
     ],
 )
 def test_kernels_of_nccl_name_their_collective(name, collective):
-    assert NCCL_KERNEL.match(name) and collective_of(name) == collective
+    assert NCCL_KERNEL.match(name) and match_collective(name) == collective
 
 
 @pytest.mark.parametrize("zipped", [False, True])
@@ -176,7 +176,7 @@ def test_a_trace_cut_short_tells_what_it_has(tmp_path, zipped, share):
     size = path.stat().st_size
     path.write_bytes(path.read_bytes()[: int(share * size)])
     try:
-        job = read_job(tmp_path)
+        job = read_traced_job(tmp_path)
     except ShardCoreError as error:  # not even one step is left
         assert "rank-0" in str(error) and share < 0.9
     else:
@@ -187,7 +187,7 @@ def test_a_trace_cut_short_counts_as_far_as_whole_ones_show_that_it_is_whole(tmp
     path = write(tmp_path, 0, gloo_step())
     write(tmp_path, 1, gloo_step())
     path.write_bytes(path.read_bytes()[: int(0.4 * path.stat().st_size)])
-    job = read_job(tmp_path)
+    job = read_traced_job(tmp_path)
     assert job.ranks == [1] and job.digests.keys() == {1}
     assert "trace of rank 0 does not count: no step of it is whole" in job.remarks
     assert not any("differ in collectives" in remark for remark in job.remarks)
@@ -195,7 +195,7 @@ def test_a_trace_cut_short_counts_as_far_as_whole_ones_show_that_it_is_whole(tmp
 
 def test_a_trace_of_one_rank_tells_all_but_waiting(tmp_path):
     write(tmp_path, 0, gloo_step())
-    job = read_job(tmp_path)
+    job = read_traced_job(tmp_path)
     assert job.remarks == (
         "traces of 1 of 2 ranks: rank 1 is missing; waiting for missing ranks counts as transfer",
     )
@@ -205,7 +205,7 @@ def test_a_trace_of_one_rank_tells_all_but_waiting(tmp_path):
 def of_ranks(folder, events, world_size=8, **of_third):
     for rank, own in events.items():
         write(folder, rank, own, world_size, **(of_third if rank == 2 else {}))
-    return read_job(folder)
+    return read_traced_job(folder)
 
 
 WAITS_MS = (9.0, 8.5, 7.0, 0.0, 8.0, 9.5, 3.0, 8.8)
@@ -228,7 +228,7 @@ def test_missing_ranks_are_named_and_exchanges_are_not_aligned(tmp_path):
     assert job.remarks == (
         "traces of 5 of 8 ranks: ranks 3, 4, 6 are missing; waiting for missing ranks counts as transfer",
     )
-    assert job.steps[0].missing_ranks == "ranks 3, 4, 6 are"
+    assert job.steps[0].missing_ranks_text == "ranks 3, 4, 6 are"
     for rank in job.steps[0].ranks:
         assert not any(sent.is_aligned for sent in rank.exchanges)
         assert rank.ms["outputs_transfer"] == pytest.approx(7.4, abs=0.01)  # rank 2 is the last one there
@@ -257,7 +257,7 @@ def test_steps_that_overlap_end_where_the_next_one_begins_and_are_told(tmp_path)
         own = [e for e in gloo_step(at_ms=at_ms, number=number) if e["ts"] + e["dur"] <= 1e3 * (at_ms + 12.4)]
         events += [event(f"ProfilerStep#{number}", at_ms, 19.8, "user_annotation"), *own]
     write(tmp_path, 0, events, 1)
-    job = read_job(tmp_path)
+    job = read_traced_job(tmp_path)
     assert [(step.number, round(step.total_ms, 2)) for step in job.steps] == [(3, 12.4), (4, 12.4)]
     [remark] = job.remarks
     assert "ProfilerSteps that overlap the next one, by ms: {3: 7.4, 4: 7.4}" in remark
@@ -268,7 +268,7 @@ def test_steps_that_other_ranks_lack_and_steps_without_ops_do_not_count(tmp_path
     empty = [event("ProfilerStep#6", 100, 0.5, "user_annotation")]
     write(tmp_path, 0, gloo_step() + gloo_step(at_ms=30, number=4) + empty)
     write(tmp_path, 1, gloo_step() + gloo_step(at_ms=30, number=4) + gloo_step(at_ms=60, number=5))
-    job = read_job(tmp_path)
+    job = read_traced_job(tmp_path)
     assert [step.number for step in job.steps] == [3, 4]
     assert "steps [5] do not count, as not all ranks have them" in job.remarks
     assert "trace of rank 0 has steps without ops, which do not count: [6]" in job.remarks
@@ -277,20 +277,20 @@ def test_steps_that_other_ranks_lack_and_steps_without_ops_do_not_count(tmp_path
 def test_a_trace_of_empty_steps_alone_is_refused(tmp_path):
     write(tmp_path, 0, [event("ProfilerStep#6", 0, 5, "user_annotation"), event("aten::add", 9, 1)], 1)
     with pytest.raises(ShardCoreError, match=r"rank-0.trace.json has no ops within its steps \[6\]"):
-        read_job(tmp_path)
+        read_traced_job(tmp_path)
 
 
 def test_a_second_trace_of_a_rank_leaves_another_one_missing(tmp_path):
     write(tmp_path, 0, gloo_step())
     write(tmp_path, 1, gloo_step(), distributedInfo={"rank": 0, "world_size": 2})
-    remarks = read_job(tmp_path).remarks
+    remarks = read_traced_job(tmp_path).remarks
     assert "rank 0 has several traces; the last one counts" in remarks
     assert any("rank 1 is missing" in remark for remark in remarks)
 
 
 def test_a_trace_without_collectives_tells_the_rest(tmp_path):
     write(tmp_path, 0, [e for e in gloo_step() if "c10d" not in e["name"] and "gloo" not in e["name"]], 1)
-    job = read_job(tmp_path)
+    job = read_traced_job(tmp_path)
     assert job.remarks == ("trace of rank 0 has no collectives: of exchanges it tells nothing",)
     assert job.steps[0].ranks[0].ms["lookup_forward"] == pytest.approx(4.0, abs=0.01)
 
@@ -299,7 +299,7 @@ def test_ranks_that_ran_other_collectives_are_named(tmp_path):
     write(tmp_path, 0, gloo_step())
     more = [event("c10d::allreduce_", 18, 0.1), event("gloo:all_reduce", 18, 0.1, "user_annotation", 2)]
     write(tmp_path, 1, gloo_step() + more)
-    assert "all_reduce of reduce (rank 0: 0, rank 1: 1)" in " ".join(read_job(tmp_path).remarks)
+    assert "all_reduce of reduce (rank 0: 0, rank 1: 1)" in " ".join(read_traced_job(tmp_path).remarks)
 
 
 @pytest.mark.parametrize(
@@ -322,7 +322,7 @@ def test_traces_of_other_jobs_are_refused_in_one_line(tmp_path, spoil, words):
     folder = two_ranks(tmp_path / "job")
     spoil(folder)
     with pytest.raises(ShardCoreError, match=words):
-        read_job(folder)
+        read_traced_job(folder)
 
 
 @pytest.mark.parametrize(
@@ -337,7 +337,7 @@ def test_traces_of_other_jobs_are_refused_in_one_line(tmp_path, spoil, words):
 def test_what_is_no_trace_is_refused_in_one_line(tmp_path, content):
     (tmp_path / "rank-0.trace.json").write_text(content)
     with pytest.raises(ShardCoreError, match="rank-0.trace.json"):
-        read_job(tmp_path)
+        read_traced_job(tmp_path)
 
 
 def test_events_without_a_time_are_counted(tmp_path):
@@ -350,7 +350,9 @@ def test_events_without_a_time_are_counted(tmp_path):
         event("ProfilerStep#4", 0, 1e15, "user_annotation"),
     ]
     write(tmp_path, 0, gloo_step() + broken, 1)
-    assert "trace of rank 0 has 6 events without a name or a possible time" in read_job(tmp_path).remarks
+    assert (
+        "trace of rank 0 has 6 events without a name or a possible time" in read_traced_job(tmp_path).remarks
+    )
 
 
 @pytest.mark.parametrize(
@@ -366,7 +368,7 @@ def test_events_without_a_time_are_counted(tmp_path):
 )
 def test_fields_of_other_kinds_are_left_out(tmp_path, more, header):
     write(tmp_path, 0, gloo_step() + more, 1, **header)
-    [step] = read_job(tmp_path).steps
+    [step] = read_traced_job(tmp_path).steps
     assert step.number == 3 and step.ranks[0].total_ms == pytest.approx(20.0)
 
 
@@ -384,7 +386,7 @@ def test_sizes_of_an_exchange_that_no_memory_has_are_bounded(tmp_path, sizes):
     for e in events:
         e["args"] |= sizes if e["name"].startswith("c10d::") else {}
     write(tmp_path, 0, events, 1)
-    [exchange] = read_job(tmp_path).steps[0].ranks[0].exchanges
+    [exchange] = read_traced_job(tmp_path).steps[0].ranks[0].exchanges
     assert 0 <= exchange.n_bytes <= MOST_BYTES
 
 
@@ -392,7 +394,7 @@ def test_traces_of_which_none_can_be_read_have_a_line_each(tmp_path):
     for rank in (0, 1):
         (tmp_path / f"rank-{rank}.trace.json").write_text("{}")
     with pytest.raises(ShardCoreError) as info:
-        read_job(tmp_path)
+        read_traced_job(tmp_path)
     lines = str(info.value).split("\n")
     assert [f"rank-{rank}.trace.json" in line for rank, line in enumerate(lines)] == [True, True]
 
@@ -402,7 +404,7 @@ def test_a_trace_that_ends_before_its_ops_is_said_to_be_cut_short(tmp_path):
     content = path.read_text()
     path.write_text(content[: content.index("[lookup]")])
     with pytest.raises(ShardCoreError, match="has no ops within its steps .* and is cut short"):
-        read_job(tmp_path)
+        read_traced_job(tmp_path)
 
 
 def test_large_traces_are_read_in_bounded_memory(tmp_path):
@@ -428,7 +430,7 @@ def test_a_gzip_bomb_is_refused_with_its_file_size_and_limit(tmp_path):
     size = path.stat().st_size
     words = f"{path} has {size:,} bytes and unpacks to more than {schema.LEAST_UNPACKED_BYTES:,} bytes"
     with pytest.raises(ShardCoreError, match=words):
-        read_job(tmp_path)
+        read_traced_job(tmp_path)
 
 
 def test_gzip_of_very_many_parts_is_refused(tmp_path):
@@ -437,12 +439,12 @@ def test_gzip_of_very_many_parts_is_refused(tmp_path):
     (tmp_path / "rank-0.trace.json").unlink()
     path = tmp_path / "rank-0.trace.json.gz"
     path.write_bytes(b"".join(gzip.compress(content[i : i + 10]) for i in range(0, len(content), 10)))
-    assert read_job(tmp_path).steps[0].number == 3
+    assert read_traced_job(tmp_path).steps[0].number == 3
     path.write_bytes(gzip.compress(b"") * 2_000 + gzip.compress(content))
     with pytest.raises(
         ShardCoreError, match=r"has [\d,]+ bytes and about 2,001 parts of gzip; it needs to have 1,0"
     ):
-        read_job(tmp_path)
+        read_traced_job(tmp_path)
 
 
 def test_a_trace_that_packs_well_is_read(tmp_path):
@@ -452,7 +454,7 @@ def test_a_trace_that_packs_well_is_read(tmp_path):
     noise = [event("aten::view", 1000 + i, 0.1, "python_function", note=note) for i, note in enumerate(notes)]
     size = write(tmp_path, 0, gloo_step() + noise, 1, zipped=True).stat().st_size
     assert 25 < 18e6 / size < 45
-    assert read_job(tmp_path).steps[0].number == 3
+    assert read_traced_job(tmp_path).steps[0].number == 3
 
 
 def test_many_collectives_take_time_and_memory_in_proportion(tmp_path):
@@ -466,7 +468,7 @@ def test_many_collectives_take_time_and_memory_in_proportion(tmp_path):
         ]
     write(tmp_path, 0, events, 1)
     tracemalloc.start()
-    [rank] = read_job(tmp_path).steps[0].ranks
+    [rank] = read_traced_job(tmp_path).steps[0].ranks
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert rank.ms["other_transfer"] == pytest.approx(0.2 * 2_000, rel=0.02)
@@ -493,12 +495,12 @@ def test_each_moment_of_overlapping_spans_belongs_to_the_topmost(seed):
         Span(a, b, rng.choice(["ids", "data", "optimizer"]), rng.random() < 0.5, "x") for a, b in spans(30)
     ]
     sent = [Collective("all_to_all", "outputs", 0, a, b, a + rng.randint(0, 60)) for a, b in spans(30)]
-    rank = rank_step(0, StepSpans(3, 0, 100, host, [], sent), on_gpu=False)
+    rank = divide_rank_step(0, StepSpans(3, 0, 100, host, [], sent), on_gpu=False)
     layers = [
         (0, 100, "unnamed"),
         *((s.begin_ms, s.end_ms, s.part) for s in host),
-        *((c.begin_ms, c.transfer_from_ms, "waiting") for c in sent),
-        *((c.transfer_from_ms, c.end_ms, "outputs_transfer") for c in sent),
+        *((c.begin_ms, c.transfer_begin_ms, "waiting") for c in sent),
+        *((c.transfer_begin_ms, c.end_ms, "outputs_transfer") for c in sent),
         *((s.begin_ms, s.end_ms, s.part) for s in host if s.works),
     ]
     assert rank.ms == pytest.approx(painted(0, 100, layers))
@@ -510,7 +512,7 @@ def test_many_collectives_that_all_overlap_are_divided():
     """50,000 layers, each of 50,000 moments."""
     n = 50_000
     sent = [Collective("all_to_all", "outputs", 0, 1.0 * i, 1.0 * (n + i)) for i in range(n)]
-    rank = rank_step(0, StepSpans(3, 0.0, 2.0 * n, [], [], sent), on_gpu=False)
+    rank = divide_rank_step(0, StepSpans(3, 0.0, 2.0 * n, [], [], sent), on_gpu=False)
     assert rank.ms == pytest.approx({"outputs_transfer": 2.0 * n - 1, "unnamed": 1.0})
 
 
@@ -530,7 +532,7 @@ ANNOTATION = "user_annotation"
 def test_of_several_annotations_of_a_step_the_longest_counts_once_and_they_are_told(tmp_path, twin, first):
     write(tmp_path / "one", 0, gloo_step(), 1)
     write(tmp_path / "two", 0, [twin, *gloo_step()] if first else [*gloo_step(), twin], 1)
-    there, job = read_job(tmp_path / "one"), read_job(tmp_path / "two")
+    there, job = read_traced_job(tmp_path / "one"), read_traced_job(tmp_path / "two")
     assert job.steps == there.steps
     [remark] = job.remarks
     assert remark == "trace of rank 0 has several ProfilerSteps of number [3]: the longest of each counts"

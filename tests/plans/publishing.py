@@ -12,11 +12,11 @@ def plan(problem, device, **provenance):
 
 def publish(root, problem, device, outcome="better", **fields):
     """A plan with everything on a device becomes current; the decision."""
-    with store.turn(root, problem.name):
-        version = store.add(
+    with store.publishing_lock(root, problem.name):
+        version = store.add_version(
             root, problem, plan(problem, device), {"total_ms": float(device)}, f"<html>{device}</html>"
         )
-        before = store.last(root, problem.name)
+        before = store.last_decision(root, problem.name)
         fields = {
             "reason": "of a test",
             "current": version,
@@ -27,13 +27,13 @@ def publish(root, problem, device, outcome="better", **fields):
             **fields,
         }
         decision = Decision(problem.name, outcome, **fields)
-        store.record(root, decision)
+        store.record_decision(root, decision)
     return decision
 
 
 def sealed_decision(root, name, decision, **changes):
     """Make a changed decision the last one, under the name of its own digest, as an attacker can."""
-    document = {**decision.document(), **changes}
+    document = {**decision.to_json(), **changes}
     found = files.digest(document)
     writing.write_json(root / name / "decisions" / f"{found}.json", document)
     (root / name / "current").write_text(f"{found}\n")

@@ -11,8 +11,16 @@ from shapes import column, on_hosts, replica, row
 
 from shardcore.core.job import Job
 from shardcore.core.types import Plan, Problem, Table
-from shardcore.plans.diff import ALL_LOADS, FROM_REPLICAS, NOTHING, OTHER_PARTS, TO_REPLICAS, diff, lost
-from shardcore.plans.words import moves_text
+from shardcore.plans.diff import (
+    ALL_LOADS,
+    FROM_REPLICAS,
+    NOTHING,
+    OTHER_PARTS,
+    TO_REPLICAS,
+    checkpoint_loss,
+    diff_plans,
+)
+from shardcore.plans.words import moves_summary
 
 TWO = on_hosts("xx", 1 << 30)
 TABLE = Table("t", 10, 8, 2.0)
@@ -45,16 +53,16 @@ def problem(optimizer: str) -> Problem:
     ],
 )
 def test_what_is_lost_is_said_with_the_moves(optimizer, before, after, loses):
-    found = diff(Plan(tuple(OF[before])), Plan(tuple(OF[after])), problem(optimizer))
+    found = diff_plans(Plan(tuple(OF[before])), Plan(tuple(OF[after])), problem(optimizer))
     assert [m.loses for m in found.moves] == [loses] * (before != after)
     said = f"(t): a checkpoint loses {loses}"
-    assert (said in moves_text(found)) == bool(loses)
-    assert found.document()["checkpoint_loses"] == ({"t": loses} if loses else {})
+    assert (said in moves_summary(found)) == bool(loses)
+    assert found.to_json()["checkpoint_loses"] == ({"t": loses} if loses else {})
 
 
 def test_the_optimizer_of_replicas_counts_too():
     kept = replace(problem("exact_sgd"), job=Job(replica_optimizer="adam"))
-    found = diff(Plan(tuple(OF["data_parallel"])), Plan(tuple(OF["row_wise"])), kept)
+    found = diff_plans(Plan(tuple(OF["data_parallel"])), Plan(tuple(OF["row_wise"])), kept)
     assert found.moves[0].loses == FROM_REPLICAS
 
 
@@ -82,7 +90,7 @@ def test_torchrec_loads_what_is_said_to_load():
             fused = "adam"
         else:
             fused = {"sgd": "exact_sgd"}.get(r["optimizer"], r["optimizer"])
-        loses = lost(OF[r["before"]], OF[r["after"]], problem(fused))
+        loses = checkpoint_loss(OF[r["before"]], OF[r["after"]], problem(fused))
         state = {
             FROM_REPLICAS: "fails",
             OTHER_PARTS: "fails",

@@ -25,7 +25,7 @@ def test_history_tells_models_of_one_name_apart_by_their_data(problem, tmp_path)
 
 def test_a_margin_is_read_back_and_needs_to_be_one(problem, tmp_path):
     made = publish(tmp_path, problem, 0, "first", margin_ms=0.25)
-    assert store.last(tmp_path, problem.name) == made and made.margin_ms == 0.25
+    assert store.last_decision(tmp_path, problem.name) == made and made.margin_ms == 0.25
     with pytest.raises(ShardCoreError, match="margin_ms -1.0"):
         replace(made, margin_ms=-1.0)
 
@@ -34,7 +34,7 @@ def test_a_repeated_decision_says_so(problem, tmp_path):
     first = publish(tmp_path, problem, 0, "first", decided_at=1.0)
     again = publish(tmp_path, problem, 0, "first", decided_at=2.0)
     other = publish(tmp_path, problem, 0, "kept", decided_at=2.0)
-    assert again.repeats(first) and not other.repeats(first) and not first.repeats(None)
+    assert again.is_repeat_of(first) and not other.is_repeat_of(first) and not first.is_repeat_of(None)
 
 
 def test_a_decision_tells_what_the_version_that_it_chose_costs():

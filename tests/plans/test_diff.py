@@ -14,12 +14,12 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Setting, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
-from shardcore.plans.diff import diff, relabel_devices, reorder_columns
-from shardcore.plans.words import moves_text
+from shardcore.plans.diff import diff_plans, relabel_devices, reorder_columns
+from shardcore.plans.words import moves_summary
 from shardcore.report import plan_report
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.anneal.reshard import rebind_tables
-from shardcore.step.kinds import even_share, shards_on
+from shardcore.step.kinds import even_row_share, shards_by_device
 from shardcore.step.lower import lower
 
 
@@ -32,11 +32,11 @@ def random_plan(problem, seed: int, rows: bool = True) -> Plan:
         if kind == 1 and t.dim > 4:
             cut = 4 * int(rng.integers(1, t.dim // 4))
             placements += [column(t, first, 0, cut), column(t, second, cut)]
-        elif kind == 3 and even_share(t.rows, len(topology)):
+        elif kind == 3 and even_row_share(t.rows, len(topology)):
             placements.append(
                 row(t, topology)
                 if rng.random() < 0.5 or len(topology.hosts) == 1
-                else host_row(t, topology.on_hosts[rng.integers(len(topology.hosts))])
+                else host_row(t, topology.devices_by_host[rng.integers(len(topology.hosts))])
             )
         else:
             placements.append(replica(t, topology) if kind == 2 else column(t, first))
@@ -49,7 +49,7 @@ def cells(plan: Plan, name: str) -> set[tuple[int, int, int]]:
         (d, r, c)
         for p in plan.placements
         if p.shard.table.name == name
-        for d, s in shards_on(p)
+        for d, s in shards_by_device(p)
         for r in range(s.row_lo, s.row_hi)
         for c in range(s.col_lo, s.col_hi)
     }
@@ -71,11 +71,11 @@ def small(problem):
 @pytest.mark.parametrize("seed", range(8))
 def test_moves_are_the_cells_that_devices_get(small, seed):
     old, new = random_plan(small, seed), random_plan(small, seed + 100)
-    found = diff(old, new)
+    found = diff_plans(old, new)
     assert {m.table: m.bytes for m in found.moves if m.bytes} == {
         t.name: n for t in small.tables if (n := counted_bytes(old, new, t.name))
     }
-    assert found.bytes == sum(m.bytes for m in found.moves) and not diff(old, old) and bool(found)
+    assert found.bytes == sum(m.bytes for m in found.moves) and not diff_plans(old, old) and bool(found)
     assert [m.bytes for m in found.moves] == sorted((m.bytes for m in found.moves), reverse=True)
 
 
@@ -110,7 +110,7 @@ TWO = on_hosts("xyxy", 16 << 20)
 def test_moves_counted_by_hand(old, new, cells, precision, bytes_a_cell):
     table = Table("t", 40, 16, 1.0, precision=precision)
     before, after = old(table), new(table)
-    found = diff(Plan(tuple(before)), Plan(tuple(after)))
+    found = diff_plans(Plan(tuple(before)), Plan(tuple(after)))
     # Copies that are given up move nothing. They count as a change all the same.
     changes = cells or {p.kind for p in before} != {p.kind for p in after}
     assert found.bytes == cells * bytes_a_cell and len(found.moves) == bool(changes)
@@ -128,8 +128,8 @@ def test_devices_are_not_exchanged_where_the_order_of_columns_is_enough(problem)
         )
         for order in ((0, 1), (1, 0))
     )
-    assert wide.bytes > small.bytes and diff(old, new).bytes == wide.bytes
-    assert not diff(old, relabel_devices(new, old, replace(problem, tables=(wide, small))))
+    assert wide.bytes > small.bytes and diff_plans(old, new).bytes == wide.bytes
+    assert not diff_plans(old, relabel_devices(new, old, replace(problem, tables=(wide, small))))
 
 
 def test_statistics_do_not_move_tables(problem):
@@ -137,11 +137,11 @@ def test_statistics_do_not_move_tables(problem):
     livelier = replace(
         problem, tables=tuple(replace(t, pooling=t.pooling + 1, access=Zipf(0.5)) for t in problem.tables)
     )
-    assert not diff(old, rebind_tables(old, livelier)) and lower(rebind_tables(old, livelier), livelier)
+    assert not diff_plans(old, rebind_tables(old, livelier)) and lower(rebind_tables(old, livelier), livelier)
     other = replace(problem, tables=(*problem.tables[1:], Table("new", 10, 4, 1.0)))
-    found = diff(old, random_plan(other, 1))
+    found = diff_plans(old, random_plan(other, 1))
     assert found.added == ("new",) and found.removed == (problem.tables[0].name,)
-    assert f"1 table new: new; 1 table gone: {problem.tables[0].name}" in moves_text(found)
+    assert f"1 table new: new; 1 table gone: {problem.tables[0].name}" in moves_summary(found)
     with pytest.raises(ShardCoreError, match="problem 'small' does not have"):
         lower(rebind_tables(old, other), other)
 
@@ -168,13 +168,13 @@ def test_statistics_do_not_move_tables(problem):
 def test_rows_and_columns_that_were_there_move_and_new_ones_are_told_apart(old, new, shape, moved, added):
     was, now = Table("t", 40, 16, 1.0), Table("t", *shape, 2.0, features=2)
     plans = Plan(tuple(old(was))), Plan(tuple(new(now)))
-    found = diff(*plans)
+    found = diff_plans(*plans)
     before, after = (cells(plan, "t") for plan in plans)
     known = {cell for cell in after if cell[1] < 40 and cell[2] < 16}
-    assert found.bytes == 4 * len(known - before) and found.new_bytes == 4 * len(after - known)
-    assert added is None or (found.bytes, found.new_bytes) == (4 * moved, 4 * added)
-    assert found.resized == {"t": found.new_bytes} and not found.added and not found.removed
-    assert "1 table of another shape (t)" in moves_text(found)
+    assert found.bytes == 4 * len(known - before) and found.new_cell_bytes == 4 * len(after - known)
+    assert added is None or (found.bytes, found.new_cell_bytes) == (4 * moved, 4 * added)
+    assert found.resized == {"t": found.new_cell_bytes} and not found.added and not found.removed
+    assert "1 table of another shape (t)" in moves_summary(found)
 
 
 def test_a_plan_goes_on_with_tables_of_another_shape(problem):
@@ -182,7 +182,7 @@ def test_a_plan_goes_on_with_tables_of_another_shape(problem):
     for change in ({"rows": 7}, {"rows": 70_000}, {"dim": 8}, {"dim": 128}):
         other = replace(problem, tables=tuple(replace(t, **change) for t in problem.tables))
         bound = rebind_tables(old, other)
-        assert not diff(old, bound).moves
+        assert not diff_plans(old, bound).moves
         assert lower(bound, replace(other, topology=Topology((Device(1 << 40),) * len(problem.topology))))
     wide = Table("w", 40, 32, 1.0)
     cut = Plan((column(wide, 0, 0, 8), column(wide, 1, 8, 16), column(wide, 2, 16)))
@@ -214,9 +214,9 @@ def test_equal_devices_are_exchanged_so_that_least_moves_at_the_same_cost(proble
     assert price(lower(near, problem), model).total_ms == pytest.approx(
         price(lower(new, problem), model).total_ms
     )
-    assert diff(old, near).bytes <= diff(old, reorder_columns(new, old)).bytes
+    assert diff_plans(old, near).bytes <= diff_plans(old, reorder_columns(new, old)).bytes
     swapped = Plan(tuple(rotated(p, 2) for p in old.placements))
-    assert diff(old, swapped).bytes > 0 and not diff(old, relabel_devices(swapped, old, problem))
+    assert diff_plans(old, swapped).bytes > 0 and not diff_plans(old, relabel_devices(swapped, old, problem))
     moved_on = Plan(tuple(rotated(p, 1) for p in old.placements))
     back = relabel_devices(moved_on, old, problem)  # hosts are not exchanged
     hosts = [
@@ -253,9 +253,9 @@ def test_columns_come_in_the_old_order_of_devices(problem):
         )
 
     old = cut((24, 3), (16, 1), (24, 0))
-    assert not diff(old, reorder_columns(cut((24, 0), (16, 1), (24, 3)), old))
+    assert not diff_plans(old, reorder_columns(cut((24, 0), (16, 1), (24, 3)), old))
     fewer = reorder_columns(cut((32, 0), (32, 3)), old)
-    assert diff(old, fewer).bytes == 4 * wide.rows * (8 + 8)
+    assert diff_plans(old, fewer).bytes == 4 * wide.rows * (8 + 8)
     old, new = cut((8, 0), (32, 1), (24, 2)), cut((32, 1), (32, 0))
     assert reorder_columns(new, old) == new  # the old order would move more
 
@@ -267,19 +267,19 @@ def test_a_search_afresh_hardly_moves_what_it_finds_again(problem):
         SHARDERS["anneal"](problem, model, seed=seed, budget=Budget(evals=20_000)) for seed in (0, 1)
     )
     near = relabel_devices(second, first, problem)
-    assert diff(first, near).bytes <= diff(first, second).bytes
+    assert diff_plans(first, near).bytes <= diff_plans(first, second).bytes
     assert price(lower(near, problem), model).total_ms == pytest.approx(second.provenance["predicted_ms"])
 
 
 def test_places_are_told_in_words(problem):
     t = problem.tables[2]
-    found = diff(Plan((column(t, 0),)), Plan((column(t, 1, 0, 32), column(t, 0, 32, 64))))
+    found = diff_plans(Plan((column(t, 0),)), Plan((column(t, 1, 0, 32), column(t, 0, 32, 64))))
     text = plan_report.moves_by_table_text(found)
     assert (
         "1 table, 0.2 MiB of weights to move" in text
         and "device 1 columns 0:32 of 64; device 0 columns 32:64 of 64" in text
     )
     shared = plan_report.moves_by_table_text(
-        diff(Plan((column(t, 0),)), Plan((replica(t, problem.topology),)))
+        diff_plans(Plan((column(t, 0),)), Plan((replica(t, problem.topology),)))
     )
     assert "a replica on every device" in shared and "a replica" not in text

@@ -12,7 +12,7 @@ from shapes import column, replica, row
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Setting, Table
 from shardcore.cost.analytic import AnalyticModel
-from shardcore.cost.known_errors import USUAL_ERRORS, errors_of
+from shardcore.cost.known_errors import USUAL_ERRORS, known_model_errors
 from shardcore.cost.model import price_plan
 from shardcore.plans import gain
 
@@ -34,12 +34,12 @@ def spread(problem: Problem, by: int = 0) -> Plan:
 
 
 def margin(old: Plan, new: Plan, problem: Problem, model=MODEL) -> float:
-    return gain.gain(of(old, problem, model), of(new, problem, model), problem, model).margin_ms
+    return gain.plan_gain(of(old, problem, model), of(new, problem, model), problem, model).margin_ms
 
 
 def test_the_same_plan_is_surely_no_better(problem):
-    found = gain.gain(of(spread(problem), problem), of(spread(problem), problem), problem, MODEL)
-    assert found.ms == found.margin_ms == 0 and not found.worth_it()
+    found = gain.plan_gain(of(spread(problem), problem), of(spread(problem), problem), problem, MODEL)
+    assert found.ms == found.margin_ms == 0 and not found.exceeds_margin()
 
 
 def test_the_more_moves_the_less_is_known_of_the_difference(problem):
@@ -84,8 +84,8 @@ def test_a_model_that_errs_more_is_less_sure(problem):
         models = (MODEL, Erring(MODEL.setting))
 
     erring, both = Erring(MODEL.setting), Both(MODEL.setting)
-    assert errors_of(MODEL) == USUAL_ERRORS
-    assert errors_of(erring) == errors_of(both) == (0.1, 0.4)
+    assert known_model_errors(MODEL) == USUAL_ERRORS
+    assert known_model_errors(erring) == known_model_errors(both) == (0.1, 0.4)
     assert margin(spread(problem), spread(problem, 1), problem, erring) > margin(
         spread(problem), spread(problem, 1), problem
     )
@@ -94,8 +94,10 @@ def test_a_model_that_errs_more_is_less_sure(problem):
 def test_a_gain_has_to_exceed_its_margin_and_what_was_asked():
     found = gain.Gain(3.0, 2.0, 100.0)
     assert str(found) == "gain 3.0% ± 2.0%"
-    assert found.worth_it() and found.worth_it(0.02) and not found.worth_it(0.03)
-    assert not gain.Gain(2.0, 2.0, 100.0).worth_it() and not gain.Gain(-3.0, 2.0, 100.0).worth_it()
+    assert found.exceeds_margin() and found.exceeds_margin(0.02) and not found.exceeds_margin(0.03)
+    assert (
+        not gain.Gain(2.0, 2.0, 100.0).exceeds_margin() and not gain.Gain(-3.0, 2.0, 100.0).exceeds_margin()
+    )
 
 
 @pytest.mark.long
@@ -107,11 +109,11 @@ def test_of_replayed_plans_that_replace_others_nine_in_ten_are_faster():
     from shardcore.step.lower import lower
 
     setting = Setting("cpu-amd-epyc", 2048)
-    known = drift_correction.read("datasets/cpu-amd-epyc", setting)
+    known = drift_correction.read_measurements("datasets/cpu-amd-epyc", setting)
     model = fit.train(known.compute[:1500], known.comm, setting, fit.FitConfig(epochs=5)).model
     box = Path("bench/emulated-hosts")
-    alone, pairs = box_replays.of_box(model, box, pods=True), []
-    kept = replays.read_all(box / "steps", replace(setting, hardware="cpu-intel-xeon"))
+    alone, pairs = box_replays.with_box_rates(model, box, pods=True), []
+    kept = replays.read_all_replays(box / "steps", replace(setting, hardware="cpu-intel-xeon"))
     for one in kept:  # what exchanges take in steps is fitted without the problem that is judged
         others = [
             (lower(x.plans[name], x.problem, fits=False), cost.at_usual_speed())
@@ -119,14 +121,14 @@ def test_of_replayed_plans_that_replace_others_nine_in_ten_are_faster():
             if x is not one
             for name, cost in x.costs.items()
         ]
-        own = step_factors.fit(alone, others).for_problem(one.problem)
+        own = step_factors.fit_step_factors(alone, others).for_problem(one.problem)
         plans = [
             (price_plan(plan, one.problem, own, fits=False), one.costs[name].total_ms)
             for name, plan in one.plans.items()
         ]
         plans.sort(key=lambda x: -x[0].cost.total_ms)
         pairs += [
-            (gain.gain(old, new, one.problem, own), old_ms - new_ms)
+            (gain.plan_gain(old, new, one.problem, own), old_ms - new_ms)
             for (old, old_ms), (new, new_ms) in itertools.combinations(plans, 2)
         ]
     real_ms = [ms for found, ms in pairs if found.ms > found.margin_ms]

@@ -12,7 +12,7 @@ from shardcore.core.types import Problem, Table
 from shardcore.io.hot_ids import HotIds
 from shardcore.io.model_files import write_tensors
 from shardcore.io.row_counts import RowCounts, read_row_counts, write_row_counts
-from shardcore.plans.hot_drift import hot_drift
+from shardcore.plans.hot_drift import hot_row_drifts
 from shardcore.tables.hot_rows import with_hot_rows
 
 PLAIN = Problem(
@@ -26,7 +26,7 @@ IDS = {"a": HotIds("a", 8, [1, 5])}
 
 
 def drift(*counts: int, samples: int = 32, of: Problem = HOT, ids=IDS):
-    return hot_drift(of, ids, RowCounts(samples, {"a": np.array(counts)}))[0]
+    return hot_row_drifts(of, ids, RowCounts(samples, {"a": np.array(counts)}))[0]
 
 
 def test_nothing_moves_while_the_same_rows_are_hottest():
@@ -60,7 +60,7 @@ def test_counts_are_read_as_they_were_written(tmp_path):
     path = tmp_path / "counts.safetensors"
     write_row_counts(path, RowCounts(7, {"a": np.arange(8), "b": np.zeros(6, np.int64)}))
     found = read_row_counts(path)
-    assert found.samples == 7 and list(found.of("a", 8)) == list(range(8))
+    assert found.samples == 7 and list(found.table_counts("a", 8)) == list(range(8))
     content = path.read_bytes()
     one_more = content[:-8] + (1).to_bytes(8, "little")
     for damaged, said in (
@@ -99,7 +99,7 @@ def test_counts_whose_sum_would_overflow_are_refused(tmp_path):
             "hot ids of table 'b', which has no hot rows",
         ),
         (
-            lambda: hot_drift(HOT, IDS, RowCounts(1, {"b": np.ones(6, np.int64)})),
+            lambda: hot_row_drifts(HOT, IDS, RowCounts(1, {"b": np.ones(6, np.int64)})),
             "no row counts of table 'a'",
         ),
         (lambda: RowCounts(0, {}), "samples 0; it needs"),

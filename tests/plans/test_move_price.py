@@ -11,7 +11,7 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Plan, Problem, Setting, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.move_rates import MoveRates, read_move_rates, write_move_rates
-from shardcore.plans.diff import diff
+from shardcore.plans.diff import diff_plans
 from shardcore.plans.move_price import MovePrice, link_gbps, moved_bytes, price_move
 from shardcore.plans.replan import ReplanConfig, replan
 from shardcore.search import SHARDERS, Budget
@@ -99,10 +99,10 @@ def test_rates_are_files(tmp_path):
 
 def test_a_pause_pays_back_once_as_many_steps_are_done():
     price = MovePrice({"between_hosts": 8}, {"between_hosts": 1.0}, {"move": 2.0})
-    after_s = price.pays_back_s(before_ms=10.0, now_ms=8.0)
+    after_s = price.payback_s(before_ms=10.0, now_ms=8.0)
     assert (after_s - price.pause_s) / 8.0 == pytest.approx(after_s / 10.0)
-    assert price.pays_back_s(10.0, 10.0) == inf
-    assert MovePrice({}, {}).pays_back_s(10.0, 10.0) == 0
+    assert price.payback_s(10.0, 10.0) == inf
+    assert MovePrice({}, {}).payback_s(10.0, 10.0) == 0
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_a_plan_moves_where_that_pays_back(limits, moves):
     problem = Problem("again", tables, FOUR, 240)
     old = SHARDERS["size_greedy"](problem, MODEL)
     found = replan(old, problem, MODEL, ReplanConfig(budget=Budget(evals=200), **limits))
-    assert bool(diff(old, found).moves) == moves
+    assert bool(diff_plans(old, found).moves) == moves
     assert (
         found.provenance["predicted_ms"]
         <= replan(old, problem, MODEL, ReplanConfig(0)).provenance["predicted_ms"]

@@ -19,7 +19,7 @@ from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.cost.model import price, price_plan
 from shardcore.io import files
 from shardcore.plans import publisher, store
-from shardcore.plans.diff import diff
+from shardcore.plans.diff import diff_plans
 from shardcore.plans.publisher import PublishConfig, Publisher
 from shardcore.report import plan_page
 from shardcore.report.published_report import published_plan_row
@@ -79,7 +79,7 @@ def first_plan(model, tmp_path_factory):
 def first(first_plan, tmp_path):
     """The decision for it, in a copy of that store at `tmp_path`."""
     shutil.copytree(first_plan, tmp_path, dirs_exist_ok=True)
-    return store.last(tmp_path, "published")
+    return store.last_decision(tmp_path, "published")
 
 
 def slow(model):
@@ -97,9 +97,9 @@ def worse(problem):
 
 def put(root, problem, plan, version=1):
     """A plan made elsewhere becomes current."""
-    last = store.last(root, problem.name)
-    added = store.add(root, problem, plan, {"baselines": {}})
-    store.record(
+    last = store.last_decision(root, problem.name)
+    added = store.add_version(root, problem, plan, {"baselines": {}})
+    store.record_decision(
         root,
         store.Decision(
             problem.name,
@@ -142,7 +142,7 @@ def test_torchrecs_planner_is_compared_with_where_problems_are_small(problem, mo
     ms = publish(tmp_path, few, model, config=asked).baselines["torchrec"]
     assert ms == SHARDERS["torchrec"](few, model).provenance["predicted_ms"]
     many = replace(problem, topology=Topology((Device(8 << 20),) * 1024), global_batch=1024)
-    others = Publisher(model, tmp_path, asked, {}, plan_page.published_version_page)._others(many)
+    others = Publisher(model, tmp_path, asked, {}, plan_page.published_version_page)._baseline_outcomes(many)
     assert "torchrec" not in others and "neuroshard" in others
 
 
@@ -178,7 +178,7 @@ def test_a_store_that_does_not_answer_keeps_its_plan(problem, model, tmp_path, f
         publish(tmp_path, problem, model)
     plan.unlink()
     plan.write_bytes(content)
-    assert store.last(tmp_path, problem.name) == first
+    assert store.last_decision(tmp_path, problem.name) == first
 
 
 def test_a_better_plan_takes_the_place_and_a_plan_that_is_hardly_better_does_not(problem, model, tmp_path):
@@ -196,10 +196,10 @@ def test_a_better_plan_takes_the_place_and_a_plan_that_is_hardly_better_does_not
     assert f"gain {share:.1f}% ± {margin:.1f}%" in page
     kept = publish(tmp_path, problem, model).decision
     assert kept.outcome == "kept" and kept.current == better.current
-    before = store.last(tmp_path, "published")
+    before = store.last_decision(tmp_path, "published")
     assert (
-        publish(tmp_path, problem, model).decision.repeats(kept)
-        and store.last(tmp_path, "published") == before
+        publish(tmp_path, problem, model).decision.is_repeat_of(kept)
+        and store.last_decision(tmp_path, "published") == before
     )
     put(tmp_path, problem, worse(problem))
     stubborn = publish(tmp_path, problem, model, config=replace(CONFIG, threshold=0.9)).decision
@@ -241,14 +241,14 @@ def test_a_plan_that_no_longer_fits_is_replaced_however_cheap(problem, model, tm
     assert decision.outcome == "no longer fits" and "device 0" in decision.reason
     with pytest.raises(Infeasible):
         publish(tmp_path, replace(grown, topology=Topology((Device(9_000),) * 4)), model)
-    assert store.last(tmp_path, "published") == decision
+    assert store.last_decision(tmp_path, "published") == decision
 
 
 def test_a_new_table_finds_room_beside_the_others(problem, model, tmp_path, first):
     old, _ = store.load_plan(tmp_path, "published")
     more = replace(problem, tables=(*problem.tables, Table("new", 900, 16, 2.0)))
     decision = publish(tmp_path, more, model, config=replace(CONFIG, max_moved_tables=0)).decision
-    found = diff(old, store.load_plan(tmp_path, "published")[0])
+    found = diff_plans(old, store.load_plan(tmp_path, "published")[0])
     assert decision.outcome == "no longer fits" and found.added == ("new",) and not found.moves
 
 
@@ -277,7 +277,7 @@ def test_a_plan_kept_under_fresh_statistics_is_published_anew_for_them_and_nothi
     kept = publish(tmp_path, livelier, model).decision
     assert kept.outcome == "kept" and kept.current != first.current and kept.previous_ms > first.candidate_ms
     now, its_problem = store.load_plan(tmp_path, "published")
-    assert its_problem == livelier and not diff(plan, now) and now.provenance == plan.provenance
+    assert its_problem == livelier and not diff_plans(plan, now) and now.provenance == plan.provenance
     busier = replace(problem, tables=tuple(replace(t, pooling=1.02 * t.pooling) for t in problem.tables))
     again = publish(tmp_path, busier, model, config=replace(CONFIG, algorithm="random")).decision
     assert again.outcome == "kept" and again.candidate != again.current != kept.current
@@ -293,7 +293,7 @@ def test_a_plan_kept_under_fresh_statistics_is_published_anew_for_them_and_nothi
     )
     drifted = publish(tmp_path, skewed, model, config=replace(CONFIG, max_moved_tables=2)).decision
     assert drifted.outcome == "better" and drifted.candidate_ms < drifted.previous_ms
-    assert 1 <= len(diff(now, store.load_plan(tmp_path, "published")[0]).moves) <= 2
+    assert 1 <= len(diff_plans(now, store.load_plan(tmp_path, "published")[0]).moves) <= 2
 
 
 def test_a_plan_that_a_job_rolled_back_is_not_published_again(problem, model, tmp_path, first):
@@ -306,9 +306,9 @@ def test_a_plan_that_a_job_rolled_back_is_not_published_again(problem, model, tm
     better = publish(tmp_path, skewed, model).decision
     assert better.outcome == "better"
     with pytest.raises(ShardCoreError, match="has another version than"):
-        store.roll_back(tmp_path, "published", first.current, "of a test")
-    back = store.roll_back(tmp_path, "published", better.current, "12 ms a step in the job")
-    assert back.outcome == "rolled back" and back.current == first.current == store.current(
+        store.roll_back_version(tmp_path, "published", first.current, "of a test")
+    back = store.roll_back_version(tmp_path, "published", better.current, "12 ms a step in the job")
+    assert back.outcome == "rolled back" and back.current == first.current == store.current_version(
         tmp_path, "published"
     )
     again = publish(tmp_path, skewed, model).decision
@@ -390,7 +390,7 @@ def test_a_plan_is_lowered_and_priced_once_on_its_way_to_the_store(
 
         return call
 
-    for name, original in (("lower", workload.lower), ("price", price), ("run", compare.run)):
+    for name, original in (("lower", workload.lower), ("price", price), ("run_sharder", compare.run_sharder)):
         wrapped = counted(name, original)
         for module in [m for m in sys.modules.values() if getattr(m, "__name__", "").startswith("shardcore")]:
             if module.__dict__.get(name) is original:
@@ -399,25 +399,25 @@ def test_a_plan_is_lowered_and_priced_once_on_its_way_to_the_store(
     for outcome in ("first", "kept", "better"):
         if outcome == "better":
             put(tmp_path, problem, worse(problem))
-        before = store.last(tmp_path, "published")
+        before = store.last_decision(tmp_path, "published")
         counts.clear()
         found = publish(tmp_path, problem, model, config=config).decision
-        assert found.outcome == outcome and counts["run"] >= len(BASELINES)
+        assert found.outcome == outcome and counts["run_sharder"] >= len(BASELINES)
         more = 0 if before is None else 1 + (found.candidate != before.current)
-        assert counts["lower"] == counts["price"] == counts["run"] + more
+        assert counts["lower"] == counts["price"] == counts["run_sharder"] + more
 
 
 def test_a_cheaper_baseline_is_published_in_place_of_the_plan_that_the_search_finds(
     problem, model, tmp_path, monkeypatch
 ):
-    run = compare.run
+    run = compare.run_sharder
 
     def run_badly(name, *args, **kwargs):
         outcome = run(name, *args, **kwargs)
         bad = price_plan(worse(problem), problem, model)
         return replace(outcome, priced=bad) if name == CONFIG.algorithm else outcome
 
-    monkeypatch.setattr(compare, "run", run_badly)
+    monkeypatch.setattr(compare, "run_sharder", run_badly)
     published = publish(tmp_path, problem, model)
     costs = {name: ms for name, ms in published.baselines.items() if isinstance(ms, float)}
     best = min(costs, key=lambda name: costs[name])

@@ -11,8 +11,8 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
-from shardcore.plans.diff import diff
-from shardcore.plans.replan import ReplanConfig, forced_moves, replan, without_devices
+from shardcore.plans.diff import diff_plans
+from shardcore.plans.replan import ReplanConfig, renumber_devices, replan, tables_forced_to_move
 from shardcore.report import plan_report
 from shardcore.search import SHARDERS, Budget
 from shardcore.step.lower import lower
@@ -43,9 +43,9 @@ def cost(plan: Plan, problem: Problem) -> float:
 @pytest.mark.parametrize("most", [0, 1, 3, None])
 def test_no_more_tables_move_than_may_and_the_plan_is_no_dearer(problem, old, most):
     found = replan(old, problem, MODEL, ReplanConfig(most, budget=BUDGET))
-    assert len(diff(old, found).moves) <= (12 if most is None else most) and cost(found, problem) <= cost(
-        old, problem
-    )
+    assert len(diff_plans(old, found).moves) <= (12 if most is None else most) and cost(
+        found, problem
+    ) <= cost(old, problem)
 
 
 def test_for_a_thousandth_of_the_cost_nothing_moves(problem):
@@ -69,12 +69,12 @@ def test_a_plan_that_is_kept_keeps_its_columns(problem):
     apart = [Placement("column", half, (d,)) for half, d in zip(halves, (2, 0), strict=True)]
     old = Plan((*(p for p in free if p.shard.table != table), *apart))
     kept = replan(old, problem, MODEL, ReplanConfig(0, budget=BUDGET))
-    assert not diff(old, kept).moves and set(kept.placements) == set(old.placements)
+    assert not diff_plans(old, kept).moves and set(kept.placements) == set(old.placements)
 
 
 def test_no_more_bytes_move_than_may(problem, old):
     found = replan(old, problem, MODEL, ReplanConfig(max_moved_bytes=100_000, budget=BUDGET))
-    assert 0 < diff(old, found).bytes <= 100_000
+    assert 0 < diff_plans(old, found).bytes <= 100_000
 
 
 @pytest.mark.parametrize("space, kept", [(None, "halves"), ("columns", "columns")])
@@ -109,17 +109,17 @@ def test_what_a_device_cannot_hold_any_more_has_to_move(problem):
     smaller = replace(roomy, topology=Topology((Device(total * 2 // 3), *roomy.topology.devices[1:])))
     grown = replace(roomy, tables=tuple(replace(t, rows=3 * t.rows) for t in problem.tables))
     for now in (smaller, grown):
-        forced = forced_moves(alone, now)
+        forced = tables_forced_to_move(alone, now)
         found = replan(alone, now, MODEL, ReplanConfig(0, budget=BUDGET))
-        moved = diff(alone, found, now, forced)
+        moved = diff_plans(alone, found, now, forced)
         assert lower(found, now) and 0 < len(forced) < 12
-        assert {m.table for m in moved.forced.moves} == forced and not moved.chosen.moves
-        assert moved.forced.bytes == sum(t.bytes for t in problem.tables if t.name in forced)
+        assert {m.table for m in moved.forced_moves.moves} == forced and not moved.voluntary_moves.moves
+        assert moved.forced_moves.bytes == sum(t.bytes for t in problem.tables if t.name in forced)
         text = plan_report.replan_text(moved, ReplanConfig(0))
         assert "had to" in text and "nothing by choice; " in text
         assert "more than the limit of 0 tables, which does not count what had to move" in text
         assert "the limit" not in plan_report.replan_text(moved, ReplanConfig(12))
-    assert not forced_moves(alone, roomy)
+    assert not tables_forced_to_move(alone, roomy)
 
 
 def test_rows_that_grow_do_not_escape_the_limits(problem, old):
@@ -132,9 +132,9 @@ def test_rows_that_grow_do_not_escape_the_limits(problem, old):
         topology=Topology((Device(8 * MIB),) * 4),
     )
     for config in (ReplanConfig(2, budget=BUDGET), ReplanConfig(max_moved_bytes=300_000, budget=BUDGET)):
-        moved = diff(old, replan(old, grown, MODEL, config), grown)
-        assert not moved.added and max(config.exceeded_by(moved)) <= 0 and len(moved.resized) == 12
-    assert diff(old, replan(old, grown, MODEL, ReplanConfig(2, budget=BUDGET))).moves
+        moved = diff_plans(old, replan(old, grown, MODEL, config), grown)
+        assert not moved.added and max(config.moves_beyond_limits(moved)) <= 0 and len(moved.resized) == 12
+    assert diff_plans(old, replan(old, grown, MODEL, ReplanConfig(2, budget=BUDGET))).moves
 
 
 @pytest.mark.parametrize("gone", [(0,), (1,), (3,), (0, 2)])
@@ -142,11 +142,13 @@ def test_rows_that_grow_do_not_escape_the_limits(problem, old):
 def test_tables_of_a_named_device_move_and_the_others_stay(problem, old, gone, replaced):
     devices = problem.topology.devices
     fewer = problem if replaced else replace(problem, topology=Topology(devices[len(gone) :]))
-    was, of = without_devices(old, problem, fewer, gone)
+    was, of = renumber_devices(old, problem, fewer, gone)
     found = replan(was, of, MODEL, ReplanConfig(0, budget=BUDGET))
-    moved = diff(was, found, fewer, forced_moves(was, of))
+    moved = diff_plans(was, found, fewer, tables_forced_to_move(was, of))
     on_gone = {p.shard.table.name for p in old.placements if p.devices[0] in gone}
-    assert {m.table for m in moved.forced.moves} == on_gone and not moved.chosen.moves and on_gone
+    assert (
+        {m.table for m in moved.forced_moves.moves} == on_gone and not moved.voluntary_moves.moves and on_gone
+    )
     assert lower(found, fewer)
     left = [d for d in range(4) if d not in gone]
     homes = {p.shard.table.name: p.devices[0] for p in found.placements}
@@ -166,7 +168,7 @@ def test_what_has_to_move_is_cut_where_no_device_has_room_for_it_whole():
     problem = Problem("tight", tables, Topology((Device(size + size // 2 + 450_000),) * 3), 240)
     old = Plan(tuple(Placement("column", Shard.whole(t), (i,)) for i, t in enumerate(tables)))
     fewer = replace(problem, topology=Topology(problem.topology.devices[:2]))
-    was, of = without_devices(old, problem, fewer, (0,))
+    was, of = renumber_devices(old, problem, fewer, (0,))
     for config in (ReplanConfig(0, budget=BUDGET), ReplanConfig(max_moved_bytes=0, budget=BUDGET)):
         found = replan(was, of, MODEL, config)
         assert {p.shard.table.name: p.devices for p in found.placements if p.shard.width == 64} == {
@@ -192,10 +194,10 @@ def test_devices_that_cannot_be_gone_are_refused_by_name(problem, old):
         ),
     ):
         with pytest.raises(ShardCoreError, match=said):
-            without_devices(old, problem, now, gone)
+            renumber_devices(old, problem, now, gone)
     pinned = replace(problem, constraints=Constraints(pinned=(("t3", (2,)),)))
     with pytest.raises(Infeasible, match="'t3' may live on device 2 only"):
-        without_devices(old, pinned, pinned, (2,))
+        renumber_devices(old, pinned, pinned, (2,))
 
 
 def test_limits_that_mean_nothing_are_refused():
@@ -228,7 +230,7 @@ def test_a_plan_stays_if_no_cheaper_one_is_found(problem, old, config, monkeypat
         raise Infeasible("no plan")
 
     for search in (none, lambda *args, **given: dear):
-        monkeypatch.setattr("shardcore.plans.replan.annealing", search)
+        monkeypatch.setattr("shardcore.plans.replan.search_with_annealing", search)
         found = replan(old, problem, MODEL, config)
         assert found.placements == old.placements
         assert found.provenance["predicted_ms"] == cost(old, problem)
@@ -264,7 +266,7 @@ def test_tables_that_are_kept_together_count_each(problem, most):
     )
     alone = Plan(tuple(Placement("column", Shard.whole(t), (0,)) for t in problem.tables))
     found = replan(alone, together, MODEL, ReplanConfig(most, budget=BUDGET))
-    assert 0 < len(diff(alone, found).moves) <= most and cost(found, together) < cost(alone, together)
+    assert 0 < len(diff_plans(alone, found).moves) <= most and cost(found, together) < cost(alone, together)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -282,7 +284,7 @@ def test_no_more_bytes_of_cut_tables_move_than_may(seed):
             low = high
     problem, old = Problem("cut", tables, Topology((Device(8 * MIB),) * 4), 240), Plan(tuple(placements))
     found = replan(old, problem, MODEL, ReplanConfig(max_moved_bytes=150_000, space="columns", budget=BUDGET))
-    assert diff(old, found).bytes <= 150_000 and cost(found, problem) <= cost(old, problem)
+    assert diff_plans(old, found).bytes <= 150_000 and cost(found, problem) <= cost(old, problem)
 
 
 def test_what_constraints_move_does_not_count(problem, old):
@@ -290,4 +292,4 @@ def test_what_constraints_move_does_not_count(problem, old):
     homes = {p.shard.table.name: p.devices[0] for p in old.placements}
     asked = Constraints(pinned=(("t0", ((homes["t0"] + 1) % 4,)),), kinds=(("t1", ("row",)),))
     found = replan(old, replace(problem, constraints=asked), MODEL, ReplanConfig(0, budget=BUDGET))
-    assert {m.table for m in diff(old, found).moves} == {"t0", "t1"}
+    assert {m.table for m in diff_plans(old, found).moves} == {"t0", "t1"}

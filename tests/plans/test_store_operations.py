@@ -114,11 +114,11 @@ def operations(root, act, kinds=ALL, after=False):
 
 def publish_all(root, problem, device, number):
     """All that tasks/publish does with the store for a problem, in its order."""
-    with store.turn(root, problem.name):
-        if before := store.last(root, problem.name):
+    with store.publishing_lock(root, problem.name):
+        if before := store.last_decision(root, problem.name):
             store.load_plan(root, problem.name)
-        version = store.add(root, problem, plan(problem, device), {"total_ms": 1.0}, "<html>")
-        store.record(
+        version = store.add_version(root, problem, plan(problem, device), {"total_ms": 1.0}, "<html>")
+        store.record_decision(
             root,
             Decision(
                 problem.name,
@@ -131,8 +131,8 @@ def publish_all(root, problem, device, number):
                 parent=before and before.id,
             ),
         )
-        store.prune(root, problem.name, 2)
-    store.write(root, "report.md", b"for people")
+        store.prune_versions(root, problem.name, 2)
+    store.write_store_file(root, "report.md", b"for people")
 
 
 class Reader:
@@ -142,11 +142,11 @@ class Reader:
         self.root, self.problem, self.number = root, problem, 0
 
     def __call__(self, _=None):
-        decision = store.last(self.root, "small")
+        decision = store.last_decision(self.root, "small")
         assert decision.decided_at >= self.number, f"decision {decision.decided_at} after {self.number}"
         self.number = decision.decided_at
         read, problem = store.load_plan(self.root, "small")
-        assert problem == self.problem and store.version_of(read, problem) == decision.current
+        assert problem == self.problem and store.plan_version(read, problem) == decision.current
         assert stored_page(self.root, "small", decision.current) == b"<html>"
 
 
@@ -293,8 +293,8 @@ def test_whatever_ends_a_publisher_readers_find_a_whole_state_and_the_next_one_c
             publish_all(begun, two, now, 10 * at + 1)
         reader()
         assert reader.number == 10 * at + 1 and store.load_plan(begun, "small") == (plan(two, now), two)
-        assert places.listed(store._home(begun, "small") / "versions") == sorted(
-            store.version_of(plan(two, device), two) for device in (before, now)
+        assert places.list_names(store._problem_folder(begun, "small") / "versions") == sorted(
+            store.plan_version(plan(two, device), two) for device in (before, now)
         )
         assert not isinstance(begun, Path) or not list((begun / "small").rglob(".*.tmp"))
         if at > len(unhindered) and not any(ended[-3:]):  # (some failures hinder nothing)

@@ -41,14 +41,14 @@ def start_publisher(problem, folder, times):
 def test_two_publishers_at_once_lose_no_decision(problem, tmp_path):
     both = [start_publisher(problem, tmp_path, n) for n in (20, 21)]
     said = [p.communicate(timeout=60)[0].split() for p in both]
-    found = [d.id for d in store.history(tmp_path, "small")]
+    found = [d.id for d in store.decision_history(tmp_path, "small")]
     assert len(found) == 41 and set(found) == {*said[0], *said[1]}
 
 
 HOLDER = """
 import sys, time
 from shardcore.plans import store
-with store.turn(sys.argv[1], "small"):
+with store.publishing_lock(sys.argv[1], "small"):
     print("mine", flush=True)
     time.sleep(600)
 """
@@ -65,9 +65,11 @@ def test_whose_turn_it_is_is_named_where_it_does_not_end(problem, tmp_path):
             match=rf"'small'.*{tmp_path}/small/.turn .*: "
             rf"process {holder.pid} on \S+ since \d+-",
         ):
-            with store.turn(tmp_path, "small", patience_s=0.1):
+            with store.publishing_lock(tmp_path, "small", patience_s=0.1):
                 pytest.fail("it was the other's turn")
-        with store.turn(tmp_path, "another", patience_s=0.1):  # problems wait for each other in no case
+        with store.publishing_lock(
+            tmp_path, "another", patience_s=0.1
+        ):  # problems wait for each other in no case
             pass
         holder.kill()
     publish(tmp_path, problem, 1)
@@ -85,8 +87,8 @@ def test_what_killed_publishers_left_goes_with_the_next_publish(problem, tmp_pat
     for path in left:
         path.parent.mkdir(exist_ok=True)
         path.write_text("cut sho")
-    with store.turn(tmp_path, "small"):
-        assert store.prune(tmp_path, "small", 2) == ["0123456789abcdef"]
+    with store.publishing_lock(tmp_path, "small"):
+        assert store.prune_versions(tmp_path, "small", 2) == ["0123456789abcdef"]
     assert not list(home.rglob(".*.tmp")) and not (home / "versions/0123456789abcdef").exists()
     assert store.load_plan(tmp_path, "small")[0] == plan(problem, 0)
 
@@ -97,7 +99,7 @@ def test_pruning_follows_no_link(problem, tmp_path, name):
     done = publish(tmp_path, problem, 0, "first")
     link = tmp_path / "small/versions" / name
     link.symlink_to(done.current)
-    assert store.prune(tmp_path, "small", 2) == []
+    assert store.prune_versions(tmp_path, "small", 2) == []
     assert link.is_symlink() and store.load_plan(tmp_path, "small")[0] == plan(problem, 0)
 
 
@@ -109,9 +111,9 @@ def test_what_belongs_to_another_is_neither_pruned_nor_read(problem, tmp_path):
         (tmp_path / moved).rename(tmp_path / "aside" / moved.replace("/", "-"))
         (tmp_path / link).symlink_to(tmp_path / "aside" / moved.replace("/", "-"))
     with pytest.raises(ShardCoreError, match="small/versions is a symbolic link"):
-        store.prune(tmp_path, "small", 2)
+        store.prune_versions(tmp_path, "small", 2)
     with pytest.raises(ShardCoreError, match="other is a symbolic link"):
-        store.prune(tmp_path, "other", 2)
+        store.prune_versions(tmp_path, "other", 2)
     assert (tmp_path / "aside/small-versions" / mine.current).exists()
     assert (tmp_path / "aside/other/versions" / theirs.current).exists()
 
@@ -122,7 +124,10 @@ def test_a_turn_writes_through_no_link(problem, tmp_path):
     victim.write_text("precious")
     (tmp_path / "small/.turn").unlink()
     (tmp_path / "small/.turn").symlink_to(victim)
-    with pytest.raises(ShardCoreError, match="cannot use .*small/.turn"), store.turn(tmp_path, "small"):
+    with (
+        pytest.raises(ShardCoreError, match="cannot use .*small/.turn"),
+        store.publishing_lock(tmp_path, "small"),
+    ):
         pass
     assert victim.read_text() == "precious"
 
@@ -133,12 +138,12 @@ def test_files_for_people_leave_nothing_behind_but_what_others_write_now(tmp_pat
         path.write_text("cut sho")
     with open(others) as writer:
         fcntl.flock(writer, fcntl.LOCK_EX)
-        store.write(tmp_path, "report.md", b"whole")
+        store.write_store_file(tmp_path, "report.md", b"whole")
         assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {
             "report.md": "whole",
             others.name: "cut sho",
         }
-    store.write(tmp_path, "report.md", b"whole")
+    store.write_store_file(tmp_path, "report.md", b"whole")
     assert os.listdir(tmp_path) == ["report.md"]
 
 

@@ -17,10 +17,10 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price_plan
 from shardcore.cost.profile import load_profile
 from shardcore.plans import what_if as what_if_of
-from shardcore.plans.what_if import WhatIf, what_if
+from shardcore.plans.what_if import WhatIf, price_single_moves
 from shardcore.search.anneal.reshard import rebind_tables
-from shardcore.step.kinds import merged
-from shardcore.step.memory import fits
+from shardcore.step.kinds import merged_placements
+from shardcore.step.memory import plan_fits
 
 MIB = 1 << 20
 TABLES = (
@@ -58,7 +58,7 @@ def model():
 
 def moved(move, plan: Plan) -> Plan:
     """The plan after a move."""
-    placements = merged(plan.placements)
+    placements = merged_placements(plan.placements)
     at = next(i for i, p in enumerate(placements) if (p.shard, p.devices) == (move.shard, move.devices[:1]))
     return Plan((*placements[:at], replace(placements[at], devices=move.devices[1:]), *placements[at + 1 :]))
 
@@ -82,7 +82,7 @@ def require_priced(moves, plan, problem, model) -> None:
         last = int(np.argmax(np.array(cost.compute_ms) + cost.backward_comm_ms))
         assert move.last == last
         assert [x.device for x in move.changed] == [*dict.fromkeys((*move.devices, last))]
-        assert bool(move.refused) == (not fits(after.plan, problem))
+        assert bool(move.refused) == (not plan_fits(after.plan, problem))
 
 
 @pytest.mark.parametrize("name", ["closed form", "profile", "trained"])
@@ -94,7 +94,7 @@ def test_all_moves_are_priced_as_the_plans_after_them(name, monkeypatch):
         "trained": trained,
     }
     plan, model = mixed_plan(), models[name]().for_problem(PROBLEM)
-    known = what_if(price_plan(plan, PROBLEM, model), PROBLEM, model)
+    known = price_single_moves(price_plan(plan, PROBLEM, model), PROBLEM, model)
     moves = all_moves(known)
     assert len(moves) > 30
     require_priced(moves, plan, PROBLEM, model)
@@ -105,10 +105,10 @@ def test_all_moves_are_priced_as_the_plans_after_them(name, monkeypatch):
 def test_a_move_to_a_full_device_says_what_it_lacks():
     small = replace(PROBLEM.topology.devices[2], memory_bytes=1 << 19)
     devices = [small if i == 2 else d for i, d in enumerate(PROBLEM.topology.devices)]
-    problem = replace(PROBLEM, topology=PROBLEM.topology.of_devices(devices), constraints=Constraints())
+    problem = replace(PROBLEM, topology=PROBLEM.topology.with_devices(devices), constraints=Constraints())
     plan = Plan(tuple(replace(p, devices=(0,)) if p.devices == (2,) else p for p in mixed_plan().placements))
     model = AnalyticModel(SETTING)
-    known = what_if(price_plan(plan, problem, model, fits=False), problem, model)
+    known = price_single_moves(price_plan(plan, problem, model, fits=False), problem, model)
     refused = [move for move in all_moves(known) if move.refused]
     require_priced(all_moves(known), plan, problem, model)
     assert refused and all(re.match("device 2 lacks ", move.refused) for move in refused)
@@ -117,7 +117,7 @@ def test_a_move_to_a_full_device_says_what_it_lacks():
 def test_a_shard_moves_only_where_its_table_may_and_not_onto_columns_of_its_own(monkeypatch):
     monkeypatch.setattr(what_if_of, "OF_TABLE", 99)
     model = AnalyticModel(SETTING)
-    known = what_if(price_plan(mixed_plan(), PROBLEM, model), PROBLEM, model)
+    known = price_single_moves(price_plan(mixed_plan(), PROBLEM, model), PROBLEM, model)
     assert [move.devices for move in known.of_table["t0"]] == [(0, 1)]  # pinned
     assert {move.devices for move in known.of_table["t5"]} == {(0, 1), (0, 2), (3, 1), (3, 2)}
     assert not {"t1", "t2", "rows", "copies"} & {*known.of_table}
@@ -126,7 +126,7 @@ def test_a_shard_moves_only_where_its_table_may_and_not_onto_columns_of_its_own(
 
 def test_of_each_table_the_best_moves_are_kept_those_that_fit_first():
     model = AnalyticModel(SETTING)
-    known = what_if(price_plan(mixed_plan(), PROBLEM, model), PROBLEM, model)
+    known = price_single_moves(price_plan(mixed_plan(), PROBLEM, model), PROBLEM, model)
     for moves in known.of_table.values():
         order = [(bool(move.refused), move.total_ms) for move in moves]
         assert order == sorted(order) and len(order) <= what_if_of.OF_TABLE
@@ -135,11 +135,11 @@ def test_of_each_table_the_best_moves_are_kept_those_that_fit_first():
 
 def test_of_very_large_plans_few_moves_are_looked_at(monkeypatch):
     model = AnalyticModel(SETTING)
-    whole = what_if(price_plan(mixed_plan(), PROBLEM, model), PROBLEM, model)
+    whole = price_single_moves(price_plan(mixed_plan(), PROBLEM, model), PROBLEM, model)
     monkeypatch.setattr(what_if_of, "_WORK", 1)
     monkeypatch.setattr(what_if_of, "_AT_ONCE", 1)
     monkeypatch.setattr(what_if_of, "OF_TABLE", 1)
-    few = what_if(price_plan(mixed_plan(), PROBLEM, model), PROBLEM, model)
+    few = price_single_moves(price_plan(mixed_plan(), PROBLEM, model), PROBLEM, model)
     assert {*few.of_table} == {*whole.of_table} and all(len(moves) == 1 for moves in few.of_table.values())
     require_priced(few.best, mixed_plan(), PROBLEM, model)
 
@@ -147,7 +147,9 @@ def test_of_very_large_plans_few_moves_are_looked_at(monkeypatch):
 def test_a_plan_without_shards_of_one_device_has_no_moves():
     problem = replace(PROBLEM, tables=(TABLES[17],), constraints=Constraints())
     plan = Plan((Placement("row", Shard.whole(TABLES[17]), (0, 1, 2, 3)),))
-    known = what_if(price_plan(plan, problem, AnalyticModel(SETTING)), problem, AnalyticModel(SETTING))
+    known = price_single_moves(
+        price_plan(plan, problem, AnalyticModel(SETTING)), problem, AnalyticModel(SETTING)
+    )
     assert known == WhatIf()
 
 
@@ -161,7 +163,7 @@ def test_moves_of_other_tables_leave_what_a_cache_fetches(gbps):
     plan = rebind_tables(mixed_plan(), problem)
     model = load_profile("nvidia-h100-sxm").model().for_problem(problem)
     priced = price_plan(plan, problem, model)
-    known = what_if(priced, problem, model)
+    known = price_single_moves(priced, problem, model)
     assert known.stays["t13"] == "some of its rows are not in device memory"
     require_priced(all_moves(known), plan, problem, model)
     assert any(priced.cost.fetch_wait_ms) == (gbps < 1)

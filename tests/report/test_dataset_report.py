@@ -4,15 +4,15 @@ from shardcore import report
 from shardcore.core.types import Setting
 from shardcore.io import dataset
 from shardcore.io.measurements import CollectiveSample, ComputeSample, EmulatedLinks, Spread
-from shardcore.measure.sampling.collectives import comm_request
-from shardcore.measure.sampling.groups import compute_request
+from shardcore.measure.sampling.collectives import draw_collective_request
+from shardcore.measure.sampling.groups import draw_compute_request
 from shardcore.report import dataset_report
 
 SETTING = Setting("test", 256)
 
 
 def sample(tables, i, at, scale=1.0, error=None):
-    request = compute_request(tables, i, SETTING)
+    request = draw_compute_request(tables, i, SETTING)
     spread = Spread(scale, 0.9 * scale, 1.1 * scale, 5)
     found = ComputeSample(
         dataset.compute_id(SETTING, request),
@@ -58,9 +58,10 @@ def test_a_figure_of_samples_that_all_failed_says_so(tables, tmp_path):
 
 def test_exchanges_are_summed_up_by_kind():
     spread = Spread(2.0, 1.9, 2.1, 5)
-    requests = [comm_request(i, 2, 256) for i in range(20)]
+    requests = [draw_collective_request(i, 2, 256) for i in range(20)]
     timed = [
-        [(spread,) * 2 if way in r.row.ways else None for way in ("forward", "backward")] for r in requests
+        [(spread,) * 2 if way in r.definition.ways else None for way in ("forward", "backward")]
+        for r in requests
     ]
     samples = [
         CollectiveSample(str(i), SETTING, r, *ways, (0.0, 0.0), 1.0, None, i, False)

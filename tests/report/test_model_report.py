@@ -77,11 +77,11 @@ FIGURES = {
         "regret 0.0%",
     ),
     "rivals": (
-        lambda: model_report.replayed_cost_figure(replay_metrics.rivals(REPLAYS), "title"),
+        lambda: model_report.replayed_cost_figure(replay_metrics.compare_sharders(REPLAYS), "title"),
         "over portfolio's, mean over 2",
     ),
     "rivals on one problem": (
-        lambda: model_report.replayed_cost_figure(replay_metrics.rivals(REPLAYS[:3]), "title"),
+        lambda: model_report.replayed_cost_figure(replay_metrics.compare_sharders(REPLAYS[:3]), "title"),
         "1.200",
     ),
 }

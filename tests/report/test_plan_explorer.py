@@ -18,7 +18,7 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price, price_plan
 from shardcore.cost.profile import load_profile
 from shardcore.plans.decisions import Version
-from shardcore.plans.what_if import WhatIf, what_if
+from shardcore.plans.what_if import WhatIf, price_single_moves
 from shardcore.report import plan_explorer, plan_page
 from shardcore.report.plan_explorer import explorer_html, script_policy
 from shardcore.step.lower import lower
@@ -192,7 +192,11 @@ def asked(model) -> Version:
     """The plan of `version`, with what its moves would do."""
     priced = price_plan(version("v").plan, PROBLEM, model)
     return Version(
-        "v", priced.plan, priced.cost, priced.workload.memory_bytes, what_if(priced, PROBLEM, model)
+        "v",
+        priced.plan,
+        priced.cost,
+        priced.workload.memory_bytes,
+        price_single_moves(priced, PROBLEM, model),
     )
 
 

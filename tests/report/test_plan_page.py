@@ -23,7 +23,7 @@ from shardcore.cost.model import price_plan
 from shardcore.io import files
 from shardcore.plans import store
 from shardcore.plans.decisions import Decision, Version, version_name
-from shardcore.plans.diff import diff
+from shardcore.plans.diff import diff_plans
 from shardcore.report import plan_explorer, plan_page
 from shardcore.report.device_figures import DeviceLoad, device_figure
 from shardcore.search import SHARDERS, Budget
@@ -47,12 +47,12 @@ def made(problem, **fields) -> str:
         problem.name,
         "first",
         "no plan was published",
-        *[store.version_of(old, problem)] * 2,
+        *[store.plan_version(old, problem)] * 2,
         files.problem_digest(problem),
         old.provenance["predicted_ms"],
         decided_at=1.7e9,
     )
-    version = store.version_of(new, problem)
+    version = store.plan_version(new, problem)
     fields = {"outcome": "better", "current": version, "reason": "cheaper <b>by far</b>", **fields}
     second = replace(
         first,
@@ -68,7 +68,7 @@ def made(problem, **fields) -> str:
     now = Version(
         version_name(version), new, replace(explained.cost, extrapolated=beyond), explained.memory_bytes
     )
-    return plan_page.published_version_page(now, problem, explained, [second, first], diff(old, new))
+    return plan_page.published_version_page(now, problem, explained, [second, first], diff_plans(old, new))
 
 
 class Text(HTMLParser):

@@ -14,15 +14,15 @@ from shardcore.core.topology import Device, Memory, Topology
 from shardcore.core.types import MIN_WIDTH, Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
-from shardcore.step.kinds import shards_on
-from shardcore.step.lower import channels_of, lower
+from shardcore.step.kinds import shards_by_device
+from shardcore.step.lower import channels_of_traffic, lower
 from shardcore.step.ways import (
-    consolidate,
-    devices_of,
-    division,
-    equal_parts,
+    allowed_devices_of_shard,
+    consolidate_placements,
+    cut_into_equal_parts,
     fixed_placements,
-    placements_of,
+    placements_of_bundles,
+    row_division,
     searched_tables,
 )
 
@@ -33,7 +33,7 @@ class SlowScatter(AnalyticModel):
     """Reduce-scatters take as long as for twice their bytes, so that costs tell collectives apart."""
 
     def comm(self, traffic, compute_ms, topology):
-        times = np.array([1 + (c.collective == "reduce_scatter") for c in channels_of(traffic)])
+        times = np.array([1 + (c.collective == "reduce_scatter") for c in channels_of_traffic(traffic)])
         return super().comm((traffic.T * times).T, compute_ms, topology)
 
 
@@ -73,7 +73,9 @@ def on_two_hosts(problem: Problem) -> Problem:
 
 def plan_of(shards, devices, problem) -> Plan:
     return Plan(
-        consolidate([*placements_of([(s,) for s in shards], devices, problem), *fixed_placements(problem)])
+        consolidate_placements(
+            [*placements_of_bundles([(s,) for s in shards], devices, problem), *fixed_placements(problem)]
+        )
     )
 
 
@@ -86,12 +88,12 @@ def draw_cuts(rng: np.random.Generator, problem: Problem, rows: bool) -> list[Sh
     """Tables cut at random by columns, and with `rows` some by rows."""
     shards = []
     for i, table in enumerate(problem.tables):
-        divided = division(table, problem) if rows and (i == 1 or rng.random() < 0.3) else None
-        shards += [s for _, s in shards_on(divided)] if divided else [Shard.whole(table)]
+        divided = row_division(table, problem) if rows and (i == 1 or rng.random() < 0.3) else None
+        shards += [s for _, s in shards_by_device(divided)] if divided else [Shard.whole(table)]
     for _ in range(8):
         i = rng.integers(len(shards))
-        if shards[i].full_rows and shards[i].width > MIN_WIDTH:
-            shards[i : i + 1] = equal_parts(shards[i], 2, MIN_WIDTH)
+        if shards[i].has_all_rows and shards[i].width > MIN_WIDTH:
+            shards[i : i + 1] = cut_into_equal_parts(shards[i], 2, MIN_WIDTH)
     return shards
 
 
@@ -155,14 +157,23 @@ def draw_two_cuts(rng: np.random.Generator, problem: Problem) -> list[list[Shard
     another one than in the other."""
     shards: list[Shard] = []
     for table in searched_tables(problem):
-        divided = division(table, problem) if rng.random() < 0.2 and table.name not in problem.whole else None
-        parts = 2 if rng.random() < 0.25 and table.name not in problem.whole else 1
-        shards += [s for _, s in shards_on(divided)] if divided else equal_parts(Shard.whole(table), parts)
-    whole = [s for s in shards if s == Shard.whole(s.table) and s.table.name not in problem.whole]
+        divided = (
+            row_division(table, problem)
+            if rng.random() < 0.2 and table.name not in problem.uncut_tables
+            else None
+        )
+        parts = 2 if rng.random() < 0.25 and table.name not in problem.uncut_tables else 1
+        shards += (
+            [s for _, s in shards_by_device(divided)]
+            if divided
+            else cut_into_equal_parts(Shard.whole(table), parts)
+        )
+    whole = [s for s in shards if s == Shard.whole(s.table) and s.table.name not in problem.uncut_tables]
     may_be_cut = [s for s in whole if s.width > 4 and not s.table.sequence]
     cut = [may_be_cut[i] for i in rng.permutation(len(may_be_cut))[:2]]
     return [
-        [part for s in shards for part in (equal_parts(s, 2, MIN_WIDTH) if s == one else [s])] for one in cut
+        [part for s in shards for part in (cut_into_equal_parts(s, 2, MIN_WIDTH) if s == one else [s])]
+        for one in cut
     ]
 
 
@@ -171,11 +182,13 @@ def draw_devices(rng: np.random.Generator, shards: list[Shard], problem: Problem
     homes: dict[str, set[int]] = {}
     devices = []
     for shard in shards:
-        name = problem.bundle_of.get(shard.table.name, (shard.table.name,))[0]
+        name = problem.group_by_table.get(shard.table.name, (shard.table.name,))[0]
         home = homes.setdefault(name, set())
-        if shard.table.name in problem.bundle_of and home:
+        if shard.table.name in problem.group_by_table and home:
             devices += home
             continue
-        devices.append(int(rng.choice([d for d in devices_of(shard, problem) if d not in home])))
+        devices.append(
+            int(rng.choice([d for d in allowed_devices_of_shard(shard, problem) if d not in home]))
+        )
         home.add(devices[-1])
     return devices

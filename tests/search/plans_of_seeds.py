@@ -15,7 +15,7 @@ from policies import untrained  # noqa: E402
 
 from shardcore.cost import neural  # noqa: E402
 from shardcore.search import LEARNED, SHARDERS, Budget, beam, sharder  # noqa: E402
-from shardcore.search.bound.lower_bound import bound  # noqa: E402
+from shardcore.search.bound.lower_bound import prove_lower_bound  # noqa: E402
 from shardcore.step import options  # noqa: E402
 
 
@@ -38,7 +38,7 @@ def main(folder: str, rows: str = "") -> None:
             for of, model in ((problem, MODEL), (measured, trained)):
                 where = f"{of.name} {seed} on {len(of.topology.hosts)}"
                 model = model.for_problem(of)
-                plans[f"{where}: bound"] = f"{bound(of, model).proved_ms or 0.0:.9g}"
+                plans[f"{where}: bound"] = f"{prove_lower_bound(of, model).proved_ms or 0.0:.9g}"
                 # TorchRec's planner takes as long as all others together.
                 for name in (x for x in (*SHARDERS, *LEARNED) if x != "torchrec" or n_tables == 8):
                     policy = None

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.progress import OutOfTime, clock, listening, stopped_clock, tick
+from shardcore.core.progress import OutOfTime, clock, report_to_listener, stopped_clock, tick
 from shardcore.search import budget as budgets
 from shardcore.search.budget import Budget, Meter
 
@@ -19,25 +19,37 @@ def used(budget: Budget, evals: int = 0, seconds: float = 0.0) -> Meter:
 
 def test_evaluations_are_counted_down_in_units_of_work():
     meter = used(Budget(evals=100), evals=40)
-    assert [meter.affordable(9, 20), meter.affordable(2, 20), meter.affordable(9, 61)] == [3, 2, 0]
-    assert meter.share_used() == 0.4 and meter.left()
-    assert used(Budget(evals=100), 99).left() and not used(Budget(evals=100), 100).left()
+    assert [
+        meter.affordable_repeats(9, 20),
+        meter.affordable_repeats(2, 20),
+        meter.affordable_repeats(9, 61),
+    ] == [3, 2, 0]
+    assert meter.share_used() == 0.4 and meter.has_budget_left()
+    assert (
+        used(Budget(evals=100), 99).has_budget_left() and not used(Budget(evals=100), 100).has_budget_left()
+    )
     over = used(Budget(evals=100), 150)
-    assert over.share_used() == 1.0 and over.affordable(5, 10) == 0
+    assert over.share_used() == 1.0 and over.affordable_repeats(5, 10) == 0
 
 
 def test_seconds_end_it_whatever_is_left_of_evaluations():
-    assert used(Budget(evals=100, seconds=50.0), seconds=51).affordable(5, 1) == 0
-    assert not used(Budget(seconds=50.0), seconds=51).left()
+    assert used(Budget(evals=100, seconds=50.0), seconds=51).affordable_repeats(5, 1) == 0
+    assert not used(Budget(seconds=50.0), seconds=51).has_budget_left()
     half = used(Budget(evals=100, seconds=1000.0), evals=10, seconds=500)
-    assert 0.5 <= half.share_used() < 0.6 and half.affordable(5, 1) == 5 and 500 <= half.seconds() < 600
+    assert (
+        0.5 <= half.share_used() < 0.6
+        and half.affordable_repeats(5, 1) == 5
+        and 500 <= half.elapsed_s() < 600
+    )
     nearer_evals = used(Budget(evals=100, seconds=1000.0), evals=90, seconds=500)
     assert nearer_evals.share_used() == 0.9
 
 
 def test_what_takes_longer_than_there_is_time_left_is_not_begun():
     half = used(Budget(seconds=1000.0), seconds=500)
-    repeats = [half.affordable(wanted, 1, each_s) for wanted, each_s in ((9, 100.0), (9, 501.0), (3, 1.0))]
+    repeats = [
+        half.affordable_repeats(wanted, 1, each_s) for wanted, each_s in ((9, 100.0), (9, 501.0), (3, 1.0))
+    ]
     assert repeats == [4, 0, 3]
     assert half.has_time(400) and not half.has_time(501)
     assert used(Budget(evals=100), evals=100).has_time(10**9)  # evaluations take no time
@@ -45,38 +57,40 @@ def test_what_takes_longer_than_there_is_time_left_is_not_begun():
 
 def test_time_left_follows_the_limit_that_ends_first():
     half = used(Budget(evals=100, seconds=1000.0), evals=10, seconds=500)
-    assert 499 <= half.left_s() <= 500
-    assert used(Budget(seconds=50.0), seconds=51).left_s() == 0
-    assert used(Budget(evals=100), seconds=5).left_s() is None and used(Budget(), 3).left_s() is None
+    assert 499 <= half.remaining_s() <= 500
+    assert used(Budget(seconds=50.0), seconds=51).remaining_s() == 0
+    assert (
+        used(Budget(evals=100), seconds=5).remaining_s() is None and used(Budget(), 3).remaining_s() is None
+    )
 
 
 def test_the_rate_of_evaluations_leaves_out_what_came_before_them_and_is_unknown_at_first():
     meter = used(Budget(evals=1000), evals=0, seconds=500)
-    assert meter.left_s() is None
+    assert meter.remaining_s() is None
     meter.evals = 1  # after 500 s of other work
-    assert meter.left_s() is None
+    assert meter.remaining_s() is None
     meter.evals, meter.started_s = 51, meter.started_s - 5
-    assert meter.left_s() is None  # too few to know their rate
+    assert meter.remaining_s() is None  # too few to know their rate
     meter.evals, meter.started_s = 401, meter.started_s - 35
-    assert 59 <= meter.left_s() <= 61  # 400 took 40 s
+    assert 59 <= meter.remaining_s() <= 61  # 400 took 40 s
     meter.evals = 1200
-    assert meter.left_s() == 0
+    assert meter.remaining_s() == 0
 
 
 def test_seconds_while_the_clock_is_stopped_are_not_counted():
     began_s, meter = time.monotonic(), used(Budget(seconds=50.0))
     with stopped_clock():
         time.sleep(0.05)
-    assert meter.seconds() <= time.monotonic() - began_s - 0.05
+    assert meter.elapsed_s() <= time.monotonic() - began_s - 0.05
 
 
 def test_a_meter_reports_to_who_listens_and_to_no_other():
     heard, meter = [], used(Budget(evals=100, seconds=1000.0), evals=10, seconds=500)
-    with listening(lambda *report: heard.append(report)):
-        meter.report("annealing", 2.5)
-        with listening(None):
-            meter.report("not heard")
-    meter.report("not heard")
+    with report_to_listener(lambda *report: heard.append(report)):
+        meter.report_progress("annealing", 2.5)
+        with report_to_listener(None):
+            meter.report_progress("not heard")
+    meter.report_progress("not heard")
     [(phase, best_ms, left_s)] = heard
     assert (phase, best_ms) == ("annealing", 2.5) and 499 <= left_s <= 500
 
@@ -87,15 +101,15 @@ def test_work_ends_with_the_seconds_of_a_budget_but_for_some_to_spare():
         (used(Budget(seconds=50.0), seconds=40), False),
         (used(Budget(evals=1), 5), False),
     ):
-        with pytest.raises(OutOfTime) if ends else nullcontext(), meter.enforced():
+        with pytest.raises(OutOfTime) if ends else nullcontext(), meter.enforced_deadline():
             tick()
-    with pytest.raises(OutOfTime), used(Budget(seconds=50.0), seconds=40).enforced(20.0):
+    with pytest.raises(OutOfTime), used(Budget(seconds=50.0), seconds=40).enforced_deadline(20.0):
         tick()
 
 
 def test_without_limits_there_is_always_more():
     meter = used(Budget(), evals=10**12, seconds=10**6)
-    assert meter.share_used() == 0.0 and meter.left() and meter.affordable(7, 10**9) == 7
+    assert meter.share_used() == 0.0 and meter.has_budget_left() and meter.affordable_repeats(7, 10**9) == 7
     before = clock()
     started = Budget(evals=3).start()
     assert before <= started.started_s <= clock() and started.evals == 0
@@ -123,10 +137,10 @@ def test_a_container_with_a_quota_has_as_many_cores(text, most, tmp_path, monkey
     monkeypatch.setattr(budgets, "Path", lambda _: tmp_path / "cpu.max")
     monkeypatch.setattr(budgets.os, "sched_getaffinity", lambda _: range(64), raising=False)
     monkeypatch.setattr(budgets.sys, "platform", "linux")
-    assert Budget().most_threads == min(64, most) and Budget(threads=3).most_threads == 3
+    assert Budget().max_threads == min(64, most) and Budget(threads=3).max_threads == 3
 
 
 def test_work_that_has_begun_is_not_given_to_other_work():
     meter = used(Budget(evals=100), evals=40)
     meter.reserved = 50
-    assert meter.affordable(9, 5) == 2 and meter.share_used() == 0.4
+    assert meter.affordable_repeats(9, 5) == 2 and meter.share_used() == 0.4

@@ -12,7 +12,7 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.anneal.reshard import rebind_tables
-from shardcore.search.bound.lower_bound import bound
+from shardcore.search.bound.lower_bound import prove_lower_bound
 from shardcore.step.lower import lower
 from shardcore.testing.problems import BATCH, MIB, draw_random_tables, small_problem_model
 
@@ -66,7 +66,7 @@ def test_what_is_proved_of_several_collections_and_of_sequences_is_below_plans_a
     for asked in (given, sequences):
         model = small_problem_model(asked)
         ms = SHARDERS["anneal"](asked, model, budget=Budget(evals=5_000)).provenance["predicted_ms"]
-        assert 0.7 < bound(asked, model).proved_ms / ms <= 1
+        assert 0.7 < prove_lower_bound(asked, model).proved_ms / ms <= 1
 
 
 @pytest.mark.parametrize("algorithm", ["neuroshard", "anneal_columns", "anneal"])

@@ -11,7 +11,7 @@ from shardcore.core.step_cost import StepCost
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem, Setting
 from shardcore.cost.analytic import AnalyticModel
-from shardcore.search import DEFAULT_SHARDER, SHARDERS, compare, known
+from shardcore.search import DEFAULT_SHARDER, SHARDERS, compare, require_known_sharder
 
 
 def solvable(tables) -> tuple[Problem, AnalyticModel]:
@@ -21,12 +21,12 @@ def solvable(tables) -> tuple[Problem, AnalyticModel]:
 
 def test_an_outcome_has_a_plan_or_says_why_there_is_none(tables):
     problem, model = solvable(tables)
-    outcome = compare.run("random", problem, model)
+    outcome = compare.run_sharder("random", problem, model)
     assert outcome.plan and outcome.cost and outcome.error is None
-    none = compare.run("size_greedy", replace(problem, topology=Topology((Device(1),) * 2)), model)
+    none = compare.run_sharder("size_greedy", replace(problem, topology=Topology((Device(1),) * 2)), model)
     assert none.plan is none.cost is None and "does not fit" in none.error
     with pytest.raises(ShardCoreError, match="'best' is not known; there are portfolio, anneal"):
-        compare.run("best", problem, model)
+        compare.run_sharder("best", problem, model)
 
 
 def test_seconds_of_a_search_are_without_compilation(tables, monkeypatch):
@@ -41,7 +41,7 @@ def test_seconds_of_a_search_are_without_compilation(tables, monkeypatch):
         return SHARDERS["random"](*given, **options)
 
     monkeypatch.setitem(SHARDERS, "compiled", search)
-    assert compare.run("compiled", problem, model).seconds == 2
+    assert compare.run_sharder("compiled", problem, model).seconds == 2
 
 
 def test_where_torchrec_is_not_installed_its_planner_says_so(monkeypatch):
@@ -51,18 +51,20 @@ def test_where_torchrec_is_not_installed_its_planner_says_so(monkeypatch):
         ShardCoreError,
         match="'torchrec' runs .*not installed .*: pip install .*torchrec==",
     ):
-        known("torchrec")
+        require_known_sharder("torchrec")
 
 
 @pytest.mark.parametrize("name", ["magic", "milp", "local"])
 def test_a_name_that_is_not_known_is_refused_with_those_that_are(name):
     with pytest.raises(ShardCoreError, match=f"algorithm '{name}' is not known; there are portfolio, anneal"):
-        known(name)
+        require_known_sharder(name)
 
 
 def test_balance_is_mean_over_largest_compute():
-    assert compare.balance(StepCost((1.0, 0.0), (2.0, 1.0), (9.0, 9.0), (9.0, 9.0), (0.0, 2.0))) == 2 / 3
-    assert compare.balance(StepCost(*((0.0, 0.0),) * 5)) == 1.0
+    assert (
+        compare.compute_balance(StepCost((1.0, 0.0), (2.0, 1.0), (9.0, 9.0), (9.0, 9.0), (0.0, 2.0))) == 2 / 3
+    )
+    assert compare.compute_balance(StepCost(*((0.0, 0.0),) * 5)) == 1.0
 
 
 def test_replayed_figures_compare_against_the_default_sharder():

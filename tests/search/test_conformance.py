@@ -14,8 +14,8 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import MIN_WIDTH, Plan, Problem, Shard
 from shardcore.search import LEARNED, SHARDERS, Budget, compare
 from shardcore.search.learned.policy import NETS
-from shardcore.step.kinds import shards_on
-from shardcore.step.ways import consolidate
+from shardcore.step.kinds import shards_by_device as production_shards
+from shardcore.step.ways import consolidate_placements
 from shardcore.testing.plans import check_plan, placement_counts, shards_by_device
 from shardcore.testing.problems import (
     BATCH,
@@ -43,7 +43,7 @@ def without_a_table(plan: Plan) -> Plan:
 
 
 def with_a_table_twice(plan: Plan) -> Plan:
-    return Plan(consolidate([*plan.placements, plan.placements[0]]))
+    return Plan(consolidate_placements([*plan.placements, plan.placements[0]]))
 
 
 def with_the_halves_of_a_table_on_one_device(plan: Plan) -> Plan:
@@ -60,7 +60,7 @@ def on_a_device_that_is_not_there(plan: Plan) -> Plan:
 
 
 def all_on_the_first_device(plan: Plan) -> Plan:
-    return Plan(consolidate(replace(p, devices=(0,)) for p in plan.placements))
+    return Plan(consolidate_placements(replace(p, devices=(0,)) for p in plan.placements))
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_the_suites_own_parts_are_those_of_the_layouts():
         host_row(HUGE, (1, 3), 0, 32),
         replica(HUGE, where),
     ):
-        assert shards_by_device(placement) == list(shards_on(placement))
+        assert shards_by_device(placement) == list(production_shards(placement))
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_none_is_infeasible_where_another_finds_a_plan():
     for seed in range(4):
         problem = tight(seed)
         outcomes = {
-            name: compare.run(name, problem, small_problem_model(problem), seed, Budget(evals=1))
+            name: compare.run_sharder(name, problem, small_problem_model(problem), seed, Budget(evals=1))
             for name in SHARDERS
         }
         solved = {name for name, outcome in outcomes.items() if outcome.plan}

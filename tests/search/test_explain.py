@@ -23,7 +23,7 @@ from shardcore.search import BASELINES, SHARDERS, Budget, sharder
 from shardcore.search.explain import Explanation, explain
 from shardcore.step.kinds import ID_CHANNELS
 from shardcore.step.lower import lower
-from shardcore.step.memory import local_batch_bytes, table_bytes, used_bytes
+from shardcore.step.memory import local_batch_bytes, table_peak_bytes, used_bytes
 from shardcore.testing.problems import BATCH, MIB, draw_random_problem, small_problem_model
 
 PROBLEM = draw_random_problem(1, 12, [MIB] * 2)
@@ -57,7 +57,7 @@ def test_an_alternative_that_means_nothing_is_told_and_the_rest_stands():
 def heard():
     """What is explained of a plan of NeuroShard's, and the phases that were heard of."""
     phases: list[str] = []
-    with progress.listening(lambda phase, best_ms, left_s: phases.append(phase)):
+    with progress.report_to_listener(lambda phase, best_ms, left_s: phases.append(phase)):
         return explained(solved(PROBLEM), PROBLEM, small_problem_model(PROBLEM), SMALL), phases
 
 
@@ -163,7 +163,7 @@ def test_a_plan_of_a_policy_stands_beside_what_searches_its_alternatives():
 
 def test_more_memory_helps_where_memory_is_what_binds():
     free = draw_random_problem(3, 10, [1] * 2)
-    need, every = sum(table_bytes(t, free) for t in free.tables), local_batch_bytes(free)
+    need, every = sum(table_peak_bytes(t, free) for t in free.tables), local_batch_bytes(free)
     tight = replace(free, topology=Topology(tuple(Device(int(need * s) + every) for s in (0.8, 0.25))))
     result = explained(solved(tight), tight, small_problem_model(tight), SMALL)
     assert result.changes[1].total_ms < result.total_ms

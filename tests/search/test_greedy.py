@@ -11,9 +11,9 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.search import SHARDERS
-from shardcore.search.greedy import looked_up
+from shardcore.search.greedy import looked_up_elements
 from shardcore.search.state.feasible import feasible_shards
-from shardcore.step.kinds import shards_on
+from shardcore.step.kinds import shards_by_device
 from shardcore.step.lower import lower
 from shardcore.step.memory import used_bytes
 
@@ -77,7 +77,9 @@ def test_a_table_goes_where_it_is_done_first_and_of_equals_where_most_room_is():
 
 def test_what_is_looked_up_is_pooling_times_columns_of_the_rows_there_are():
     table = Table("t", 100, 16, 3.0)
-    assert looked_up(Shard.whole(table)) == 48 and looked_up(Shard(table, 25, 75, 4, 8)) == 6
+    assert (
+        looked_up_elements(Shard.whole(table)) == 48 and looked_up_elements(Shard(table, 25, 75, 4, 8)) == 6
+    )
 
 
 def test_tables_kept_together_weigh_as_much_as_all_of_them():
@@ -104,7 +106,7 @@ def test_tables_that_fit_no_device_are_halved_or_divided_by_rows():
     both = used_bytes(Plan((*halves, row(deep, where), column(small, 2))), given)
     shards = feasible_shards(replace(given, topology=on_hosts("a" * 24, max(both))))
     assert [(s.width, s.rows) for s in shards if s.table == wide] == [(12, 1000), (12, 1000)]
-    assert [s for s in shards if s.table == deep] == [s for _, s in shards_on(row(deep, where))]
+    assert [s for s in shards if s.table == deep] == [s for _, s in shards_by_device(row(deep, where))]
     assert Shard.whole(small) in shards
 
 

@@ -8,7 +8,7 @@ from cuts import MODEL, draw_problem
 
 from shardcore.core.constraints import Constraints
 from shardcore.core.types import Shard
-from shardcore.search.anneal.batch import space_by_columns
+from shardcore.search.anneal.batch import search_space_by_columns
 from shardcore.search.lockstep import Placed, place_in_order
 
 CONSTRAINTS = Constraints(pinned=(("t3", (1, 2)),))
@@ -17,7 +17,7 @@ PROBLEM = replace(draw_problem(0, n_tables=4), constraints=CONSTRAINTS)
 
 def placed(scores: np.ndarray, costs=(1.0, 3.0, 2.0, 0.0)) -> tuple[Placed, list[str]]:
     """Two plans of four tables with the same scores at each step, and the names in the order of placing."""
-    space = space_by_columns(PROBLEM, MODEL, [Shard.whole(t) for t in PROBLEM.tables], cut=False)
+    space = search_space_by_columns(PROBLEM, MODEL, [Shard.whole(t) for t in PROBLEM.tables], cut=False)
     names = [space.cache.table(strip).name for strip in range(4)]
     keys = np.array([[(strip, int(space.cache.size[strip])) for strip in range(4)]])
     of_name = dict(zip(("t0", "t1", "t2", "t3"), costs, strict=True))
@@ -33,7 +33,7 @@ def placed(scores: np.ndarray, costs=(1.0, 3.0, 2.0, 0.0)) -> tuple[Placed, list
 def test_what_has_fewest_devices_is_placed_first_and_then_what_costs_most():
     made, names = placed(np.zeros(4))
     assert names == ["t3", "t1", "t2", "t0"] and made.fits.all()
-    back = made.devices_of_shards[0, 0]
+    back = made.devices_in_state_order[0, 0]
     assert [back[i] for i in made.order[0]] == made.devices[0, 0].tolist()
 
 

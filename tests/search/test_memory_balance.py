@@ -9,7 +9,7 @@ from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.memory_balance import balance_memory
-from shardcore.search.state.shards import CONCESSION, priced
+from shardcore.search.state.shards import CONCESSION, priced_plan
 from shardcore.step.memory import used_bytes
 from shardcore.testing.plans import check_plan
 
@@ -23,7 +23,9 @@ MODEL = AnalyticModel(Setting("gpu", PROBLEM.global_batch))
 def uneven(problem: Problem = PROBLEM) -> Plan:
     """Four tables of the same cost on each device, and all large ones on device 2."""
     homes = [2, 2, 2, 2, *(i % 3 + (i % 3 == 2) for i in range(12))]
-    return priced([column(table, d) for table, d in zip(problem.tables, homes, strict=True)], problem, MODEL)
+    return priced_plan(
+        [column(table, d) for table, d in zip(problem.tables, homes, strict=True)], problem, MODEL
+    )
 
 
 def limit_ms(plan: Plan) -> float:
@@ -49,7 +51,7 @@ def test_no_move_makes_a_plan_dearer_than_the_limit():
     costly = tuple(replace(table, pooling=8.0) for table in SMALL[:3])
     problem = replace(PROBLEM, tables=(*LARGE[:2], *costly))
     homes = (0, 0, 1, 2, 3)
-    given = priced([column(t, d) for t, d in zip(problem.tables, homes, strict=True)], problem, MODEL)
+    given = priced_plan([column(t, d) for t, d in zip(problem.tables, homes, strict=True)], problem, MODEL)
     assert balanced(given, problem) is given
     twice = balance_memory(given, problem, MODEL, 2 * given.provenance["predicted_ms"], Budget().start())
     assert twice is given  # a device would be slower than the slowest one is
@@ -90,7 +92,7 @@ def test_tables_that_hosts_share_move_to_other_hosts():
     )
     problem = Problem("hosts", tables, on_hosts("aabb", GIB), 4096)
     rows = [Placement("host_row", Shard.whole(t), (0, 1) if i < 2 else (2, 3)) for i, t in enumerate(tables)]
-    given = priced(rows, problem, MODEL)
+    given = priced_plan(rows, problem, MODEL)
     plan = balance_memory(given, problem, MODEL, limit_ms(given), Budget().start())
     check_plan(plan, problem)
     assert {p.devices for p in plan.placements if p.shard.table in tables[:2]} == {(0, 1), (2, 3)}

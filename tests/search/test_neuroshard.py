@@ -14,15 +14,15 @@ from shardcore.core.constraints import Constraints
 from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem, Shard, Table
-from shardcore.cost.model import group_costs
+from shardcore.cost.model import group_op_ms
 from shardcore.search import SHARDERS, Budget
-from shardcore.search.anneal.batch import PlanBatch, space_by_columns
+from shardcore.search.anneal.batch import PlanBatch, search_space_by_columns
 from shardcore.search.lockstep import place_in_order
-from shardcore.search.neuroshard import GreedyGrid, NeuroShardConfig, neuroshard
+from shardcore.search.neuroshard import GreedyGrid, NeuroShardConfig, search_with_neuroshard
 from shardcore.step.lower import lower
-from shardcore.step.memory import fits, held_bytes, table_bytes
+from shardcore.step.memory import plan_fits, table_peak_bytes, usable_bytes
 from shardcore.step.options import Options
-from shardcore.step.ways import devices_of
+from shardcore.step.ways import allowed_devices_of_shard
 
 
 @settings(max_examples=10)
@@ -32,8 +32,8 @@ def test_columns_are_exchangeable_in_cost(seed, rows):
     problem = on_two_hosts(draw_problem(seed, n_tables=6))
     shards = draw_cuts(rng, problem, rows)
     cache = Options(problem, MODEL, shards)
-    devices = [int(rng.choice(devices_of(s, problem))) for s in shards]
-    dealt = [s for bundle in cache.bundles([cache.key(s) for s in shards]) for s in bundle]
+    devices = [int(rng.choice(allowed_devices_of_shard(s, problem))) for s in shards]
+    dealt = [s for bundle in cache.deal_bundles([cache.shard_key(s) for s in shards]) for s in bundle]
     assert total_ms(dealt, devices, problem) == pytest.approx(total_ms(shards, devices, problem), rel=1e-9)
 
 
@@ -45,16 +45,16 @@ def test_tables_kept_together_are_one_bundle_that_costs_what_they_cost_fused(see
         together=(("t1", "t4", "t5"), ("t0", "t3")), pinned=(("t4", (0, 2)), ("t2", (1,)))
     )
     problem = replace(draw_problem(seed, n_tables=6, n_devices=3), constraints=constraints)
-    space = space_by_columns(problem, MODEL, [Shard.whole(t) for t in problem.tables], cut=True)
+    space = search_space_by_columns(problem, MODEL, [Shard.whole(t) for t in problem.tables], cut=True)
     cache = space.cache
-    keys = cache.keys([Shard.whole(t) for t in problem.tables])
-    bundles = cache.bundles(keys)
+    keys = cache.shard_keys([Shard.whole(t) for t in problem.tables])
+    bundles = cache.deal_bundles(keys)
     together = {frozenset(s.table.name for s in bundle) for bundle in bundles}
     assert together == {*map(frozenset, constraints.together), frozenset({"t2"})}
     devices = [int(rng.choice(np.flatnonzero(cache.allowed[strip]))) for strip, _ in keys]
     pairs = [(s, d) for bundle, d in zip(bundles, devices, strict=True) for s in bundle]
     shards, where = zip(*pairs, strict=True)
-    cache.add(keys)
+    cache.add_merged_shards(keys)
     batch = PlanBatch(space, np.array([keys]))
     for key, device in zip(keys, devices, strict=True):
         batch.place(*key, device)
@@ -74,19 +74,19 @@ def test_the_grids_totals_are_the_prices_of_its_plans(seed, rows, optimizer):
     problem = draw_problem(seed, n_tables=6, memory=500_000, optimizer=optimizer)
     problem = on_two_hosts(problem) if rows else problem
     shards = draw_cuts(rng, problem, rows)
-    space = space_by_columns(problem, MODEL, shards, cut=False)
+    space = search_space_by_columns(problem, MODEL, shards, cut=False)
     cache = space.cache
-    keys = [cache.key(s) for s in shards]
+    keys = [cache.shard_key(s) for s in shards]
     scales = (1.0, 1.2, float("inf"))
     # Costs at random, so that shards come in any order.
     costs, grid = rng.random((3, len(keys))), GreedyGrid(scales)
-    made = place_in_order(space, np.array([keys] * 3), costs, 3, grid.scores)
-    totals, over_bytes, devices, orders = made.total_ms, made.over_bytes, made.devices, made.order
+    made = place_in_order(space, np.array([keys] * 3), costs, 3, grid.device_scores)
+    totals, over_bytes, devices, orders = made.total_ms, made.excess_bytes, made.devices, made.order
     assert totals.shape == over_bytes.shape == (3, 3) and devices.shape == (3, 3, len(keys))
     for c, k in np.argwhere(np.isfinite(totals)):
         placed = [shards[i] for i in orders[c]], devices[c, k], problem
         assert totals[c, k] == pytest.approx(total_ms(*placed), rel=1e-9)
-        assert fits(plan_of(*placed), problem)
+        assert plan_fits(plan_of(*placed), problem)
         columns = np.bincount(devices[c, k], weights=[shards[i].width for i in orders[c]], minlength=4)
         # Row ranges have a device each to go to, and pinned tables few, whatever the cap.
         free = cache.allowed.all()
@@ -96,24 +96,26 @@ def test_the_grids_totals_are_the_prices_of_its_plans(seed, rows, optimizer):
 def test_where_a_budget_is_less_than_the_first_search_takes_there_is_some_plan_that_fits(monkeypatch):
     monkeypatch.setattr("shardcore.search.beam._PROBED", 16)  # as of far more tables
     problem = draw_problem(0, n_tables=200, memory=2**30)
-    plan = neuroshard(problem, MODEL, budget=Budget(seconds=0.001))
+    plan = search_with_neuroshard(problem, MODEL, budget=Budget(seconds=0.001))
     assert (plan.provenance["packed"], plan.provenance["evals"]) == (True, 0)
     lower(plan, problem)  # raises where it is none
     with pytest.raises(Infeasible, match="does not fit"):
-        neuroshard(draw_problem(0, n_tables=200, memory=2**20), MODEL, budget=Budget(seconds=0.001))
+        search_with_neuroshard(
+            draw_problem(0, n_tables=200, memory=2**20), MODEL, budget=Budget(seconds=0.001)
+        )
 
 
 def plain_greedy_ms(problem: Problem, scale: float) -> float:
     """The published inner pass, word by word, for equal devices and whole tables."""
     shards = [Shard.whole(t) for t in problem.tables]
-    n_devices, memory = len(problem.topology), held_bytes(problem)[0]
-    single = group_costs([[s] for s in shards], MODEL)
+    n_devices, memory = len(problem.topology), usable_bytes(problem)[0]
+    single = group_op_ms([[s] for s in shards], MODEL)
     mean = sum(s.width for s in shards) / n_devices
     held: list[list[Shard]] = [[] for _ in range(n_devices)]
     devices = [0] * len(shards)
 
     def memory_of(group):
-        return sum(table_bytes(s.table, problem) for s in group)
+        return sum(table_peak_bytes(s.table, problem) for s in group)
 
     for i in sorted(range(len(shards)), key=lambda i: (-single[i], -shards[i].bytes)):
         options = [
@@ -124,7 +126,7 @@ def plain_greedy_ms(problem: Problem, scale: float) -> float:
         ]
         if not options:
             return float("inf")
-        devices[i] = min(options, key=lambda d: (group_costs([held[d]], MODEL)[0], memory_of(held[d])))
+        devices[i] = min(options, key=lambda d: (group_op_ms([held[d]], MODEL)[0], memory_of(held[d])))
         held[devices[i]].append(shards[i])
     return total_ms(shards, devices, problem)
 
@@ -136,7 +138,7 @@ def test_without_cuts_it_is_the_best_of_the_published_passes(seed):
     problem = replace(problem, topology=Topology(equal))
     config = NeuroShardConfig(steps=0)
     best_ms = min(plain_greedy_ms(problem, scale or np.inf) for scale in config.scales)
-    plan = neuroshard(problem, MODEL, config=config)
+    plan = search_with_neuroshard(problem, MODEL, config=config)
     assert plan.provenance["predicted_ms"] == pytest.approx(best_ms, rel=1e-9)
 
 
@@ -145,11 +147,11 @@ def test_cutting_the_table_that_costs_most_pays():
     tables = (*cold, Table("hot", 100, 64, 50.0), Table("large", 10_000, 32, 1.0))
     problem = Problem("hot", tables, Topology((Device(2**22),) * 4), BATCH)
     model = replace(MODEL, gather_gbps=1, lookup_ns=0)  # columns are what costs
-    whole = neuroshard(problem, model, config=NeuroShardConfig(steps=0))
-    cut = neuroshard(problem, model)
+    whole = search_with_neuroshard(problem, model, config=NeuroShardConfig(steps=0))
+    cut = search_with_neuroshard(problem, model)
     assert cut.provenance["predicted_ms"] < 0.6 * whole.provenance["predicted_ms"]
     assert sum(p.shard.table.name == "hot" for p in cut.placements) == 4
-    kept = neuroshard(replace(problem, constraints=Constraints(unsplit=("hot",))), model)
+    kept = search_with_neuroshard(replace(problem, constraints=Constraints(unsplit=("hot",))), model)
     assert sum(p.shard.table.name == "hot" for p in kept.placements) == 1
 
 
@@ -158,9 +160,9 @@ def test_a_pass_without_cap_solves_what_the_caps_forbid():
     tables = (Table("wide", 50, 64, 1.0), *(Table(f"t{i}", 50, 4, 1.0) for i in range(3)))
     whole = Constraints(unsplit=("wide",))
     problem = Problem("wide", tables, Topology((Device(2**20),) * 4), BATCH, constraints=whole)
-    assert not neuroshard(problem, MODEL).provenance["packed"]
+    assert not search_with_neuroshard(problem, MODEL).provenance["packed"]
     capped = NeuroShardConfig(scales=NeuroShardConfig().scales[:-1])
-    assert neuroshard(problem, MODEL, config=capped).provenance["packed"]
+    assert search_with_neuroshard(problem, MODEL, config=capped).provenance["packed"]
 
 
 def test_the_cap_does_not_hold_for_pinned_tables():
@@ -168,7 +170,9 @@ def test_the_cap_does_not_hold_for_pinned_tables():
     # three times the mean of the columns
     pinned = Constraints(pinned=tuple((t.name, (0,)) for t in tables[:6]))
     problem = Problem("pinned", tables, Topology((Device(2**20),) * 4), BATCH, constraints=pinned)
-    plan = neuroshard(problem, MODEL, config=NeuroShardConfig(scales=NeuroShardConfig().scales[:-1], steps=0))
+    plan = search_with_neuroshard(
+        problem, MODEL, config=NeuroShardConfig(scales=NeuroShardConfig().scales[:-1], steps=0)
+    )
     assert not plan.provenance["packed"] and sum(p.devices == (0,) for p in plan.placements) == 6
 
 
@@ -180,11 +184,11 @@ def test_where_no_pass_fits_cuts_go_where_memory_is_short():
         *(Table(f"small{i}", 50, 8, 90.0) for i in range(30)),
     )
     ample = Problem("short", tables, Topology((Device(1),) * 4), BATCH)
-    small = sum(table_bytes(t, ample) for t in tables[6:])
+    small = sum(table_peak_bytes(t, ample) for t in tables[6:])
     # Beside their share of the small tables.
-    each = int(1.7 * table_bytes(tables[0], ample)) + small // 4
+    each = int(1.7 * table_peak_bytes(tables[0], ample)) + small // 4
     problem = with_room(replace(ample, topology=Topology((Device(each),) * 4)))
-    plan = neuroshard(problem, MODEL, config=NeuroShardConfig(candidates=4))
+    plan = search_with_neuroshard(problem, MODEL, config=NeuroShardConfig(candidates=4))
     annealed = SHARDERS["anneal_columns"](problem, MODEL, budget=Budget(evals=20_000))
     assert not plan.provenance["packed"]
     assert plan.provenance["predicted_ms"] < 1.02 * annealed.provenance["predicted_ms"]
@@ -193,22 +197,22 @@ def test_where_no_pass_fits_cuts_go_where_memory_is_short():
 @pytest.mark.parametrize("evals", [1, 13, 100])
 def test_a_budget_in_evaluations_is_kept_and_more_is_never_worse(evals):
     problem = draw_problem(3)
-    plan = neuroshard(problem, MODEL, budget=Budget(evals=evals))
+    plan = search_with_neuroshard(problem, MODEL, budget=Budget(evals=evals))
     assert plan.provenance["evals"] <= max(evals, 12)  # the first inner search always runs
-    more = neuroshard(problem, MODEL, budget=Budget(evals=2 * evals))
+    more = search_with_neuroshard(problem, MODEL, budget=Budget(evals=2 * evals))
     assert more.provenance["predicted_ms"] <= plan.provenance["predicted_ms"]
 
 
 def test_a_budget_in_seconds_that_is_gone_still_gives_a_plan():
-    plan = neuroshard(draw_problem(3), MODEL, budget=Budget(seconds=1e-9))
+    plan = search_with_neuroshard(draw_problem(3), MODEL, budget=Budget(seconds=1e-9))
     assert plan.provenance["evals"] == 12
 
 
 def test_the_result_does_not_depend_on_how_much_runs_in_lockstep(monkeypatch):
     problem = draw_problem(5, n_tables=8)
-    together = neuroshard(problem, MODEL)
+    together = search_with_neuroshard(problem, MODEL)
     monkeypatch.setattr("shardcore.search.beam._ROWS_AT_ONCE", 1)
-    assert neuroshard(problem, MODEL) == together
+    assert search_with_neuroshard(problem, MODEL) == together
 
 
 @pytest.mark.parametrize(

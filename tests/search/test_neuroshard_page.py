@@ -9,7 +9,7 @@ import shardcore
 from shardcore import Constraints, Problem, Setting, Table, Topology, lower, price
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.search.neuroshard import NeuroShardConfig
-from shardcore.search.neuroshard import neuroshard as of_library
+from shardcore.search.neuroshard import search_with_neuroshard as of_library
 
 PAGE = (Path(__file__).parents[2] / "docs/neuroshard.md").read_text()
 CODE = re.findall(r"```python\n(.*?)```", PAGE, re.S)[0]

@@ -19,11 +19,16 @@ from shardcore.core.types import Placement, Plan, Problem, Setting, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.cost.profile import load_profile
-from shardcore.plans.replan import ReplanConfig, forced_moves, replan
+from shardcore.plans.replan import ReplanConfig, replan, tables_forced_to_move
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.anneal.reshard import Reshard
-from shardcore.search.portfolio import annealing, portfolio
-from shardcore.search.state.column_parts import even_cuts, in_parts, may_cut, parts_of_plan
+from shardcore.search.portfolio import search_with_annealing, search_with_portfolio
+from shardcore.search.state.column_parts import (
+    even_cut_columns,
+    may_cut_table,
+    parts_of_plan,
+    with_tables_in_parts,
+)
 from shardcore.step.lower import lower
 from shardcore.step.memory import used_bytes
 from shardcore.tables.generate import PoolConfig, generate_pool
@@ -62,7 +67,7 @@ def mixed(seed: int) -> Problem:
 def test_the_rows_of_a_long_sequence_are_divided_however_much_memory_there_is(memory_gib):
     history = Table("history", 1_000_000, 128, 1000.0, sequence=True)
     problem = Problem("long", (history,), on_hosts("a" * 8, int(memory_gib * GIB)), 2048)
-    plan = portfolio(problem, gpu(problem), budget=Budget(evals=20_000))
+    plan = search_with_portfolio(problem, gpu(problem), budget=Budget(evals=20_000))
     assert [p.kind for p in plan.placements] == ["row"]
     assert price(lower(plan, problem), gpu(problem)).total_ms < 10.5
 
@@ -72,7 +77,8 @@ def test_a_long_sequence_is_divided_however_short_the_time_is():
     tables = (history, *(Table(f"t{i}", 10_000, 64, 10.0) for i in range(8)))
     problem = Problem("long", tables, on_hosts("a" * 8, 8 * GIB), 2048)
     short, long = (
-        portfolio(problem, gpu(problem), budget=b) for b in (Budget(seconds=1e-3), Budget(evals=20_000))
+        search_with_portfolio(problem, gpu(problem), budget=b)
+        for b in (Budget(seconds=1e-3), Budget(evals=20_000))
     )
     assert {p.kind for p in short.placements if p.shard.table == history} == {"row"}
     assert cost(short) < 3 * cost(long)
@@ -81,7 +87,9 @@ def test_a_long_sequence_is_divided_however_short_the_time_is():
 def test_a_larger_budget_never_ends_dearer():
     problem = mixed(1)
     budgets = (1, 700, 2_000, 5_000, 13_000)
-    costs = [cost(portfolio(problem, gpu(problem), seed=1, budget=Budget(evals=n))) for n in budgets]
+    costs = [
+        cost(search_with_portfolio(problem, gpu(problem), seed=1, budget=Budget(evals=n))) for n in budgets
+    ]
     assert costs == sorted(costs, reverse=True), costs
     assert costs[-1] < costs[0]
 
@@ -129,7 +137,7 @@ def test_a_table_that_stays_whole_may_have_replicas(unsplit, memory_mib):
     given = Problem(
         "kept", tables, on_hosts("aaa", int(memory_mib * MIB)), 768, constraints=Constraints(0, unsplit)
     )
-    plan = portfolio(given, gpu(given), budget=Budget(evals=5_000))
+    plan = search_with_portfolio(given, gpu(given), budget=Budget(evals=5_000))
     check_plan(plan, given)
     least_ms = np.inf
     for other in all_plans(given):
@@ -143,7 +151,7 @@ def test_no_other_search_is_cheaper():
     """The default budget suffices for the beam, too."""
     problem = draw_random_problem(0, 12, [8 * MIB] * 3)
     model = small_problem_model(problem)
-    plan = portfolio(problem, model)
+    plan = search_with_portfolio(problem, model)
     check_plan(plan, problem)
     for name in SHARDERS:
         if name not in ("portfolio", "torchrec"):
@@ -179,7 +187,7 @@ def kept(hosts: str, *placements: Placement) -> bool:
     """Tell if a plan of a large table beside two others stays the same where nothing may move."""
     given = Problem("kept", (LARGE, *OTHERS), on_hosts(hosts, MIB), 48)
     old = Plan((*placements, *(column(t, 1) for t in OTHERS)))
-    improved = annealing(
+    improved = search_with_annealing(
         given, small_problem_model(given), budget=Budget(evals=2_000), reshard=Reshard(old, 0)
     )
     return set(improved.placements) == set(old.placements)
@@ -203,18 +211,20 @@ def skewed(**constraints) -> Problem:
 
 def test_two_hosts_share_the_halves_of_a_table_that_is_hot_for_one():
     problem, budget = skewed(), Budget(evals=6_000)
-    plan = portfolio(problem, gpu(problem), budget=budget)
+    plan = search_with_portfolio(problem, gpu(problem), budget=budget)
     check_plan(plan, problem)
     halves = [p for p in plan.placements if p.shard.table.name == "hot"]
     assert {p.kind for p in halves} == {"host_row"} and [p.shard.width for p in halves] == [32, 32]
     assert cost(plan) == price(lower(plan, problem), gpu(problem)).total_ms
     # A constraint on a table keeps it whole, and a name that is too long with its columns.
-    assert may_cut(problem.tables[0], problem) and not may_cut(Table("x" * 195, 8, 64, 1.0), problem)
+    assert may_cut_table(problem.tables[0], problem) and not may_cut_table(
+        Table("x" * 195, 8, 64, 1.0), problem
+    )
     first = problem.tables[0]
     twin = replace(first, name=f"{first.name}[0:{first.dim // 2}]")
-    assert not may_cut(first, replace(problem, tables=(*problem.tables, twin)))
+    assert not may_cut_table(first, replace(problem, tables=(*problem.tables, twin)))
     whole = skewed(min_widths=(("hot", 64),))
-    assert cost(plan) < 0.95 * cost(portfolio(whole, gpu(whole), budget=budget))
+    assert cost(plan) < 0.95 * cost(search_with_portfolio(whole, gpu(whole), budget=budget))
 
 
 def test_a_sequence_that_is_hot_for_a_device_is_in_halves():
@@ -224,7 +234,9 @@ def test_a_sequence_that_is_hot_for_a_device_is_in_halves():
     tables = (*sequences, *(Table(f"t{i}", 100_000, 64, 10.0) for i in range(7)))
     for constraints in (Constraints(), Constraints(min_widths=(("hot", 32),))):
         problem = Problem("hot", tables, profile.topology(1, 4), 4096, constraints=constraints)
-        plan = portfolio(problem, profile.model().for_problem(problem), budget=Budget(evals=6_000))
+        plan = search_with_portfolio(
+            problem, profile.model().for_problem(problem), budget=Budget(evals=6_000)
+        )
         check_plan(plan, problem)
         costs.append(cost(plan))
         widths = [p.shard.width for p in plan.placements if p.shard.table.name == "hot"]
@@ -241,43 +253,48 @@ def test_a_table_is_in_parts_only_where_codecs_take_them(dim, payload, may):
     hot = Table("hot", 1_000, dim, 40.0, sequence=True)
     tables = (hot, *(Table(f"t{i}", 100_000, 64, 10.0) for i in range(7)))
     problem = Problem("hot", tables, profile.topology(1, 4), 4096, job=Job(forward_payload=payload))
-    plan = portfolio(problem, profile.model().for_problem(problem), budget=Budget(evals=2_000))
+    plan = search_with_portfolio(problem, profile.model().for_problem(problem), budget=Budget(evals=2_000))
     check_plan(plan, problem)
-    assert may_cut(hot, problem) == may
+    assert may_cut_table(hot, problem) == may
 
 
 def test_tables_without_lookups_are_not_hot():
     profile = load_profile("nvidia-h100-sxm")
     tables = tuple(Table(f"t{i}", 1_000, 32, 0.0, sequence=True) for i in range(3))
     problem = Problem("idle", tables, profile.topology(1, 4), 4096)
-    check_plan(portfolio(problem, profile.model().for_problem(problem), budget=Budget(evals=500)), problem)
+    check_plan(
+        search_with_portfolio(problem, profile.model().for_problem(problem), budget=Budget(evals=500)),
+        problem,
+    )
 
 
 def test_parts_of_sequences_are_as_wide_as_those_of_others():
     """TorchRec needs all parts of cut sequences of a collection equally wide."""
     wide, narrow = (Table(f"{dim}", 1_000, dim, 9.0, sequence=True) for dim in (32, 16))
-    parts = in_parts(Problem("two", (wide, narrow), on_hosts("aaa", GIB), 96), {"32": [16], "16": [8]})
+    parts = with_tables_in_parts(
+        Problem("two", (wide, narrow), on_hosts("aaa", GIB), 96), {"32": [16], "16": [8]}
+    )
     first, second, third, fourth = parts.problem.tables
-    assert parts.may_run([column(first, 0), column(second, 1), column(third, 2), column(fourth, 2)])
-    assert not parts.may_run([column(first, 0), column(second, 1), column(third, 1), column(fourth, 2)])
+    assert parts.are_runnable([column(first, 0), column(second, 1), column(third, 2), column(fourth, 2)])
+    assert not parts.are_runnable([column(first, 0), column(second, 1), column(third, 1), column(fourth, 2)])
 
 
 def test_parts_of_a_table_run_by_one_kind():
     """TorchRec shards a table by one."""
-    parts = in_parts(skewed(), {"hot": [32]})
+    parts = with_tables_in_parts(skewed(), {"hot": [32]})
     left, right = (t for t in parts.problem.tables if t.name in parts.tables)
     shared = host_row(left, tuple(range(8)))
-    assert parts.may_run([shared, host_row(right, tuple(range(8, 16)))])
-    assert not parts.may_run([shared, column(right, 8)])
+    assert parts.are_runnable([shared, host_row(right, tuple(range(8, 16)))])
+    assert not parts.are_runnable([shared, column(right, 8)])
 
 
 def test_parts_are_nearly_as_wide_as_each_other_and_those_of_sequences_equal():
     problem = skewed()
     hot = problem.tables[0]
-    assert even_cuts(hot, 3, problem) == [20, 40] and even_cuts(hot, 1, problem) == []
+    assert even_cut_columns(hot, 3, problem) == [20, 40] and even_cut_columns(hot, 1, problem) == []
     # No part is narrower than FBGEMM takes.
-    assert even_cuts(hot, 99, problem) == list(range(4, 64, 4))
-    assert even_cuts(replace(hot, sequence=True), 3, problem) == [16, 32, 48]
+    assert even_cut_columns(hot, 99, problem) == list(range(4, 64, 4))
+    assert even_cut_columns(replace(hot, sequence=True), 3, problem) == [16, 32, 48]
 
 
 def test_a_plan_is_in_parts_as_groups_of_devices_share_them():
@@ -288,7 +305,7 @@ def test_a_plan_is_in_parts_as_groups_of_devices_share_them():
     plan = Plan((*cut, column(cold, 0, 0, 32), column(cold, 1, 32)))
     parts = parts_of_plan(plan, problem)
     assert [t.dim for t in parts.problem.tables[:3]] == [12, 28, 24] and len(parts.tables) == 3
-    assert set(parts.with_whole_tables(parts.split(plan).placements)) == set(plan.placements)
+    assert set(parts.with_whole_tables(parts.split_plan(plan).placements)) == set(plan.placements)
 
 
 def few_huge_tables(hosts: int, batch: int) -> Problem:
@@ -300,9 +317,9 @@ def few_huge_tables(hosts: int, batch: int) -> Problem:
 def test_more_than_two_hosts_share_the_parts_of_the_hottest_table():
     problem = few_huge_tables(6, 49_152)
     model = load_profile("nvidia-h100-sxm").model().for_problem(problem)
-    plan = portfolio(problem, model, budget=Budget(evals=6_000))
+    plan = search_with_portfolio(problem, model, budget=Budget(evals=6_000))
     check_plan(plan, problem)
-    parts = plan.by_table()["c00"]
+    parts = plan.placements_by_table()["c00"]
     assert {p.kind for p in parts} == {"host_row"} and len({p.devices for p in parts}) > 2
     assert sum(p.shard.width for p in parts) == 256
 
@@ -324,7 +341,7 @@ def test_halves_that_hosts_share_stay_where_they_are_if_nothing_may_move():
     halves = host_row(hot, hosts[1], 0, 32), host_row(hot, hosts[2], 32, 64)
     old = Plan((*halves, *(host_row(t, hosts[i % 4]) for i, t in enumerate(others))))
     moved = replan(old, problem, gpu(problem), ReplanConfig(0, budget=Budget(evals=500)))
-    assert set(moved.placements) == set(old.placements) and not forced_moves(old, problem)
+    assert set(moved.placements) == set(old.placements) and not tables_forced_to_move(old, problem)
     free = replan(old, problem, gpu(problem), ReplanConfig(budget=Budget(evals=3_000)))
     assert cost(free) < cost(moved) and check_plan(free, problem) is None
 
@@ -340,7 +357,7 @@ def clock_of_calls(monkeypatch):
 
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: calls / 2e4))
     small = mixed(0)
-    portfolio(small, gpu(small), budget=Budget(evals=100))  # to compile
+    search_with_portfolio(small, gpu(small), budget=Budget(evals=100))  # to compile
     sys.setprofile(count)
     yield
     sys.setprofile(None)
@@ -358,8 +375,10 @@ def test_very_many_tables_keep_the_budget_and_are_not_silent(n_tables, budget_s,
     )
     problem = Problem("p", tables, on_hosts("a" * 8, 1 << 40), 2048)
     began, heard = progress.clock(), []
-    with progress.listening(lambda phase, ms, left_s: heard.append((progress.clock() - began, ms, left_s))):
-        plan = portfolio(problem, gpu(problem), budget=Budget(evals=20_000, seconds=budget_s))
+    with progress.report_to_listener(
+        lambda phase, ms, left_s: heard.append((progress.clock() - began, ms, left_s))
+    ):
+        plan = search_with_portfolio(problem, gpu(problem), budget=Budget(evals=20_000, seconds=budget_s))
     used = progress.clock() - began
     lower(plan, problem)  # raises nothing: it fits
     assert used <= 1.2 * budget_s

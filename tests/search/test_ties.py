@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from shardcore.cost.model import first_least, is_least, is_less
-from shardcore.search.ties import least, ranks, sort_by_cost
+from shardcore.cost.model import first_argmin, is_less, is_minimum
+from shardcore.search.ties import cheapest_item, cost_ranks, sort_by_cost
 
 NEAR = 1 + 1e-12
 
@@ -23,18 +23,18 @@ def test_any_cost_is_less_than_an_infinite_one():
 
 
 def test_the_first_of_the_least_costs_wins_however_they_are_rounded():
-    assert first_least([3, NEAR, 1, 2]) == first_least([3, 1, NEAR, 2]) == 1
-    assert first_least([-1, -NEAR]) == 0
-    assert first_least([np.inf, np.inf]) == 0
-    assert is_least(np.array([[1, 2, NEAR], [np.inf, 5, 5 * NEAR]])).tolist() == [
+    assert first_argmin([3, NEAR, 1, 2]) == first_argmin([3, 1, NEAR, 2]) == 1
+    assert first_argmin([-1, -NEAR]) == 0
+    assert first_argmin([np.inf, np.inf]) == 0
+    assert is_minimum(np.array([[1, 2, NEAR], [np.inf, 5, 5 * NEAR]])).tolist() == [
         [True, False, True],
         [False, True, True],
     ]
-    assert least(["ab", "c", "d"], len) == "c"
+    assert cheapest_item(["ab", "c", "d"], len) == "c"
 
 
 def test_equal_costs_share_a_rank_and_stay_in_order():
-    assert ranks([2, NEAR, 5, 1, 2 * NEAR]).tolist() == [1, 0, 2, 0, 1]
-    assert ranks([[1, 2], [2, 1], [np.inf, np.inf]]).tolist() == [[0, 1], [1, 0], [0, 0]]
-    assert ranks([]).tolist() == []
+    assert cost_ranks([2, NEAR, 5, 1, 2 * NEAR]).tolist() == [1, 0, 2, 0, 1]
+    assert cost_ranks([[1, 2], [2, 1], [np.inf, np.inf]]).tolist() == [[0, 1], [1, 0], [0, 0]]
+    assert cost_ranks([]).tolist() == []
     assert sort_by_cost([2.0, NEAR, 1.0], lambda x: x) == [NEAR, 1.0, 2.0]

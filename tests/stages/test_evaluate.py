@@ -100,16 +100,16 @@ SMALL = EvaluateConfig(
 
 def test_tables_that_no_rank_holds_are_left_out_and_problems_without_others_too(model):
     huge = [Table(f"huge {i}", evaluate.ARENA_BYTES // 4, 64, 1.0) for i in range(24)]
-    drawn = evaluate._to_replay(candidate(model, None, SMALL), 2)
+    drawn = evaluate._draw_replay_problems(candidate(model, None, SMALL), 2)
     assert len(drawn) == 3 and all(3 <= len(p.tables) <= 5 and len(p.topology) == 2 for p in drawn)
-    mixed = evaluate._to_replay(candidate(model, None, SMALL, [*pool()[:12], *huge[:12]]), 2)
+    mixed = evaluate._draw_replay_problems(candidate(model, None, SMALL, [*pool()[:12], *huge[:12]]), 2)
     assert mixed and all(t.bytes <= evaluate.ARENA_BYTES for p in mixed for t in p.tables)
     assert sum(len(p.tables) for p in mixed) < sum(len(p.tables) for p in drawn)
-    assert evaluate._to_replay(candidate(model, None, SMALL, huge), 2) == []
+    assert evaluate._draw_replay_problems(candidate(model, None, SMALL, huge), 2) == []
 
 
 def test_what_was_replayed_is_not_run_again_and_what_else_is_there_goes(model, tmp_path):
-    problems = evaluate._to_replay(candidate(model, None, SMALL), 2)[:1]
+    problems = evaluate._draw_replay_problems(candidate(model, None, SMALL), 2)[:1]
     steps = ReplayConfig(repeats=2, arena_bytes=evaluate.ARENA_BYTES)
 
     run = replayed_as_priced(model)
@@ -118,14 +118,14 @@ def test_what_was_replayed_is_not_run_again_and_what_else_is_there_goes(model, t
             (o.algorithm, o.plan)
             for o in evaluate.plans_to_replay(problem, model, SMALL.seed, Budget(evals=SMALL.budget_evals))
         ]
-        replays.keep(tmp_path / problem.name, problem, made, model.setting, steps, run)
+        replays.replay_or_reuse(tmp_path / problem.name, problem, made, model.setting, steps, run)
     before = {p: p.read_bytes() for p in tmp_path.rglob("*.json")}
     (tmp_path / "of-before").mkdir()
     (tmp_path / "replays.csv").write_text("of before")
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.txt").write_text("somebody's")
     before[tmp_path / "thesis" / "chapter.txt"] = b"somebody's"
-    kept = evaluate._replayed(candidate(model, tmp_path, SMALL), problems, tmp_path, Transport())
+    kept = evaluate._replay_problems(candidate(model, tmp_path, SMALL), problems, tmp_path, Transport())
     assert [k.problem for k in kept] == problems and {
         p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()
     } == before

@@ -26,11 +26,11 @@ def test_what_has_finished_is_written_though_no_part_is_full(monkeypatch):
     def write(some):
         written.append(list(some))
 
-    run.keep(iter((1, 2, 3)), alone, 100, write, told.append)
+    run.write_in_chunks(iter((1, 2, 3)), alone, 100, write, told.append)
     assert written == [[1], [2], [3]] and told == [1, 2, 3]
     written.clear()
     monkeypatch.setattr(run, "KEEP_EVERY_S", 60)
-    run.keep(iter(range(5)), alone, 2, write, told.append)
+    run.write_in_chunks(iter(range(5)), alone, 2, write, told.append)
     assert written == [[0, 1], [2, 3], [4]]
 
 
@@ -41,7 +41,7 @@ def test_what_was_measured_before_an_error_is_written():
 
     written = []
     with pytest.raises(KeyError):
-        run.keep(samples(), alone, 100, written.extend, lambda sample: None)
+        run.write_in_chunks(samples(), alone, 100, written.extend, lambda sample: None)
     assert written == [1]
 
 
@@ -52,4 +52,4 @@ def test_a_part_that_cannot_be_written_ends_the_measuring(monkeypatch):
         raise OSError("no space left")
 
     with pytest.raises(OSError, match="no space left"):
-        run.keep(itertools.count(), alone, 10**9, write, lambda sample: None)
+        run.write_in_chunks(itertools.count(), alone, 10**9, write, lambda sample: None)

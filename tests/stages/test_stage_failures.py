@@ -34,7 +34,7 @@ def test_a_failure_is_its_problems_and_the_others_go_on(failures, said, error, s
     assert text == shown and more["extra"] == {"problem": "a"}
     assert (more["exc_info"] is None) == isinstance(error, ShardCoreError)
     with pytest.raises(ShardCoreError) as raised:
-        failures.end()
+        failures.raise_if_any()
     assert str(raised.value) == f"1 problems could not be replayed: {shown}"
 
 
@@ -44,10 +44,10 @@ def test_all_that_failed_are_counted(failures):
     with pytest.raises(
         ShardCoreError, match=r"2 problems .*: a: it does not fit \(and 1 more, which the log"
     ):
-        failures.end()
+        failures.raise_if_any()
 
 
 def test_a_lack_of_devices_ends_all(failures):
     with pytest.raises(NoRoom, match="^2 ranks found no room$"):
         failures.attempt("a", raising(NoRoom("2 ranks found no room")))
-    failures.end()
+    failures.raise_if_any()

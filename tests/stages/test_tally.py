@@ -2,9 +2,9 @@
 
 import pytest
 
-from shardcore.core.progress import listening, report
+from shardcore.core.progress import report, report_to_listener
 from shardcore.measure import tally as tallies
-from shardcore.measure.tally import Tally, duration, pace
+from shardcore.measure.tally import Tally, duration_text, progress_text
 from shardcore.stages.progress import Work
 
 
@@ -12,13 +12,13 @@ from shardcore.stages.progress import Work
     "seconds, message", [(0.4, "0 s"), (89, "89 s"), (90, "2 min"), (5399, "90 min"), (5400, "1.5 h")]
 )
 def test_durations_are_said_in_a_unit_that_one_can_feel(seconds, message):
-    assert duration(seconds) == message
+    assert duration_text(seconds) == message
 
 
 def test_a_pace_says_what_is_left_where_the_number_is_known():
-    assert pace(0, 400, 3.0) == "0 of 400" and pace(0, None, 3.0) == "0"
-    assert pace(160, 400, 16.0) == "160 of 400, 10.0 a second, 24 s left"
-    assert pace(3, None, 60.0) == "3, 3.0 a minute"
+    assert progress_text(0, 400, 3.0) == "0 of 400" and progress_text(0, None, 3.0) == "0"
+    assert progress_text(160, 400, 16.0) == "160 of 400, 10.0 a second, 24 s left"
+    assert progress_text(3, None, 60.0) == "3, 3.0 a minute"
 
 
 def test_a_tally_counts_by_device_and_says_the_share_of_time_in_kernels():
@@ -28,11 +28,18 @@ def test_a_tally_counts_by_device_and_says_the_share_of_time_in_kernels():
     tally.add("device 0", 3, kernel_s=8.0)
     tally.add("device 1", 2, kernel_s=6.0)
     tally.failed = 1
-    assert (tally.share, tally.rate, tally.left_s) == (0.5, 0.5, 10.0)
+    assert (tally.done_share, tally.samples_per_s, tally.remaining_s) == (0.5, 0.5, 10.0)
     assert tally.by_device == {"device 0": 3, "device 1": 2}
-    assert tally.line == "groups: 5 of 10, 0.5 a second, 10 s left (1 failed), 70% of the time in kernels"
+    assert (
+        tally.progress_line
+        == "groups: 5 of 10, 0.5 a second, 10 s left (1 failed), 70% of the time in kernels"
+    )
     again = Tally("compute", None, again=True, clock=lambda: now[0])
-    assert again.line == "groups that were disturbed: 0" and again.share == 0 and again.left_s is None
+    assert (
+        again.progress_line == "groups that were disturbed: 0"
+        and again.done_share == 0
+        and again.remaining_s is None
+    )
 
 
 class Shown:
@@ -42,7 +49,7 @@ class Shown:
         self.lines = []
 
     def show(self, tally):
-        self.lines.append((tally.share, tally.line))
+        self.lines.append((tally.done_share, tally.progress_line))
 
 
 def test_no_work_is_done_at_once():
@@ -55,11 +62,11 @@ def test_work_says_how_far_it_is_and_what_its_present_part_reports(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(tallies.Tally.__init__, "__defaults__", (False, lambda: now[0]))
     work = Work(progress := Shown(), "problems", 4)
-    with listening(work.heard):
+    with report_to_listener(work.show_phase):
         report("annealing", 2.5)
     report("not heard")
     now[0] = 30.0
-    work.done(1)
+    work.show_done(1)
     assert progress.lines == [
         (0.0, "problems: 0 of 4"),
         (0.0, "problems: 0 of 4; annealing, best 2.500 ms"),

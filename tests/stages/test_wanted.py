@@ -11,7 +11,7 @@ from shardcore.io import dataset
 from shardcore.measure.config import KernelConfig
 from shardcore.measure.sampling.groups import GroupConfig
 from shardcore.measure.transport import Host, Transport
-from shardcore.stages.measure import Wanted, devices_of_a_host
+from shardcore.stages.measure import Wanted, replay_device_count
 from shardcore.stages.measure_config import MeasureConfig, SampledStepConfig
 
 GIB = 1 << 30
@@ -36,10 +36,10 @@ def wanted(*hosts, batch=64, device="cpu", tables=TABLES, arena_bytes=1 << 30, *
 
 
 def test_devices_and_ranks_follow_from_the_hosts():
-    assert wanted(*ONE_CORE).devices == 2 and wanted(*ONE_CORE, actors=5).devices == 5
-    assert wanted(*ONE_CORE).ranks == 2  # on one core
-    assert wanted(*ONE_CORE, hosts=2).ranks == 2  # on one core each
-    assert wanted(*ONE_CORE, ranks=4).ranks == 4
+    assert wanted(*ONE_CORE).n_processes == 2 and wanted(*ONE_CORE, actors=5).n_processes == 5
+    assert wanted(*ONE_CORE).n_ranks == 2  # on one core
+    assert wanted(*ONE_CORE, hosts=2).n_ranks == 2  # on one core each
+    assert wanted(*ONE_CORE, ranks=4).n_ranks == 4
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_devices_and_ranks_follow_from_the_hosts():
 )
 def test_ranks_that_cannot_be_are_named(config, message):
     with pytest.raises(ShardCoreError, match=message):
-        _ = wanted(*ONE_CORE, **config).ranks
+        _ = wanted(*ONE_CORE, **config).n_ranks
 
 
 @pytest.mark.parametrize(
@@ -76,9 +76,9 @@ def test_gpus_are_as_many_as_all_hosts_have():
     few, many = Host(4), Host(6)
 
     def ranks(batch, *hosts, **config):
-        return wanted(*hosts, batch=batch, device="cuda", **config).ranks
+        return wanted(*hosts, batch=batch, device="cuda", **config).n_ranks
 
-    assert wanted(few, many, device="cuda").devices == 10
+    assert wanted(few, many, device="cuda").n_processes == 10
     assert ranks(60, few, many) == 6 and ranks(64, few, many) == 4
     assert ranks(64, few, many, hosts=2) == 8 and ranks(60, few, many, hosts=2) == 6
     with pytest.raises(
@@ -87,25 +87,27 @@ def test_gpus_are_as_many_as_all_hosts_have():
         ranks(63, few, many, hosts=2)
     assert ranks(64, Host(1)) == 1  # one GPU exchanges with nobody
     on = Elsewhere(few, many, device="cuda")
-    assert devices_of_a_host(on, 8, 60) == 6 and devices_of_a_host(on, 5, 64) == 4
-    assert devices_of_a_host(on, 0, 64) == 1
+    assert replay_device_count(on, 8, 60) == 6 and replay_device_count(on, 5, 64) == 4
+    assert replay_device_count(on, 0, 64) == 1
 
 
 def test_devices_are_as_many_as_memory_holds():
     for gib, count in ((16.0, 8), (8.0, 4), (7.9, 3), (1.0, 1)):  # 2 GiB each
-        assert wanted(Host(8, gib * GIB)).devices == count
+        assert wanted(Host(8, gib * GIB)).n_processes == count
 
 
 def test_steps_run_where_an_exchange_would_as_far_as_no_core_or_memory_is_shared():
     eight, two = Host(8), Host(2)
-    assert wanted(eight, two).step_ranks == 8 and wanted(eight, two, batch=60).step_ranks == 6
-    assert wanted(eight, two, ranks=4).step_ranks == 4 and wanted(eight, two, hosts=2).step_ranks == 2
-    assert wanted(Host(8, 11.0 * GIB), two, batch=60).step_ranks == 5  # of 2 GiB each
-    assert wanted(Host(4, GIB), device="cuda").step_ranks == 4
+    assert wanted(eight, two).n_step_ranks == 8 and wanted(eight, two, batch=60).n_step_ranks == 6
+    assert wanted(eight, two, ranks=4).n_step_ranks == 4 and wanted(eight, two, hosts=2).n_step_ranks == 2
+    assert wanted(Host(8, 11.0 * GIB), two, batch=60).n_step_ranks == 5  # of 2 GiB each
+    assert wanted(Host(4, GIB), device="cuda").n_step_ranks == 4
 
 
 def test_steps_need_two_devices_of_a_host_and_a_table_that_fits():
-    assert "no host has two devices" in wanted(*ONE_CORE).why_no_steps() and wanted(*ONE_CORE).steps() == []
+    assert (
+        "no host has two devices" in wanted(*ONE_CORE).why_no_steps() and wanted(*ONE_CORE).draw_steps() == []
+    )
     assert wanted(Host(2), arena_bytes=8 << 20).why_no_steps() is None
     large = [dataclasses.replace(t, rows=10**8) for t in TABLES]
     no = wanted(Host(2), tables=large, arena_bytes=8 << 20).why_no_steps()
@@ -122,10 +124,10 @@ def test_the_first_different_draws_are_wanted_and_each_has_lookups():
     empty, setting = dataclasses.replace(TABLES[0], name="empty", pooling=0.0), Setting("law", 64)
 
     def groups(tables=TABLES, **more):
-        return dict(wanted(Host(4), tables=tables, **{**shape, **more}).groups())
+        return dict(wanted(Host(4), tables=tables, **{**shape, **more}).draw_groups())
 
     def exchanges(**more):
-        return dict(wanted(Host(4), Host(4), **{**shape, **more}).exchanges())
+        return dict(wanted(Host(4), Host(4), **{**shape, **more}).draw_exchanges())
 
     found = groups([*TABLES, empty])
     assert len(found) == 20 and all(k == dataset.compute_id(setting, r) for k, r in found.items())
@@ -143,6 +145,6 @@ def test_the_first_different_draws_are_wanted_and_each_has_lookups():
 
 def test_no_shard_is_larger_than_the_arena():
     config = MeasureConfig(kernels=KernelConfig(1 << 25), steps=SampledStepConfig(repeats=6))
-    assert config.drawn_groups == GroupConfig(max_shard_bytes=1 << 25)
-    assert config.drawn_steps == SampledStepConfig(repeats=6, arena_bytes=1 << 25)
-    assert MeasureConfig().drawn_steps.arena_bytes == 512 << 20
+    assert config.group_config == GroupConfig(max_shard_bytes=1 << 25)
+    assert config.step_config == SampledStepConfig(repeats=6, arena_bytes=1 << 25)
+    assert MeasureConfig().step_config.arena_bytes == 512 << 20

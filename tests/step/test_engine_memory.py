@@ -15,14 +15,21 @@ from shardcore.core.types import Plan, Problem, Setting, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.search.anneal import compiled
 from shardcore.search.anneal.reshard import Reshard
-from shardcore.search.anneal.sharder import Search, copy_of
+from shardcore.search.anneal.sharder import Search, copy_state
 from shardcore.search.budget import Budget
-from shardcore.search.state.packing import roomiest
-from shardcore.search.state.shards import priced
+from shardcore.search.state.packing import least_excess_plan
+from shardcore.search.state.shards import priced_plan
 from shardcore.step.engine.arrays import FEATURES, FREE, LACK, LOOKUPS, NEXT
-from shardcore.step.kinds import merged, run_of, shards_on
-from shardcore.step.memory import fits, host_bytes, may_bind, most_features, require_ops, used_bytes
-from shardcore.step.shard_memory import op_ids
+from shardcore.step.kinds import layout_for_table, merged_placements, shards_by_device
+from shardcore.step.memory import (
+    host_tier_bytes,
+    max_op_features,
+    may_exceed_op_limits,
+    plan_fits,
+    require_op_limits,
+    used_bytes,
+)
+from shardcore.step.shard_memory import op_id_count
 
 
 def model_of(problem: Problem) -> AnalyticModel:
@@ -32,7 +39,7 @@ def model_of(problem: Problem) -> AnalyticModel:
 
 def annealed(problem: Problem, seed: int = 0, kind: str = "all") -> Search:
     search = Search(problem, model_of(problem), Budget(evals=2000).start(), seed)
-    for _ in search.rounds(kind):
+    for _ in search.run_rounds(kind):
         pass
     return search
 
@@ -40,18 +47,18 @@ def annealed(problem: Problem, seed: int = 0, kind: str = "all") -> Search:
 def require_exact(search: Search) -> Plan:
     """Assert that the plan of a search takes what annealing counts. Returns the plan."""
     problem = search.problem
-    plan = priced(search.best.placements, problem, search.model)
-    assert fits(plan, problem)
+    plan = priced_plan(search.best.placements, problem, search.model)
+    assert plan_fits(plan, problem)
     # With no free byte, a device lacks all that it takes.
     none_free, n = search.best.fixed.devices.copy(), len(problem.topology)
     none_free[:, FREE] = -1e-300
-    state = copy_of(search.best.state)
-    compiled.refresh(search.head, search.best.fixed._replace(devices=none_free), state)
+    state = copy_state(search.best.state)
+    compiled.refresh_state(search.head, search.best.fixed._replace(devices=none_free), state)
     assert state.devices[:n, LACK].tolist() == used_bytes(plan, problem)
     on_host = Counter({host: 0 for host in problem.topology.hosts})
     for placement in plan.placements:
-        for d, shard in shards_on(placement):
-            on_host[problem.topology.devices[d].host] += host_bytes(shard, problem)
+        for d, shard in shards_by_device(placement):
+            on_host[problem.topology.devices[d].host] += host_tier_bytes(shard, problem)
     assert state.hosts[0, :-1, -1].tolist() == list(on_host.values())
     return plan
 
@@ -75,7 +82,7 @@ def test_a_plan_takes_what_annealing_counts_to_the_byte(seed):
     constraints = replace(problem.constraints, kinds=kinds)
     problem = replace(problem, job=replace(problem.job, pipeline=pipeline, **dense), constraints=constraints)
     if seed % 2:
-        _, lacks = roomiest(with_memory(problem, (1,) * 4))
+        _, lacks = least_excess_plan(with_memory(problem, (1,) * 4))
         problem = with_memory(problem, (int(1.02 * (lacks + 1)),) * 4)
     require_exact(annealed(problem, seed))
 
@@ -87,7 +94,7 @@ def test_a_plan_costs_what_annealing_counts_with_tables_of_fixed_kinds(seed):
     # Ranges of rows are equal.
     problem = replace(drawn, tables=tuple(replace(t, rows=-(-t.rows // 4) * 4) for t in drawn.tables))
     search = annealed(problem, seed)
-    plan = priced(search.best.placements, problem, search.model)
+    plan = priced_plan(search.best.placements, problem, search.model)
     assert search.best.ms == pytest.approx(plan.provenance["predicted_ms"], rel=1e-9)
     # Tables of several collections that are kept together have the cost of their own ops.
     parts = search.best.space.cache.parts
@@ -105,7 +112,7 @@ def test_ordered_row_ranges_run_in_the_op_of_tables_of_a_fixed_kind():
     constraints = Constraints(kinds=(("fixed", ("row",)),), min_widths=(("large", 64),))
     problem = Problem("p", tables, topology, 64, constraints=constraints)
     by_columns = [column(t, int(t.name != "large")) for t in tables if t.name != "fixed"]
-    whole = used_bytes(priced(by_columns, problem, model_of(problem)), problem)
+    whole = used_bytes(priced_plan(by_columns, problem, model_of(problem)), problem)
     problem = with_memory(problem, (int(0.6 * max(whole)),) * 4)
     search = annealed(problem)
     plan = require_exact(search)
@@ -120,7 +127,7 @@ def test_rows_in_host_memory_count_also_where_groups_share_their_tables():
     plan = Plan(tuple(row(t, topology) for t in tables))
     problem = Problem("p", tables, topology, 64)
     search = Search(problem, model_of(problem), Budget(evals=10).start(), 0)
-    search.best = search.starts.resharded(Reshard(plan, tables=0), "all")
+    search.best = search.starts.start_from_reshard(Reshard(plan, tables=0), "all")
     assert require_exact(search).placements == plan.placements
 
 
@@ -128,7 +135,7 @@ def test_rows_in_host_memory_count_also_where_groups_share_their_tables():
 @pytest.mark.parametrize("seed", range(2))
 def test_an_op_has_no_more_features_and_ids_than_fbgemm_runs(seed, kind):
     """All devices together may run few more features than there are. Most lookups are of few tables."""
-    rng, batch, most = np.random.default_rng(seed), 1 << 20, most_features(1 << 20)
+    rng, batch, most = np.random.default_rng(seed), 1 << 20, max_op_features(1 << 20)
     topology = on_hosts("xyxy", 1 << 50, hardware="nvidia-h200")
     share = rng.dirichlet(np.full(20, 2.0))
     tables = tuple(
@@ -142,17 +149,17 @@ def test_an_op_has_no_more_features_and_ids_than_fbgemm_runs(seed, kind):
         for i, x in enumerate(share)
     )
     problem = Problem("p", tables, topology, batch, constraints=Constraints(together=(("t0", "t1"),)))
-    assert may_bind(problem)
+    assert may_exceed_op_limits(problem)
     search = annealed(problem, seed, kind)
     plan = require_exact(search)
-    require_ops(plan, problem)
+    require_op_limits(plan, problem)
     counted, runs = search.best.state.ops[: len(topology)], search.best.space.cache.runs
     features, ids = np.zeros((2, len(topology), len(runs)))
-    for placement in merged(plan.placements):
-        for d, shard in shards_on(placement):
-            run = run_of(placement.kind, shard.table)
+    for placement in merged_placements(plan.placements):
+        for d, shard in shards_by_device(placement):
+            run = layout_for_table(placement.kind, shard.table)
             features[d, runs.index(run)] += shard.table.features
-            ids[d, runs.index(run)] += op_ids(run, shard, problem)
+            ids[d, runs.index(run)] += op_id_count(run, shard, problem)
     assert counted[..., LOOKUPS] == pytest.approx(ids)
     assert counted[..., FEATURES].tolist() == features.tolist()
     assert search.best.fixed.ops_limited and len(search.best.fixed.limits) == len(runs)

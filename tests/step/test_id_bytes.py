@@ -12,7 +12,7 @@ from shardcore.core.job import Job
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.step import memory
-from shardcore.step.id_bytes import received_bytes
+from shardcore.step.id_bytes import received_id_bytes
 from shardcore.step.kinds import BUCKETIZED_IDS, IDS, Channel
 from shardcore.step.lower import lower
 from shardcore.tables import streams
@@ -79,7 +79,7 @@ def test_ids_of_a_given_batch_are_counted():
 def test_a_shard_receives_the_same_in_searches_as_in_plans(shard):
     given = problem(job=Job(id_bytes=4))
     of_shard = {(0, 1000): 5.0, (250, 500): 1.25}[shard.row_lo, shard.row_hi]
-    assert received_bytes(shard, given) == pytest.approx(32 * (4 * of_shard + 4))
+    assert received_id_bytes(shard, given) == pytest.approx(32 * (4 * of_shard + 4))
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_values_of_deduplicated_tables_travel_once():
     table = Table("t", 100, 8, 6.0, features=2)
     once = replace(table, dedup=3.0)
     plain, found = (Problem("p", (t,), Topology((Device(1 << 30),) * 2), 96) for t in (table, once))
-    assert 3 * received_bytes(Shard.whole(once), found) == received_bytes(Shard.whole(table), plain)
+    assert 3 * received_id_bytes(Shard.whole(once), found) == received_id_bytes(Shard.whole(table), plain)
     plans = [Plan((Placement("column", Shard.whole(t), (0,)),)) for t in (table, once)]
     traffic = [lower(plan, given).traffic for plan, given in zip(plans, (plain, found), strict=True)]
     assert (3 * traffic[1] == traffic[0]).all() and traffic[0].any()

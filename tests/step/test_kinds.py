@@ -23,10 +23,10 @@ from shardcore.step import kinds
 from shardcore.step.kinds import (
     LAYOUTS,
     device_names,
-    layout_of,
+    layout_of_kind,
     possible_groups,
-    require_placement,
-    shards_on,
+    require_valid_placement,
+    shards_by_device,
 )
 
 TABLE, SMALL = Table("t", 10, 16, 2.0), Table("s", 3, 8, 1.0)
@@ -93,7 +93,7 @@ def test_what_is_left_to_cross_pods_follows_from_their_size():
 
 
 def test_what_each_kind_runs_over_and_keeps():
-    assert {k: layout.batch(PROBLEM) for k, layout in LAYOUTS.items()} == {
+    assert {k: layout.op_batch(PROBLEM) for k, layout in LAYOUTS.items()} == {
         "column": B,
         "row": B,
         "host_row": B,
@@ -124,18 +124,21 @@ def test_what_each_kind_runs_over_and_keeps():
 
 
 def test_sequences_run_by_themselves_and_never_by_sums():
-    assert {name: x.as_sequence and set(x.as_sequence.channels) for name, x in LAYOUTS.items()} == {
+    assert {name: x.sequence_layout and set(x.sequence_layout.channels) for name, x in LAYOUTS.items()} == {
         "column": {ALL_TO_ALL},
         "row": {ALL_TO_ALL},
         "host_row": None,
         "pod_row": None,
         "data_parallel": {ALL_REDUCE},
     }
-    assert kinds.RUNS == (*LAYOUTS.values(), *(x.as_sequence for x in LAYOUTS.values() if x.as_sequence))
+    assert kinds.RUNS == (
+        *LAYOUTS.values(),
+        *(x.sequence_layout for x in LAYOUTS.values() if x.sequence_layout),
+    )
     sequence = Table("s", 100, 16, 2.0, sequence=True)
-    assert kinds.run_of("row", sequence) is LAYOUTS["row"].as_sequence
+    assert kinds.layout_for_table("row", sequence) is LAYOUTS["row"].sequence_layout
     with pytest.raises(ShardCoreError, match="'s' by host_row, which TorchRec does not run for a sequence"):
-        kinds.run_of("host_row", sequence)
+        kinds.layout_for_table("host_row", sequence)
 
 
 def test_channels_are_all_that_kinds_have_in_one_order():
@@ -152,7 +155,7 @@ def test_channels_are_all_that_kinds_have_in_one_order():
         kinds.IDS,
         kinds.BUCKETIZED_IDS,
     )
-    assert [c.words for c in kinds.CHANNELS] == [
+    assert [c.description for c in kinds.CHANNELS] == [
         "all-to-all within a host",
         "all-to-all within a pod",
         "all-to-all",
@@ -168,7 +171,7 @@ def test_channels_are_all_that_kinds_have_in_one_order():
 
 
 def test_the_kinds_of_a_channel_in_words():
-    assert [kinds.kinds_of(c) for c in kinds.CHANNELS] == [
+    assert [kinds.kinds_of_channel(c) for c in kinds.CHANNELS] == [
         "column",
         "column",
         "column",
@@ -181,7 +184,7 @@ def test_the_kinds_of_a_channel_in_words():
         "column",
         "row and host_row and pod_row",
     ]
-    assert kinds.kinds_of(ACROSS, towers=True) == "column and host_row"
+    assert kinds.kinds_of_channel(ACROSS, towers=True) == "column and host_row"
 
 
 def test_kinds_that_are_always_on_all_devices():
@@ -205,8 +208,8 @@ def test_kinds_that_are_always_on_all_devices():
     ids=lambda p: p.kind,
 )
 def test_shards_cover_each_cell_as_often_as_the_kind_says(placement):
-    require_placement(placement, on(MIXED))
-    found = list(shards_on(placement))
+    require_valid_placement(placement, on(MIXED))
+    found = list(shards_by_device(placement))
     assert [device for device, _ in found] == list(placement.devices)
     cells = Counter(
         (r, c) for _, s in found for r in range(s.row_lo, s.row_hi) for c in range(s.col_lo, s.col_hi)
@@ -218,13 +221,13 @@ def test_shards_cover_each_cell_as_often_as_the_kind_says(placement):
 
 def test_row_ranges_are_dealt_out_in_the_order_of_ranks():
     """TorchRec sends id i to rank i // ceil(10 / 4), and ranks are host by host."""
-    assert [(d, s.row_lo, s.row_hi) for d, s in shards_on(row(TABLE, MIXED))] == [
+    assert [(d, s.row_lo, s.row_hi) for d, s in shards_by_device(row(TABLE, MIXED))] == [
         (0, 0, 3),
         (2, 3, 6),
         (1, 6, 9),
         (3, 9, 10),
     ]
-    assert [(d, s.row_lo, s.row_hi) for d, s in shards_on(host_row(TABLE, (1, 3), 4, 8))] == [
+    assert [(d, s.row_lo, s.row_hi) for d, s in shards_by_device(host_row(TABLE, (1, 3), 4, 8))] == [
         (1, 0, 5),
         (3, 5, 10),
     ]
@@ -245,8 +248,8 @@ def test_row_ranges_are_dealt_out_in_the_order_of_ranks():
 )
 def test_rows_in_even_ranges(rows, n, expected):
     """None: the last would have none, as 9 rows in ranges of ceil(9 / 4) = 3."""
-    assert kinds.even_rows(rows, n) == expected
-    assert kinds.even_share(rows, n) == (expected and expected[0][1])
+    assert kinds.even_row_ranges(rows, n) == expected
+    assert kinds.even_row_share(rows, n) == (expected and expected[0][1])
 
 
 @pytest.mark.parametrize(
@@ -278,17 +281,17 @@ def test_rows_in_even_ranges(rows, n, expected):
 )
 def test_a_placement_that_is_not_as_its_kind_is_refused(placement, topology, said):
     with pytest.raises(ShardCoreError, match=said):
-        require_placement(placement, on(topology))
+        require_valid_placement(placement, on(topology))
 
 
 def test_columns_of_a_host_row_may_be_on_several_hosts():
     for placement in (host_row(TABLE, (0, 1), 0, 4), host_row(TABLE, (2, 3), 4, 16)):
-        require_placement(placement, PROBLEM)
+        require_valid_placement(placement, PROBLEM)
 
 
 def test_groups_that_a_table_can_be_on():
     def found(kind, rows, topology, allowed=None):
-        return possible_groups(layout_of(kind), rows, topology, allowed)
+        return possible_groups(layout_of_kind(kind), rows, topology, allowed)
 
     assert found("host_row", 10, TWO) == [(0, 1), (2, 3)] and found("host_row", 1, TWO) == []
     assert found("host_row", 10, TWO, (1, 2, 3)) == [(2, 3)] and found("row", 10, TWO, (0, 1, 2)) == []

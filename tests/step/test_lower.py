@@ -18,8 +18,8 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.step import memory
 from shardcore.step.kinds import CHANNELS, IDS, LAYOUTS
-from shardcore.step.lower import Op, lower, require_cover, traffic_of_outputs
-from shardcore.step.ways import consolidate
+from shardcore.step.lower import Op, lower, require_full_cover, traffic_of_outputs
+from shardcore.step.ways import consolidate_placements
 
 A, B, C = Table("a", 100, 8, 2.0), Table("b", 60, 4, 1.0), Table("c", 10, 16, 3.0)
 PROBLEM = Problem("p", (A, B, C), Topology((Device(1 << 20),) * 2), 64)
@@ -46,7 +46,7 @@ def test_a_plan_runs_one_op_a_kind_and_device():
         "all_reduce": [10 * 16 * 4] * 2,
     }
     weights = 100 * 4 * 4 + 30 * 4 * 4 + 10 * 16 * 4
-    assert memory.by_part(PLAN, PROBLEM)[0].parts["weights"] == weights
+    assert memory.memory_by_part(PLAN, PROBLEM)[0].parts["weights"] == weights
     assert work.memory_bytes == tuple(memory.used_bytes(PLAN, PROBLEM))
 
 
@@ -195,7 +195,7 @@ def test_a_device_holds_what_it_has_to_the_byte(n_bytes, reserved):
     enough = dataclasses.replace(problem, topology=Topology((Device(1), Device(needed + reserved))))
     # The first, where even less than nothing is free, has no shard.
     assert lower(plan, enough).memory_bytes[1] == needed
-    assert memory.held_bytes(enough) == [1 - reserved, needed]
+    assert memory.usable_bytes(enough) == [1 - reserved, needed]
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_a_device_holds_what_it_has_to_the_byte(n_bytes, reserved):
     ],
 )
 def test_sizes_for_people(n_bytes, shown):
-    assert memory.gib(n_bytes) == shown
+    assert memory.size_text(n_bytes) == shown
 
 
 def test_what_devices_exchange_adds_up_by_kind():
@@ -239,7 +239,7 @@ def test_what_devices_exchange_adds_up_by_kind():
     # Ids of rows divided over all devices, and over those of a host, travel by themselves.
     assert work.traffic.shape == (2 * len(CHANNELS), 4) and work.traffic.dtype == float
     everywhere, columns, ranges = 15 * 4 * 4 + 10 * 16 * 4, 100 * 4 * 4, [rows * 8 * 4 for rows in (21, 20)]
-    assert [device.parts["weights"] for device in memory.by_part(plan, problem)] == [
+    assert [device.parts["weights"] for device in memory.memory_by_part(plan, problem)] == [
         everywhere + columns,
         everywhere + ranges[0],
         everywhere + columns,
@@ -279,7 +279,7 @@ def test_each_collection_runs_ops_and_exchanges_of_its_own():
         problem,
     )
     assert [
-        [(op.kind, op.run.collection, [s.table.name for s in op.shards]) for op in ops]
+        [(op.kind, op.layout.collection, [s.table.name for s in op.shards]) for op in ops]
         for ops in work.ops[:2]
     ] == [
         [
@@ -296,13 +296,13 @@ def test_each_collection_runs_ops_and_exchanges_of_its_own():
             ("column", "users", ["s"]),
         ],
     ]
-    users, of_a = work.ops[0][2].run, [64 * 8 * 4, 0, 0, 0]
+    users, of_a = work.ops[0][2].layout, [64 * 8 * 4, 0, 0, 0]
     assert list(work.lanes.values()) == [0, 0, 1, 0, 0, 2]
     assert pickle.loads(pickle.dumps(work)).lanes == work.lanes
-    assert work.entering(LAYOUTS["column"], ALL_TO_ALL).tolist() == of_a
-    assert work.entering(users, ALL_TO_ALL).tolist() == of_a
-    assert work.entering(users, IDS)[0] == work.entering(LAYOUTS["column"], IDS)[0] > 0
-    assert work.entering(LAYOUTS["data_parallel"], ALL_REDUCE).tolist() == [(10 * 16 + 100 * 8) * 4] * 4
+    assert work.entering_bytes(LAYOUTS["column"], ALL_TO_ALL).tolist() == of_a
+    assert work.entering_bytes(users, ALL_TO_ALL).tolist() == of_a
+    assert work.entering_bytes(users, IDS)[0] == work.entering_bytes(LAYOUTS["column"], IDS)[0] > 0
+    assert work.entering_bytes(LAYOUTS["data_parallel"], ALL_REDUCE).tolist() == [(10 * 16 + 100 * 8) * 4] * 4
     # An exchange more has a latency more.
     model = AnalyticModel(Setting("m", 64), exchange_latency_ms=1.0)
     once = np.add.reduce(work.traffic.reshape(3, len(CHANNELS), 4))
@@ -326,12 +326,12 @@ def test_parts_of_a_table_on_a_device_cost_what_one_shard_of_their_columns_does(
     plan = place(*data.draw(st.permutations([*parts, column(B, 0)])))
     model, works = (
         AnalyticModel(Setting("m", 64)),
-        [lower(p, problem) for p in (plan, place(*consolidate(plan.placements)))],
+        [lower(p, problem) for p in (plan, place(*consolidate_placements(plan.placements)))],
     )
     assert price(works[0], model).device_ms == pytest.approx(price(works[1], model).device_ms)
     assert works[0].memory_bytes == works[1].memory_bytes
     np.testing.assert_array_equal(works[0].traffic, works[1].traffic)
-    assert count_bytes(plan, problem) == count_bytes(place(*consolidate(plan.placements)), problem)
+    assert count_bytes(plan, problem) == count_bytes(place(*consolidate_placements(plan.placements)), problem)
     for ops in works[0].ops:
         assert set(Counter(s.table.name for op in ops for s in op.shards).values()) <= {1}
 
@@ -390,10 +390,10 @@ def test_shards_wider_than_fbgemm_runs_are_refused_but_on_a_cpu(plan, columns):
     problem = Problem("p", (wide,), Topology((Device(1 << 30),) * 2), 64)
     plan = plan(wide, problem.topology)
     with pytest.raises(ShardCoreError, match=f"{columns}.* at most 2048"):
-        require_cover(plan, problem)
+        require_full_cover(plan, problem)
     on_cpu = dataclasses.replace(TWO, hardware="cpu-x")
-    require_cover(plan, dataclasses.replace(problem, topology=on_cpu))
-    require_cover(place(column(wide, 0, 0, 2048), column(wide, 1, 2048)), problem)
+    require_full_cover(plan, dataclasses.replace(problem, topology=on_cpu))
+    require_full_cover(place(column(wide, 0, 0, 2048), column(wide, 1, 2048)), problem)
 
 
 def test_cells_that_are_placed_twice_are_found_among_many_parts():
@@ -402,8 +402,8 @@ def test_cells_that_are_placed_twice_are_found_among_many_parts():
     problem = Problem("p", (wide,), Topology((Device(1 << 30),)), 64)
     parts = [column(wide, 0, 4 * i, 4 * i + 4) for i in range(n)]
     order = np.random.default_rng(0).permutation(n)
-    require_cover(place(*(parts[i] for i in order)), problem)
+    require_full_cover(place(*(parts[i] for i in order)), problem)
     for i in (1, n // 2):
         doubled = [*parts[:i], column(wide, 0, 4 * i - 4, 4 * i + 4), *parts[i + 1 :]]
         with pytest.raises(ShardCoreError, match="places cells twice: wide"):
-            require_cover(place(*(doubled[k] for k in order)), problem)
+            require_full_cover(place(*(doubled[k] for k in order)), problem)

@@ -17,10 +17,15 @@ from shardcore.core.tiers import Memory
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.step import memory
-from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, merged, run_of, shards_on
+from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, layout_for_table, merged_placements, shards_by_device
 from shardcore.step.lower import lower
-from shardcore.step.memory import table_bytes
-from shardcore.step.shard_memory import exchanged_amounts, local_buffers, run_batches, unit_buffers
+from shardcore.step.memory import table_peak_bytes
+from shardcore.step.shard_memory import (
+    buffers_per_unit,
+    exchanged_amounts,
+    local_batch_buffers,
+    local_batch_shares,
+)
 
 TABLE, OTHER = Table("t", 1000, 8, 3.0), Table("u", 500, 16, 2.0)
 GIB = 2**30
@@ -31,7 +36,7 @@ def problem_of(*tables, hardware="nvidia-h200", n=2, optimizer="exact_sgd", batc
 
 
 def local_of(plan: Plan, problem: Problem) -> dict:
-    return local_buffers(run_batches(plan.placements, problem), problem)
+    return local_batch_buffers(local_batch_shares(plan.placements, problem), problem)
 
 
 def test_a_plan_and_a_problem_in_the_wrong_order_are_one_line():
@@ -54,12 +59,12 @@ def test_what_a_whole_table_takes_by_hand():
     arrived, pooled, sorting = 64 * (3 * 8 + 4), 64 * 8 * 4, 64 * 3 * 52
     weights, offsets = 1000 * 8 * 4, 64 * 8
     on_gpu, on_cpu = problem_of(), problem_of(hardware="cpu-some")
-    assert table_bytes(TABLE, on_gpu) == weights + offsets + 2 * arrived + pooled + sorting
-    assert table_bytes(TABLE, on_cpu) == weights + offsets + max(3 * arrived, 2 * arrived + 2 * pooled)
+    assert table_peak_bytes(TABLE, on_gpu) == weights + offsets + 2 * arrived + pooled + sorting
+    assert table_peak_bytes(TABLE, on_cpu) == weights + offsets + max(3 * arrived, 2 * arrived + 2 * pooled)
     busy = replace(TABLE, pooling=30.0)  # its ids take more than its outputs
-    assert table_bytes(busy, on_cpu) == weights + offsets + 3 * 64 * (30 * 8 + 4)
+    assert table_peak_bytes(busy, on_cpu) == weights + offsets + 3 * 64 * (30 * 8 + 4)
     # No hardware: that of a GPU, which takes more.
-    assert table_bytes(TABLE, problem_of(hardware=None)) == table_bytes(TABLE, on_gpu)
+    assert table_peak_bytes(TABLE, problem_of(hardware=None)) == table_peak_bytes(TABLE, on_gpu)
 
 
 @pytest.mark.parametrize("payload", ["fp16", "bf16"])
@@ -68,8 +73,10 @@ def test_16_bits_take_more_at_first_by_hand(payload):
     arrived, pooled, offsets = 64 * (3 * 8 + 4), 64 * 8 * 4, 64 * 8
     plain = problem_of(hardware="cpu-some")
     short = replace(plain, job=Job(forward_payload=payload))
-    assert table_bytes(TABLE, short) == 1000 * 8 * 4 + offsets + max(3 * arrived, 2 * arrived + 2.5 * pooled)
-    _, each, _ = unit_buffers(WHOLE_ROWS, short)
+    assert table_peak_bytes(TABLE, short) == 1000 * 8 * 4 + offsets + max(
+        3 * arrived, 2 * arrived + 2.5 * pooled
+    )
+    _, each, _ = buffers_per_unit(WHOLE_ROWS, short)
     assert [
         pooled * each[f"all_to_all world{what}"] for what in ("", " there", " back", " cast", " clamped")
     ] == [
@@ -100,14 +107,14 @@ def test_a_sequence_of_16_bits_is_clamped_to_two_tensors_by_hand():
     sequence, job = replace(TABLE, sequence=True), Job(forward_payload="fp16")
     problem = replace(problem_of(sequence, OTHER, hardware="cpu-some"), job=job)
     arrived, lookups, offsets = 64 * (3 * 8 + 4), 64 * 3 * 8 * 4, 64 * 8
-    assert table_bytes(sequence, problem) == 1000 * 8 * 4 + offsets + 2 * arrived + 3.5 * lookups
+    assert table_peak_bytes(sequence, problem) == 1000 * 8 * 4 + offsets + 2 * arrived + 3.5 * lookups
 
 
 def test_parts_say_what_payloads_of_16_bits_take():
     """Outputs dominate here: gradients of all tables, in order, clamped and cast."""
     wide = Table("wide", 8, 512, 1.0)
     problem = replace(problem_of(wide, hardware="cpu-some", n=1), job=Job(backward_payload="bf16"))
-    [found] = memory.by_part(Plan((column(wide, 0),)), problem)
+    [found] = memory.memory_by_part(Plan((column(wide, 0),)), problem)
     outputs = 64 * 512 * 4
     assert (found.phase, found.parts["payloads"], found.parts["output gradients"]) == (
         "gradients cast",
@@ -119,7 +126,7 @@ def test_parts_say_what_payloads_of_16_bits_take():
 def test_a_cut_copies_ids():
     """Two halves take what the table does, and its ids once more on their device and twice to be sent."""
     problem = problem_of(hardware="cpu-some")
-    whole, half = (table_bytes(TABLE, problem, width) for width in (8, 4))
+    whole, half = (table_peak_bytes(TABLE, problem, width) for width in (8, 4))
     local_ids, ids = 32 * (3 * 8 + 4), 64 * (3 * 8 + 4)
     assert 2 * half - whole >= 2 * ids + 2 * 2 * local_ids
 
@@ -173,7 +180,7 @@ def test_parts_of_a_replica_are_weights_gradients_and_buckets():
     """Gradients are there twice when they are reduced: the kernel's own, and DDP's buckets."""
     big = Table("big", 100_000, 64, 1.0)
     problem = problem_of(big)  # its optimizer is SGD, without scratch
-    [found, _] = memory.by_part(Plan((replica(big, problem.topology),)), problem)
+    [found, _] = memory.memory_by_part(Plan((replica(big, problem.topology),)), problem)
     assert (found.phase, found.parts["weights"], found.parts["dense gradients"]) == (
         "gradients of replicas",
         big.bytes,
@@ -186,7 +193,9 @@ def test_parts_of_a_replica_are_weights_gradients_and_buckets():
 def test_a_dense_optimizer_has_scratch_of_the_largest_replica(name, scratch):
     big, small = Table("big", 100_000, 64, 1.0), Table("small", 1000, 8, 1.0)
     problem = replace(problem_of(big, small), job=Job(replica_optimizer=name))
-    [found, _] = memory.by_part(Plan(tuple(replica(t, problem.topology) for t in problem.tables)), problem)
+    [found, _] = memory.memory_by_part(
+        Plan(tuple(replica(t, problem.topology) for t in problem.tables)), problem
+    )
     all_of_them = big.bytes + small.bytes
     assert found.parts["dense gradients"] == max(2 * all_of_them, all_of_them + scratch * big.bytes)
     assert (found.phase == "dense update") == (scratch > 1)
@@ -236,7 +245,7 @@ def test_the_order_of_kinds_decides_what_is_there_at_once():
     for tables in ((divided, whole), (whole, divided)):
         problem = problem_of(*tables, hardware="cpu-some")
         plan = Plan((row(divided, problem.topology), column(whole, 0)))
-        found.append(memory.by_part(plan, problem)[1])
+        found.append(memory.memory_by_part(plan, problem)[1])
     assert [device.phase for device in found] == ["gradients in order"] * 2
     gathered = 64 * 64 * 4
     assert found[1].parts["payloads"] - found[0].parts["payloads"] == 2 * gathered + gathered // 2
@@ -259,9 +268,11 @@ def test_gradients_of_all_outputs_live_until_the_last_kind_has_its_own():
 
 def summed(plan: Plan, problem: Problem) -> list[int]:
     """[D] bytes of a plan as searches count them: sums over shards, and a local batch."""
-    account = memory.account_of(placements := merged(plan.placements), problem)
+    account = memory.memory_account(placements := merged_placements(plan.placements), problem)
     return (
-        np.rint((account.base + account.loads(placements))[:, : account.phases].max(1)).astype(int).tolist()
+        np.rint((account.base + account.device_loads(placements))[:, : account.phases].max(1))
+        .astype(int)
+        .tolist()
     )
 
 
@@ -281,13 +292,13 @@ def test_searches_count_what_whole_tables_take(job, hardware, sequence):
     """Equal tables are largest in one phase. So their peaks add up, but for what a local batch adds then."""
     tables = [Table(f"t{i}", 1000, 64, 2.0, sequence=sequence) for i in range(8)]
     problem = replace(problem_of(*tables, hardware=hardware), job=job)
-    local, each = (f(problem) for f in (memory.local_batch_bytes, memory.own_peaks))
+    local, each = (f(problem) for f in (memory.local_batch_bytes, memory.peak_bytes_function))
     for n_tables in range(1, len(tables)):
         plan = Plan(tuple(column(t, int(i >= n_tables)) for i, t in enumerate(tables)))
         used = memory.used_bytes(plan, problem)
         assert summed(plan, problem) == used
         # A quarter of the tables is half of an even share. With more, the local batch adds less.
-        peaks = local + sum(each(run_of("column", t), Shard.whole(t)) for t in tables[:n_tables])
+        peaks = local + sum(each(layout_for_table("column", t), Shard.whole(t)) for t in tables[:n_tables])
         assert peaks == used[0] if n_tables == 2 else peaks >= used[0] or n_tables == 1
 
 
@@ -349,18 +360,18 @@ def test_rows_in_host_memory_leave_a_cache_a_map_and_state_of_rows(factor, optim
         topology=Topology((Device(1 << 30),) * 2, memory=(Memory("host", 1 << 30, 1.0),)),
     )
     tiered = replace(TABLE, load_factor=factor)
-    (a_cell, a_row), peak = memory.STATE_BYTES[optimizer], memory.own_peaks(plain)
+    (a_cell, a_row), peak = memory.STATE_BYTES[optimizer], memory.peak_bytes_function(plain)
     for width in (4, 8):
         shard = Shard(tiered, 0, 1000, 0, width)
         cached = round(1000 * factor)
         held = cached * (4 * width + 16) + 1000 * 4 * (factor > 0), 1000 * a_row
         assert memory.resident_bytes(WHOLE_ROWS, shard, plain) == held
-        assert memory.host_bytes(shard, plain) == 1000 * width * (4 + a_cell)
+        assert memory.host_tier_bytes(shard, plain) == 1000 * width * (4 + a_cell)
         # All else is the same: ids and outputs.
         whole = Shard(TABLE, 0, 1000, 0, width)
         resident = sum(memory.resident_bytes(WHOLE_ROWS, whole, plain))
         assert peak(WHOLE_ROWS, whole) - peak(WHOLE_ROWS, shard) == resident - sum(held)
-    assert memory.host_bytes(whole, plain) == 0
+    assert memory.host_tier_bytes(whole, plain) == 0
 
 
 def cached(name: str, rows: int, dim: int, load_factor: float = 0.2, precision: str = "fp32") -> Table:
@@ -406,15 +417,19 @@ def test_a_cache_is_as_wide_as_the_widest_shard_of_its_op(tables, monkeypatch):
     real = sum(x.numel() * x.element_size() for x in (getattr(op, name) for name in names))
     own = Topology((Device(1 << 40),), memory=(Memory("host", 1 << 40, 1.0),))
     problem = Problem("p", tables, own, 64)
-    [device] = memory.by_part(Plan(tuple(column(t, 0) for t in tables)), problem)
+    [device] = memory.memory_by_part(Plan(tuple(column(t, 0) for t in tables)), problem)
     # A row of a cache's last set more or less.
     assert device.parts["weights"] == pytest.approx(real, rel=1e-6, abs=32 * (4 * op.max_D_cache + 16))
     # Of another precision, or on another device, a table has a cache of another op.
-    alone = [memory.by_part(Plan((column(t, 0),)), replace(problem, tables=(t,)))[0] for t in tables]
+    alone = [memory.memory_by_part(Plan((column(t, 0),)), replace(problem, tables=(t,)))[0] for t in tables]
     other = (tables[0], *(replace(t, precision="bf16") for t in tables[1:]))
     if tables[0].precision == "fp32":
-        apart = memory.by_part(Plan(tuple(column(t, 0) for t in other)), replace(problem, tables=other))[0]
-        halves = [memory.by_part(Plan((column(t, 0),)), replace(problem, tables=(t,)))[0] for t in other[1:]]
+        apart = memory.memory_by_part(
+            Plan(tuple(column(t, 0) for t in other)), replace(problem, tables=other)
+        )[0]
+        halves = [
+            memory.memory_by_part(Plan((column(t, 0),)), replace(problem, tables=(t,)))[0] for t in other[1:]
+        ]
         if len(tables) == 2:
             assert apart.parts["weights"] == sum(x.parts["weights"] for x in (alone[0], *halves))
 
@@ -423,7 +438,7 @@ def test_a_cache_is_as_wide_as_the_widest_shard_of_its_op(tables, monkeypatch):
 def test_a_cache_has_whole_sets_of_rows(rows, cached_rows):
     table = cached("a", rows, 8, 0.5)
     own = Topology((Device(1 << 40),), memory=(Memory("host", 1 << 40, 1.0),))
-    [device] = memory.by_part(Plan((column(table, 0),)), Problem("p", (table,), own, 64))
+    [device] = memory.memory_by_part(Plan((column(table, 0),)), Problem("p", (table,), own, 64))
     # Each with its id and its last batch. All rows are mapped to their table.
     assert device.parts["weights"] == cached_rows * (8 * 4 + 16) + rows * 4
 
@@ -436,11 +451,11 @@ def test_managed_collision_takes_bytes_for_each_row_and_lookup():
     for placed, rows, lookups in ((column(table, 0), 1000, 64 * 3), (row(table, two), 500, 64 * 1.5)):
         before = replace(placed, shard=replace(placed.shard, table=TABLE))
         more = (
-            memory.by_part(Plan((placed,)), problem)[0].parts["weights"]
-            - memory.by_part(Plan((before,)), plain)[0].parts["weights"]
+            memory.memory_by_part(Plan((placed,)), problem)[0].parts["weights"]
+            - memory.memory_by_part(Plan((before,)), plain)[0].parts["weights"]
         )
         assert more == rows * 32 + lookups * 40
-    assert table_bytes(table, problem) - table_bytes(TABLE, plain) == 1000 * 32 + 64 * 3 * 40
+    assert table_peak_bytes(table, problem) - table_peak_bytes(TABLE, plain) == 1000 * 32 + 64 * 3 * 40
 
 
 @pytest.mark.parametrize("eviction, row_bytes", [("step", 17), ("timestamp_lfu", 25)])
@@ -467,7 +482,7 @@ def test_a_host_that_cannot_hold_its_rows_is_named():
 
 def test_rows_of_a_divided_table_take_the_ids_in_them():
     problem = problem_of(hardware="cpu-some", n=4)
-    parts = [shard for _, shard in shards_on(row(TABLE, problem.topology))]
+    parts = [shard for _, shard in shards_by_device(row(TABLE, problem.topology))]
     kind = next(layout for layout in LAYOUTS.values() if layout.name == "row")
     assert sum(exchanged_amounts(kind, shard, problem)[0] for shard in parts) == 64 * (3 * 8 + 4 * 4)
 
@@ -478,7 +493,7 @@ def test_a_short_last_range_of_rows_takes_no_more_than_the_others():
     problem = problem_of(table, n=2)
     kind = next(layout for layout in LAYOUTS.values() if layout.divides_rows)
     first, last = (Shard(table, lo, hi, 0, 8) for lo, hi in ((0, 100_000), (100_000, 100_001)))
-    peak = memory.own_peaks(problem)
+    peak = memory.peak_bytes_function(problem)
     assert peak(kind, last) < peak(kind, first)
 
 
@@ -503,7 +518,7 @@ def test_a_divided_sequence_keeps_where_each_id_was_by_hand():
     local = 128 * 4000 * 8
     [buffers] = local_of(plan, problem).values()
     assert buffers["sent"] == 3 * local + 128 * 3 * 4
-    [device, _] = memory.by_part(plan, problem)
+    [device, _] = memory.memory_by_part(plan, problem)
     assert device.parts["ids"] == pytest.approx(11 * local, rel=1e-3)
     pooled = replace(LONG, sequence=False)
     [buffers] = local_of(Plan((row(pooled, problem.topology),)), replace(problem, tables=(pooled,))).values()
@@ -512,17 +527,17 @@ def test_a_divided_sequence_keeps_where_each_id_was_by_hand():
 
 def test_memory_of_the_dense_part_is_in_the_phases_in_which_it_is_there():
     plan, plain = Plan((column(TABLE, 0), column(OTHER, 1))), problem_of()
-    before = memory.by_part(plan, plain)[0]
+    before = memory.memory_by_part(plan, plain)[0]
     always = replace(plain, job=Job(dense_bytes=1000))
     assert memory.used_bytes(plan, always) == [n + 1000 for n in memory.used_bytes(plan, plain)]
     for name, phase, part in (
         ("activation_bytes", "dense part", "activations"),
         ("update_bytes", "dense update", "dense gradients"),
     ):
-        found = memory.by_part(plan, replace(plain, job=Job(**{name: GIB})))[0]
+        found = memory.memory_by_part(plan, replace(plain, job=Job(**{name: GIB})))[0]
         # What is alive in another phase does not add up with it.
         assert found.phase == phase and found.parts[part] == GIB and found.bytes < before.bytes + GIB
-    three = memory.by_part(plan, replace(plain, job=Job(input_bytes=GIB)))[0]
+    three = memory.memory_by_part(plan, replace(plain, job=Job(input_bytes=GIB)))[0]
     assert three.parts["ids"] - 3 * GIB < before.bytes
 
 

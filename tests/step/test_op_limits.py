@@ -10,7 +10,7 @@ from shardcore.core.types import Plan, Problem, Setting, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.search import SHARDERS, Budget
 from shardcore.step.lower import lower
-from shardcore.step.memory import MOST_IDS, TooManyInOneOp, most_features, require_ops
+from shardcore.step.memory import MOST_IDS, TooManyInOneOp, max_op_features, require_op_limits
 
 SEARCHES = ("size_greedy", "neuroshard", "anneal_columns", "anneal")
 
@@ -20,7 +20,7 @@ def test_fbgemm_packs_so_many_features_and_samples(features):
     torch = pytest.importorskip("torch")
     pytest.importorskip("fbgemm_gpu")
     batch = 1
-    while most_features(2 * batch) >= features and 2 * batch < 1 << 31:
+    while max_op_features(2 * batch) >= features and 2 * batch < 1 << 31:
         batch *= 2
     packed = torch.ops.fbgemm.get_infos_metadata
     packed(torch.zeros(1), batch, features)
@@ -58,7 +58,7 @@ def test_too_many_features_on_one_device_are_refused_but_on_a_cpu():
 @pytest.mark.parametrize("name", SEARCHES)
 def test_features_are_spread_where_some_devices_would_run_too_many(name):
     """The tables with most features are the smallest, so balancing by size puts them together."""
-    most = most_features(1 << 20)
+    most = max_op_features(1 << 20)
     heavy = [Table(f"h{i}", 10, 4, 0.001, features=most // 2) for i in range(8)]
     large = [Table(f"l{i}", 100_000, 64, 40.0) for i in range(3)]
     given = problem([*heavy, *large], 6, 3 << 18)
@@ -70,12 +70,12 @@ def test_ids_of_an_op_are_counted_by_32_bits():
     one = problem([Table("long", 10**6, 8, 2100.0)], 4, 1 << 20)
     whole = Plan((column(one.tables[0], 0),))
     with pytest.raises(TooManyInOneOp, match=f"2.2e.09 ids in one op .column.; .* at most {MOST_IDS}"):
-        require_ops(whole, one)
+        require_op_limits(whole, one)
     with pytest.raises(TooManyInOneOp):
         lower(whole, one)
     # A replica runs over a device's own samples.
-    require_ops(Plan((replica(one.tables[0], one.topology),)), one)
-    require_ops(whole, replace(one, global_batch=1 << 19))
+    require_op_limits(Plan((replica(one.tables[0], one.topology),)), one)
+    require_op_limits(whole, replace(one, global_batch=1 << 19))
 
 
 def test_searches_divide_ids_that_one_device_could_not_count():

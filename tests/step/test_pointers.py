@@ -40,9 +40,9 @@ def test_numba_has_what_records_by_pointer_are_made_of(name):
 
 
 def test_compiled_code_reads_each_field_as_it_was_packed():
-    from shardcore.step.engine.pointers import WORDS, Record, entry, pointer
+    from shardcore.step.engine.pointers import WORDS, Record, entry, make_record_loader
 
-    record_at = pointer(Record(Some))
+    record_at = make_record_loader(Record(Some))
 
     @entry(float64(WORDS, float64[::1]))
     def read(words, into):

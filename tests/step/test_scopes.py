@@ -9,9 +9,9 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.links import host_names
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.io.measurements import CollectiveRequest
-from shardcore.step.kinds import LAYOUTS, Channel, choices_of_rows, pod_size, row_unit_of
+from shardcore.step.kinds import LAYOUTS, Channel, pod_size, row_unit_choices, row_unit_of
 from shardcore.step.lower import lower
-from shardcore.step.scopes import SCOPES, WORLD, groups_among, groups_of
+from shardcore.step.scopes import SCOPES, WORLD, group_members, groups_among_hosts
 
 UNEVEN = on_hosts("aab")
 
@@ -48,23 +48,27 @@ PODS = on_hosts(["p/a", "p/a", "p/b", "p/b", "q/c", "q/c", "q/d", "q/d"])
 )
 def test_groups_by_hand(topology, groups):
     for name, expected in groups.items():
-        assert groups_of(name, topology).tolist() == list(map(list, expected))
+        assert group_members(name, topology).tolist() == list(map(list, expected))
 
 
 @pytest.mark.parametrize("row", SCOPES.values(), ids=SCOPES)
 def test_a_row_says_where_its_groups_lie(row):
     """On two pods: no device is twice in the groups, which are of one size. They cross the links that the row names."""
-    groups = groups_of(row.name, PODS)
+    groups = group_members(row.name, PODS)
     assert sorted(groups.flat) == list(range(8))
-    assert all(PODS.outermost(PODS.units[:, group]).level == row.link for group in groups)
-    assert len(groups_of(row.name, UNEVEN)) == (1 if row.name == WORLD else 0) or row.name.endswith("pod")
+    assert all(
+        PODS.outermost_link(PODS.unit_numbers[:, group]).level == row.outermost_level for group in groups
+    )
+    assert len(group_members(row.name, UNEVEN)) == (1 if row.name == WORLD else 0) or row.name.endswith("pod")
 
 
 def test_measured_ranks_and_kinds_form_the_same_groups():
     two = on_hosts("aaaabbbb")
     for name in SCOPES:
         asked = CollectiveRequest((8,) * 8, 16, (0.0,) * 8, hosts=2, group=name).groups
-        assert asked == groups_among(host_names(8, 2), name) == tuple(map(tuple, groups_of(name, two)))
+        assert (
+            asked == groups_among_hosts(host_names(8, 2), name) == tuple(map(tuple, group_members(name, two)))
+        )
     assert LAYOUTS["host_row"].groups(two) == ((0, 1, 2, 3), (4, 5, 6, 7))
     assert LAYOUTS["row"].groups(two) == (tuple(range(8)),)
 
@@ -75,23 +79,23 @@ def test_rows_are_divided_over_pods_or_over_hosts_never_both():
     groups = {k: [len(x.groups(on)) for on in over] for k, x in LAYOUTS.items() if x.divides_rows}
     # Hosts, if it is left open. A plan may have either then.
     assert groups == {"row": [1, 1, 1], "host_row": [4, 4, 0], "pod_row": [0, 0, 2]}
-    assert [len(LAYOUTS["pod_row"].possible_in(on)) for on in over] == [2, 0, 2]
-    assert [choices_of_rows(on) for on in over] == [("host", "pod"), ("host",), ("pod",)]
-    assert choices_of_rows(on_hosts(["p/a", "p/b", "q/c", "q/d"])) == ("host", "pod")
+    assert [len(LAYOUTS["pod_row"].possible_groups(on)) for on in over] == [2, 0, 2]
+    assert [row_unit_choices(on) for on in over] == [("host", "pod"), ("host",), ("pod",)]
+    assert row_unit_choices(on_hosts(["p/a", "p/b", "q/c", "q/d"])) == ("host", "pod")
     # One pod is all devices, and so is one host.
-    assert not LAYOUTS["pod_row"].possible_in(on_hosts(["p/a", "p/b"]))
-    assert not LAYOUTS["pod_row"].possible_in(on_hosts(["p/a", "p/a", "q/b", "q/b"]))
+    assert not LAYOUTS["pod_row"].possible_groups(on_hosts(["p/a", "p/b"]))
+    assert not LAYOUTS["pod_row"].possible_groups(on_hosts(["p/a", "p/a", "q/b", "q/b"]))
     # Hosts without a neighbour make no pods, and TorchRec needs pods of one size.
     for hosts in (["p/a", "p/a", "q/b", "q/b"], ["p/a", "p/a", "p/b", "p/b", "q/c", "q/c"]):
         on = on_hosts(hosts)
-        assert LAYOUTS["host_row"].groups(on) and not LAYOUTS["pod_row"].possible_in(on)
-        assert choices_of_rows(on) == ("host",)
+        assert LAYOUTS["host_row"].groups(on) and not LAYOUTS["pod_row"].possible_groups(on)
+        assert row_unit_choices(on) == ("host",)
 
 
 def test_a_plan_tells_over_which_units_its_job_divides_rows():
     tables = tuple(Table(name, 64, 8, 1.0) for name in "ab")
     given = Problem("pods", tables, PODS, 8)
-    (host, *_), (pod, *_) = (LAYOUTS[kind].possible_in(PODS) for kind in ("host_row", "pod_row"))
+    (host, *_), (pod, *_) = (LAYOUTS[kind].possible_groups(PODS) for kind in ("host_row", "pod_row"))
     over_hosts, over_pods = (
         tuple(Placement(kind, Shard.whole(t), group) for t in tables)
         for kind, group in (("host_row", host), ("pod_row", pod))
@@ -112,6 +116,6 @@ def test_a_plan_tells_over_which_units_its_job_divides_rows():
 
 
 def test_an_unknown_scope_is_named():
-    for ask in (lambda: groups_of("galaxy", UNEVEN), lambda: Channel("all_to_all", "galaxy").words):
+    for ask in (lambda: group_members("galaxy", UNEVEN), lambda: Channel("all_to_all", "galaxy").description):
         with pytest.raises(ShardCoreError, match="scope 'galaxy' is not known; known are world, host, cross"):
             ask()

@@ -12,19 +12,19 @@ from shardcore.core.tiers import Memory
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.io import files
-from shardcore.io.files import read_grouped, write_grouped
+from shardcore.io.files import read_grouped_plan, write_grouped_plan
 from shardcore.search.anneal.reshard import rebind_tables
 from shardcore.step.sharding_groups import (
     GroupedPlan,
     Grouping,
-    groupings,
-    members,
-    per_unit,
+    devices_of_groups,
+    devices_per_unit,
+    group_sizes,
+    parse_group_sizes,
+    possible_groupings,
     problem_of_group,
-    replicas,
+    replica_devices,
     replicated_gradient_bytes,
-    require_size,
-    sizes,
     synced_bytes,
 )
 
@@ -45,18 +45,18 @@ def problem(hosts=("h0",) * 4 + ("h1",) * 4, optimizer="exact_sgd", **constraint
 
 def test_groups_are_those_of_torchrec():
     topology = problem().topology
-    assert members(topology, Grouping(4, "contiguous")) == ((0, 1, 2, 3), (4, 5, 6, 7))
-    assert members(topology, Grouping(4, "strided")) == ((0, 2, 4, 6), (1, 3, 5, 7))
-    assert replicas(topology, Grouping(4, "strided")) == ((0, 1), (2, 3), (4, 5), (6, 7))
-    assert replicas(topology, Grouping(2, "contiguous")) == ((0, 2, 4, 6), (1, 3, 5, 7))
+    assert devices_of_groups(topology, Grouping(4, "contiguous")) == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert devices_of_groups(topology, Grouping(4, "strided")) == ((0, 2, 4, 6), (1, 3, 5, 7))
+    assert replica_devices(topology, Grouping(4, "strided")) == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert replica_devices(topology, Grouping(2, "contiguous")) == ((0, 2, 4, 6), (1, 3, 5, 7))
     # Ranks go host by host, whatever the order of devices is.
     mixed = problem(("h0", "h1") * 4).topology
-    assert members(mixed, Grouping(4, "contiguous")) == ((0, 2, 4, 6), (1, 3, 5, 7))
+    assert devices_of_groups(mixed, Grouping(4, "contiguous")) == ((0, 2, 4, 6), (1, 3, 5, 7))
 
 
 def test_ways_to_divide_are_listed_once():
-    assert sizes(problem()) == (8, 4, 2, 1)
-    found = [(g.size, g.layout) for g in groupings(problem(), 3, sizes(problem()))]
+    assert group_sizes(problem()) == (8, 4, 2, 1)
+    found = [(g.size, g.layout) for g in possible_groupings(problem(), 3, group_sizes(problem()))]
     assert found == [
         (8, "contiguous"),
         (4, "contiguous"),
@@ -65,13 +65,13 @@ def test_ways_to_divide_are_listed_once():
         (2, "strided"),
         (1, "contiguous"),
     ]
-    assert {g.sync_every for g in groupings(problem(), 3, (2,))} == {3}
+    assert {g.sync_every for g in possible_groupings(problem(), 3, (2,))} == {3}
 
 
 @pytest.mark.parametrize("layout, hosts, on_each", [("contiguous", ("h0",), 4), ("strided", ("h0", "h1"), 2)])
 def test_a_group_has_its_hosts_and_its_share_of_the_batch(layout, hosts, on_each):
     own = problem_of_group(problem(), Grouping(4, layout))
-    assert own.topology.hosts == hosts and per_unit(own) == on_each
+    assert own.topology.hosts == hosts and devices_per_unit(own) == on_each
     assert own.global_batch == 256 and own.local_batch == problem().local_batch
     assert own.tables == problem().tables and own.name == f"whole.{layout}-4"
     assert problem_of_group(problem(), Grouping(8, layout)) == problem()
@@ -81,11 +81,11 @@ def test_groups_of_whole_pods_divide_rows_over_them():
     """Four pods of two hosts of one device."""
     pods = problem(tuple(f"p{d // 2}/h{d}" for d in range(8)))
     near, far = (problem_of_group(pods, Grouping(4, layout)) for layout in ("contiguous", "strided"))
-    assert near.topology.hosts == ("p0/h0", "p0/h1", "p1/h2", "p1/h3") and per_unit(near) == 1
+    assert near.topology.hosts == ("p0/h0", "p0/h1", "p1/h2", "p1/h3") and devices_per_unit(near) == 1
     over_pods = Placement("pod_row", Shard.whole(near.tables[0]), (0, 1))
-    assert per_unit(near, Plan((over_pods,))) == 2
+    assert devices_per_unit(near, Plan((over_pods,))) == 2
     # Interleaved groups have one device of each pod, so there is no pod to divide rows over.
-    assert far.topology.hosts == ("p0/h0", "p1/h2", "p2/h4", "p3/h6") and per_unit(far) == 1
+    assert far.topology.hosts == ("p0/h0", "p1/h2", "p2/h4", "p3/h6") and devices_per_unit(far) == 1
     with pytest.raises(Infeasible, match="group 1 has 2 and 2 devices in its pods, group 0 3 and 1"):
         problem_of_group(problem(tuple(f"p{d // 3}/h{d}" for d in range(8))), Grouping(4, "contiguous"))
 
@@ -126,7 +126,7 @@ def test_groups_that_one_plan_cannot_serve_are_refused():
     with pytest.raises(ShardCoreError, match=r"constraints.pinned \{'t0': \(0,\)\}; groups need none"):
         problem_of_group(problem(pinned=(("t0", (0,)),)), Grouping(4, "strided"))
     with pytest.raises(ShardCoreError, match="size 3, which does not divide 8 devices evenly; it needs one"):
-        members(problem().topology, Grouping(3, "strided"))
+        devices_of_groups(problem().topology, Grouping(3, "strided"))
     for wrong, says in (
         ((0, "strided", 1), "size 0; it needs 1"),
         ((2, "ring", 1), "layout 'ring'; known are"),
@@ -139,12 +139,12 @@ def test_groups_that_one_plan_cannot_serve_are_refused():
 @pytest.mark.parametrize("text", ["3", "0", "-2", "x", "16", "2.0", "²", ""])
 def test_a_size_that_is_none_is_named(text):
     with pytest.raises(ShardCoreError) as error:
-        require_size(text, problem())
+        parse_group_sizes(text, problem())
     assert str(error.value) == (
         f"--groups is {text!r}; it needs 'auto' or a size that divides the 8 devices "
         "of problem 'whole' evenly: 1, 2, 4, 8"
     )
-    assert require_size("auto", problem()) == (8, 4, 2, 1) and require_size("2", problem()) == (2,)
+    assert parse_group_sizes("auto", problem()) == (8, 4, 2, 1) and parse_group_sizes("2", problem()) == (2,)
 
 
 def plan_of(own: Problem) -> Plan:
@@ -182,16 +182,16 @@ def test_a_grouped_plan_comes_back_and_is_none_of_all_devices(tmp_path):
     given, grouping = problem(("h0",) * 4), Grouping(2, "strided", 5)
     own = problem_of_group(given, grouping)
     path = tmp_path / "grouped.json"
-    write_grouped(path, GroupedPlan(grouping, plan_of(own), own), given)
-    assert read_grouped(path, given) == GroupedPlan(grouping, plan_of(own), own)
+    write_grouped_plan(path, GroupedPlan(grouping, plan_of(own), own), given)
+    assert read_grouped_plan(path, given) == GroupedPlan(grouping, plan_of(own), own)
     for wrong in (given, own):
         with pytest.raises(ShardCoreError, match="schema 'shardcore/grouped-plan': it is of one"):
             files.read_plan(path, wrong)
     with pytest.raises(ShardCoreError, match="a grouped plan for problem 'whole' with digest"):
-        read_grouped(path, replace(given, global_batch=512))
+        read_grouped_plan(path, replace(given, global_batch=512))
     files.write_plan(tmp_path / "plan.json", plan_of(own), own)
     with pytest.raises(ShardCoreError, match="schema 'shardcore/plan'; expected 'shardcore/grouped-plan'"):
-        read_grouped(tmp_path / "plan.json", given)
+        read_grouped_plan(tmp_path / "plan.json", given)
     path.write_text(path.read_text().replace('"strided"', '"contiguous"'))
     with pytest.raises(ShardCoreError, match="it was edited"):
-        read_grouped(path, given)
+        read_grouped_plan(path, given)

@@ -4,9 +4,9 @@ import pytest
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.job import PIPELINES
-from shardcore.step.collectives import COLLECTIVES, collective_of, stages_of
+from shardcore.step.collectives import COLLECTIVES, collective_by_name, memory_stages
 from shardcore.step.kinds import Channel
-from shardcore.step.memory_timeline import times_of
+from shardcore.step.memory_timeline import buffer_multiplicities
 from shardcore.step.scopes import SCOPES
 
 first, *others = COLLECTIVES.values()
@@ -41,12 +41,12 @@ def test_varied_draws_are_shared_out_and_other_streams_differ():
 def test_a_row_says_what_a_run_holds_in_each_phase_whatever_its_groups(row, scope):
     channel, moved = f"{row.name} {scope}", "dense" if row.dense else f"{row.name} {scope}"
     for sequence in (False, True):
-        stages = stages_of(row.name, (channel,), sequence)
-        buffers, times = times_of((stages,), PIPELINES["sparse_dist"], False)
+        stages = memory_stages(row.name, (channel,), sequence)
+        buffers, times = buffer_multiplicities((stages,), PIPELINES["sparse_dist"], False)
         assert len(stages) == 4 and times[buffers.index((0, moved))].max() >= 1
         # All that waits is used up when the step ends.
         assert not stages[0].before and not stages[-1].after
-    assert stages_of(row.name, (channel,), True) is stages
+    assert memory_stages(row.name, (channel,), True) is stages
 
 
 def test_only_ids_hold_the_same_in_all_phases():
@@ -56,6 +56,10 @@ def test_only_ids_hold_the_same_in_all_phases():
 
 
 def test_an_unknown_collective_is_named():
-    for ask in (collective_of, lambda name: Channel(name).row, lambda name: Channel(name).words):
+    for ask in (
+        collective_by_name,
+        lambda name: Channel(name).definition,
+        lambda name: Channel(name).description,
+    ):
         with pytest.raises(ShardCoreError, match="'broadcast' is not known; known are all_to_all, "):
             ask("broadcast")

@@ -11,9 +11,9 @@ from shardcore.core.tiers import Memory
 from shardcore.core.types import Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.step.engine.arrays import NEXT, OPTION_RUN, PEAK_BYTES
-from shardcore.step.memory import sums_of
+from shardcore.step.memory import shard_sums
 from shardcore.step.options import Options
-from shardcore.step.shard_memory import shard_batch
+from shardcore.step.shard_memory import local_batch_share
 from shardcore.step.ways import IMPOSSIBLE
 
 TABLES = (
@@ -42,12 +42,12 @@ def test_sums_of_any_number_of_columns_are_exactly_those_of_the_shard():
     cache = Options(problem, AnalyticModel(Setting("gpu", 64)), map(Shard.whole, TABLES))
     strips = np.repeat(np.arange(len(cache)), cache.size)
     units = np.concatenate([np.arange(1, n + 1) for n in cache.size])
-    cache.need(strips, units)
+    cache.make_shards(strips, units)
     assert len(strips) == cache.size.sum() > 40
-    for strip, number in zip(strips, cache.numbers(strips, units), strict=True):
+    for strip, number in zip(strips, cache.option_numbers(strips, units), strict=True):
         of_runs, following = defaultdict(list), number
         for (run, _), shard in zip(cache.parts[strip], cache.made[number], strict=True):
-            of_runs[run].append((sums_of(run, shard, problem), shard_batch(run, shard, problem)))
+            of_runs[run].append((shard_sums(run, shard, problem), local_batch_share(run, shard, problem)))
         for run, each in of_runs.items():
             sums, batches = (np.sum(of, 0).tolist() for of in zip(*each, strict=True))
             assert cache.vectors[following, : len(sums)].tolist() == sums
@@ -63,8 +63,8 @@ def test_shards_that_no_device_may_have_are_too_large_for_any():
     problem = Problem("p", (wide, TABLES[1]), on_hosts("aabb"), 64)
     cache = Options(problem, AnalyticModel(Setting("gpu", 64)), map(Shard.whole, problem.tables))
     [strip] = np.flatnonzero(cache.size > 100)
-    cache.need(np.array([strip, strip]), np.array([1, cache.size[strip]]))
-    assert cache.bytes[1] < IMPOSSIBLE == cache.bytes[2]
+    cache.make_shards(np.array([strip, strip]), np.array([1, cache.size[strip]]))
+    assert cache.peak_bytes[1] < IMPOSSIBLE == cache.peak_bytes[2]
 
 
 def test_tables_that_differ_by_name_share_options_unless_constraints_differ():
@@ -74,11 +74,11 @@ def test_tables_that_differ_by_name_share_options_unless_constraints_differ():
     problem = Problem("p", (*named, wider), on_hosts("aabb"), 64, constraints=kinds)
     cache = Options(problem, AnalyticModel(Setting("gpu", 64)), map(Shard.whole, problem.tables))
     strips = np.arange(4)
-    cache.need(strips, cache.size)
+    cache.make_shards(strips, cache.size)
     of = {
-        cache.table(s).name: (n, *cache.shared[:, :, s].ravel())
-        for s, n in enumerate(cache.numbers(strips, cache.size))
+        cache.table(s).name: (n, *cache.shared_options[:, :, s].ravel())
+        for s, n in enumerate(cache.option_numbers(strips, cache.size))
     }
     assert of["first"] == of["same"]
     assert not {*of["first"]} & {*of["by rows"]} - {0} and not {*of["first"]} & {*of["wider"]} - {0}
-    assert cache.bytes[of["first"][0]] < IMPOSSIBLE == cache.bytes[of["by rows"][0]]
+    assert cache.peak_bytes[of["first"][0]] < IMPOSSIBLE == cache.peak_bytes[of["by rows"][0]]

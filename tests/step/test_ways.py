@@ -15,17 +15,17 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Shard, Table
 from shardcore.plans.replan import ReplanConfig, replan
 from shardcore.search import SHARDERS, Budget
-from shardcore.step.kinds import shards_on
-from shardcore.step.lower import lower, require_cover
+from shardcore.step.kinds import shards_by_device
+from shardcore.step.lower import lower, require_full_cover
 from shardcore.step.memory import used_bytes
 from shardcore.step.ways import (
-    consolidate,
-    devices_of,
-    divided_otherwise,
-    division,
+    allowed_devices_of_shard,
+    alternative_row_divisions,
+    consolidate_placements,
     fixed_placements,
     layout_of_shard,
-    placements_of,
+    placements_of_bundles,
+    row_division,
 )
 from shardcore.testing.problems import draw_random_problem, small_problem_model
 
@@ -268,30 +268,38 @@ def test_rows_of_ordered_tables_rise_with_torchrecs_ranks():
     ordered, other = Table("ordered", 10, 4, 1.0, ordered=True), Table("other", 10, 4, 1.0)
     apart = of_tables([ordered, other], "xyxy")
     for table in (ordered, other):
-        assert division(table, apart) == row(table, apart.topology)
-    assert division(ordered, apart).devices == (0, 2, 1, 3)
-    assert division(ordered, of_tables([ordered], "aaaa")).devices == (0, 1, 2, 3)
+        assert row_division(table, apart) == row(table, apart.topology)
+    assert row_division(ordered, apart).devices == (0, 2, 1, 3)
+    assert row_division(ordered, of_tables([ordered], "aaaa")).devices == (0, 1, 2, 3)
     pinned = of_tables([ordered, other], "xyxy", pinned=(("ordered", ("y",)), ("other", (0, 1))))
-    assert [division(t, pinned) for t in (ordered, other)] == [host_row(ordered, (1, 3)), None]
+    assert [row_division(t, pinned) for t in (ordered, other)] == [host_row(ordered, (1, 3)), None]
     most = of_tables([ordered], "xyxy", pinned=(("ordered", (1, 2, 3)),))  # a host, and one more
-    assert division(ordered, most) == host_row(ordered, (1, 3))
+    assert row_division(ordered, most) == host_row(ordered, (1, 3))
     unequal = of_tables([ordered, other], "xyy", pinned=(("ordered", ("y",)),))
-    assert [division(t, unequal) for t in (ordered, other)] == [None, row(other, unequal.topology)]
-    assert division(ordered, of_tables([ordered], "aa", unsplit=("ordered",))) is None
-    assert division(ordered, of_tables([ordered], "aa", pinned=(("ordered", (1,)),))) is None
+    assert [row_division(t, unequal) for t in (ordered, other)] == [None, row(other, unequal.topology)]
+    assert row_division(ordered, of_tables([ordered], "aa", unsplit=("ordered",))) is None
+    assert row_division(ordered, of_tables([ordered], "aa", pinned=(("ordered", (1,)),))) is None
     few = Table("few", 3, 4, 1.0)  # over four devices the last would have none, over two it has one
-    assert division(few, of_tables([few], "xyxy")) == host_row(few, (0, 2))
-    assert division(replace(few, rows=1), of_tables([few], "xyxy")) is None
-    [within] = divided_otherwise(apart)
-    assert [division(t, within).kind for t in (ordered, other)] == ["host_row", "host_row"]
-    [within] = divided_otherwise(of_tables([ordered, other], "xyxy", kinds=(("other", ("column", "row")),)))
-    assert [division(t, within).kind for t in (ordered, other)] == ["host_row", "row"]
-    assert within.kinds_of == {"ordered": ("column", "host_row", "data_parallel"), "other": ("column", "row")}
-    assert all(not list(divided_otherwise(p)) for p in (pinned, most, of_tables([ordered], "aaaa")))
+    assert row_division(few, of_tables([few], "xyxy")) == host_row(few, (0, 2))
+    assert row_division(replace(few, rows=1), of_tables([few], "xyxy")) is None
+    [within] = alternative_row_divisions(apart)
+    assert [row_division(t, within).kind for t in (ordered, other)] == ["host_row", "host_row"]
+    [within] = alternative_row_divisions(
+        of_tables([ordered, other], "xyxy", kinds=(("other", ("column", "row")),))
+    )
+    assert [row_division(t, within).kind for t in (ordered, other)] == ["host_row", "row"]
+    assert within.allowed_kinds == {
+        "ordered": ("column", "host_row", "data_parallel"),
+        "other": ("column", "row"),
+    }
+    assert all(not list(alternative_row_divisions(p)) for p in (pinned, most, of_tables([ordered], "aaaa")))
     second = Shard(ordered, 3, 6, 0, 4)
-    assert [devices_of(Shard.whole(ordered), apart), devices_of(second, apart)] == [(0, 1, 2, 3), (2,)]
-    assert devices_of(Shard(other, 3, 6, 0, 4), apart) == (2,)
-    assert devices_of(Shard(ordered, 5, 10, 0, 4), pinned) == (3,)
+    assert [
+        allowed_devices_of_shard(Shard.whole(ordered), apart),
+        allowed_devices_of_shard(second, apart),
+    ] == [(0, 1, 2, 3), (2,)]
+    assert allowed_devices_of_shard(Shard(other, 3, 6, 0, 4), apart) == (2,)
+    assert allowed_devices_of_shard(Shard(ordered, 5, 10, 0, 4), pinned) == (3,)
     assert [layout_of_shard(s, apart).name for s in (Shard.whole(ordered), second)] == ["column", "row"]
     assert layout_of_shard(Shard(ordered, 5, 10, 0, 4), pinned).name == "host_row"
 
@@ -300,15 +308,17 @@ def test_shards_become_placements_and_row_ranges_one():
     table = Table("t", 10, 8, 1.0)
     other = Table("other", 1000, 16, 1.0)
     problem = of_tables([table, other], "xyxy")
-    ranges = [s for _, s in shards_on(row(table, problem.topology))]
+    ranges = [s for _, s in shards_by_device(row(table, problem.topology))]
     whole = (Shard.whole(other),)
-    placements = placements_of([(ranges[3],), whole, *((s,) for s in ranges[:3])], [3, 1, 0, 2, 1], problem)
+    placements = placements_of_bundles(
+        [(ranges[3],), whole, *((s,) for s in ranges[:3])], [3, 1, 0, 2, 1], problem
+    )
     assert set(placements) == {row(table, problem.topology), column(other, 1)}
     for devices in ([3, 1, 0, 1, 2], [3, 1, 0, 2, 2]):
         with pytest.raises(RuntimeError, match="a search placed rows of table 't'"):
-            placements_of([(ranges[3],), whole, *((s,) for s in ranges[:3])], devices, problem)
+            placements_of_bundles([(ranges[3],), whole, *((s,) for s in ranges[:3])], devices, problem)
     with pytest.raises(RuntimeError, match="a search placed rows of table 't'"):
-        placements_of([(s,) for s in ranges[:3]], [0, 2, 1], problem)
+        placements_of_bundles([(s,) for s in ranges[:3]], [0, 2, 1], problem)
 
 
 @given(data=st.data(), of_hosts=st.booleans())
@@ -321,7 +331,7 @@ def test_consolidate_keeps_columns_per_group_and_covers_the_table(data, of_hosts
             placements.append(host_row(table, data.draw(st.sampled_from([(0, 2), (1, 3)])), a, b))
         else:
             placements.append(column(table, data.draw(st.integers(0, 3)), a, b))
-    result = consolidate(data.draw(st.permutations(placements)))
+    result = consolidate_placements(data.draw(st.permutations(placements)))
 
     def columns(placements) -> Counter:
         """Columns of each owner."""
@@ -332,15 +342,15 @@ def test_consolidate_keeps_columns_per_group_and_covers_the_table(data, of_hosts
 
     assert columns(result) == columns(placements)
     assert len(result) == len(columns(placements))
-    assert consolidate(result) == result
-    require_cover(Plan(result), Problem("p", (table,), where, 48))
+    assert consolidate_placements(result) == result
+    require_full_cover(Plan(result), Problem("p", (table,), where, 48))
 
 
 def test_consolidate_keeps_replicas_and_does_not_hide_faults():
     table = Table("t", 10, 16, 1.0)
     problem = of_tables([table], "aa")
     everywhere = replica(table, problem.topology)
-    assert consolidate([everywhere]) == (everywhere,)
+    assert consolidate_placements([everywhere]) == (everywhere,)
     for wrong in (
         [column(table, 0, 0, 8)],
         [column(table, 0), column(table, 1, 8, 16)],
@@ -348,4 +358,4 @@ def test_consolidate_keeps_replicas_and_does_not_hide_faults():
         [everywhere, everywhere],
     ):
         with pytest.raises(ValueError, match="plan places"):
-            require_cover(Plan(consolidate(wrong)), problem)
+            require_full_cover(Plan(consolidate_placements(wrong)), problem)

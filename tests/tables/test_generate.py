@@ -32,7 +32,7 @@ def test_pool_is_plausible(pool):
     assert len(pool) == 856 and len({t.name for t in pool}) == 856
     assert sum(t.pooling == 0 for t in pool) == 36
     assert all(sum(t.access.bins) == 0 and t.rows == 1 for t in pool if t.pooling == 0)
-    assert all(t.rows >= len(access.reference_counts(t)) for t in pool)
+    assert all(t.rows >= len(access.reference_row_counts(t)) for t in pool)
     assert min(t.rows for t in pool if t.pooling) <= 4 and max(t.rows for t in pool) < 60_000_000
     assert max(t.pooling for t in pool) < 400
 
@@ -40,8 +40,8 @@ def test_pool_is_plausible(pool):
 @pytest.mark.long
 def test_bins_are_whole_rows(pool):
     for table in pool[::4]:
-        counts = access.reference_counts(table)
-        bins = np.bincount(access.reuse_bin(counts), minlength=17) / max(len(counts), 1)
+        counts = access.reference_row_counts(table)
+        bins = np.bincount(access.reuse_bin_index(counts), minlength=17) / max(len(counts), 1)
         assert np.abs(bins - table.access.bins).max() < 1e-9, table.name
         assert counts.sum() == table.pooling * BATCH
 
@@ -52,7 +52,9 @@ def test_streams_of_a_sample_have_their_tables_histograms(pool):
     for table in ordered[:: len(pool) // 8]:
         ids, _ = streams.draw_lookups(table, BATCH, seed=1)
         assert len(ids) == table.pooling * BATCH
-        assert access.reuse_of(ids, BATCH).bins == pytest.approx(table.access.bins, abs=1e-9), table.name
+        assert access.reuse_from_ids(ids, BATCH).bins == pytest.approx(table.access.bins, abs=1e-9), (
+            table.name
+        )
 
 
 @pytest.mark.long

@@ -9,7 +9,7 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Problem, Shard, Table
 from shardcore.report.heat_report import heat_table
 from shardcore.step.access import access_share
-from shardcore.step.kinds import shards_on
+from shardcore.step.kinds import shards_by_device
 from shardcore.tables import hash_tables
 
 IDS = np.array([0, 1, 5, 130, 250, 999, 1000, 1001, 1003, 123457])
@@ -52,7 +52,7 @@ def test_ids_that_share_a_factor_with_the_ranks_leave_most_of_them_idle():
     assert hash_tables.row_division_imbalance(table, 2) == pytest.approx(2.0)
     # The same shares are priced: all lookups are those of the first device's rows.
     placement = Placement("row", Shard.whole(table), (0, 1, 2, 3))
-    assert [access_share(s) for _, s in shards_on(placement)] == pytest.approx([1, 0, 0, 0])
+    assert [access_share(s) for _, s in shards_by_device(placement)] == pytest.approx([1, 0, 0, 0])
     problem = Problem("p", (table,), Topology((Device(1 << 30),) * 4), 8)
     assert "4.00x" in heat_table(problem, 0.1) and "busiest of 4 ranges" in heat_table(problem, 0.1)
 

@@ -30,7 +30,7 @@ TABLES = [zipf(0.0), zipf(0.8), zipf(1.05), zipf(1.4), reuse(), reuse(rows=1_500
 def test_heat_adds_up(table):
     (heat,) = heat_of_tables([table], BATCH)
     assert heat.rows.sum() == pytest.approx(table.rows)
-    assert heat.hottest_lookups(table.rows) == pytest.approx(access.lookups(table, BATCH), rel=0.01)
+    assert heat.hottest_lookups(table.rows) == pytest.approx(access.lookup_count(table, BATCH), rel=0.01)
     assert heat.unique_rows == pytest.approx(access.unique_rows(Shard.whole(table), BATCH), rel=1e-6)
     assert np.all(np.diff(heat.lookups) <= 1e-9)
 
@@ -111,7 +111,7 @@ def test_rows_that_a_histogram_never_saw_are_missed_as_in_data(alpha, batches, w
     """A histogram of some batches of a power law tells what a cache misses in others."""
     law = zipf(alpha, rows=5_000)
     ids = np.concatenate([streams.draw_lookups(law, BATCH, 999 + i)[0] for i in range(batches)])
-    table = Table("r", 5_000, 16, 5.0, access.reuse_of(ids, batches * BATCH))
+    table = Table("r", 5_000, 16, 5.0, access.reuse_from_ids(ids, batches * BATCH))
     blind, told = (heat_of_tables([table], BATCH, unseen)[0] for unseen in (False, True))
     assert told.lookups @ told.rows == pytest.approx(blind.lookups @ blind.rows)
     assert np.all(np.diff(told.lookups) <= 0)

@@ -18,7 +18,7 @@ from shardcore.tables.streams import draw_lookups
 
 BATCH = 2048
 TABLE = Table("t", 50_000, 32, 8.0, Zipf(1.1), sequence=True, ordered=True, collection="ec")
-SEEN = replace(TABLE, name="u", access=access.reuse_of(draw_lookups(TABLE, BATCH)[0], BATCH))
+SEEN = replace(TABLE, name="u", access=access.reuse_from_ids(draw_lookups(TABLE, BATCH)[0], BATCH))
 
 
 def problem(*tables: Table, **asked) -> Problem:
@@ -32,7 +32,7 @@ def test_parts_are_looked_up_as_in_the_whole_table(table, rows):
     hot, cold = split_hot_and_cold(table, rows, BATCH)
     assert (hot.rows, hot.rows + cold.rows) == (rows, table.rows)
     assert hot.pooling + cold.pooling == pytest.approx(table.pooling)
-    assert access.lookups(hot, BATCH) == pytest.approx(np.count_nonzero(ids < rows), rel=0.05)
+    assert access.lookup_count(hot, BATCH) == pytest.approx(np.count_nonzero(ids < rows), rel=0.05)
     for part, found in ((hot, ids[ids < rows]), (cold, ids[ids >= rows])):
         assert heat_of_tables([part], BATCH)[0].unique_rows == pytest.approx(len(np.unique(found)), rel=0.1)
 
@@ -78,7 +78,7 @@ def test_a_problem_runs_hot_rows_on_every_device():
         ),
         (lambda: HotIds("t", 10, np.array([3, 3])), "needs different ones of 0 to 9, rising"),
         (lambda: HotIds("t", 10, np.array([3, 10])), "hot ids 3 to 10"),
-        (lambda: HotIds.of_counts("t", np.ones(4), 4), "asked for 4 hot rows; it has 4 rows, so 1 to 3"),
+        (lambda: HotIds.from_counts("t", np.ones(4), 4), "asked for 4 hot rows; it has 4 rows, so 1 to 3"),
     ],
 )
 def test_what_cannot_be_is_refused(make, message):
@@ -88,7 +88,7 @@ def test_what_cannot_be_is_refused(make, message):
 
 def test_the_hottest_ids_are_hot_and_every_other_has_a_cold_row():
     counts = np.random.default_rng(0).integers(0, 1000, 500)
-    hot = HotIds.of_counts("t", counts, 37)
+    hot = HotIds.from_counts("t", counts, 37)
     cold = np.setdiff1d(np.arange(500), hot.ids)
     assert counts[hot.ids].min() >= counts[cold].max()
     assert np.array_equal(hot.cold_ids(0, hot.cold_rows), cold)

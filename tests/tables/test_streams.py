@@ -13,7 +13,7 @@ from shard_streams import shard_stream
 from shardcore.core.access_statistics import REUSE_BINS, Reuse, RowShares, Zipf
 from shardcore.core.types import Shard, Table
 from shardcore.step import access
-from shardcore.step.kinds import even_rows
+from shardcore.step.kinds import even_row_ranges
 from shardcore.tables import streams
 
 BATCH = 4096
@@ -37,10 +37,10 @@ def whole_bins(draw):
 @settings(max_examples=60)
 def test_reference_counts_are_the_specified_bins(rows_in_bin):
     table = reuse_table(rows_in_bin)
-    counts = access.reference_counts(table)
-    assert counts.sum() == access.lookups(table, BATCH)
+    counts = access.reference_row_counts(table)
+    assert counts.sum() == access.lookup_count(table, BATCH)
     assert np.all(np.diff(counts) <= 0)
-    found = np.bincount(access.reuse_bin(counts), minlength=REUSE_BINS)
+    found = np.bincount(access.reuse_bin_index(counts), minlength=REUSE_BINS)
     assert found[: len(rows_in_bin)].tolist() == rows_in_bin
 
 
@@ -53,7 +53,7 @@ def test_reference_counts_are_the_specified_bins(rows_in_bin):
 def test_any_histogram_gives_counts_that_add_up(bins, lookups, rows):
     """Also one that the lookups or the rows cannot hold, or that is not of whole rows."""
     table = Table("t", rows, 16, lookups / BATCH, Reuse(tuple(np.array(bins) / sum(bins)), BATCH))
-    counts = access.reference_counts(table)
+    counts = access.reference_row_counts(table)
     assert counts.sum() == lookups
     assert counts.min() >= 1
     assert len(counts) <= rows
@@ -61,7 +61,7 @@ def test_any_histogram_gives_counts_that_add_up(bins, lookups, rows):
 
 def test_reuse_bin_edges():
     counts = np.array([1, 2, 3, 4, 5, 8, 9, 32768, 32769, 10**9])
-    assert access.reuse_bin(counts).tolist() == [0, 1, 2, 2, 3, 3, 4, 15, 16, 16]
+    assert access.reuse_bin_index(counts).tolist() == [0, 1, 2, 2, 3, 3, 4, 15, 16, 16]
 
 
 @given(whole_bins(), st.booleans(), st.integers(0, 3))
@@ -69,8 +69,8 @@ def test_reuse_bin_edges():
 def test_stream_at_the_reference_batch_has_the_histogram_exactly(rows_in_bin, ordered, seed):
     table = reuse_table(rows_in_bin[:12] if any(rows_in_bin[:12]) else [1], ordered=ordered)
     ids, offsets = streams.draw_lookups(table, BATCH, seed)
-    assert access.reuse_of(ids, BATCH).bins == pytest.approx(table.access.bins, abs=1e-12)
-    assert len(ids) == access.lookups(table, BATCH) == offsets[-1]
+    assert access.reuse_from_ids(ids, BATCH).bins == pytest.approx(table.access.bins, abs=1e-12)
+    assert len(ids) == access.lookup_count(table, BATCH) == offsets[-1]
     assert offsets[0] == 0 and len(offsets) == BATCH + 1 and np.all(np.diff(offsets) >= 0)
     assert ids.dtype == offsets.dtype == np.int64
     assert ids.min() >= 0 and ids.max() < table.rows
@@ -87,14 +87,14 @@ def test_smaller_batches_touch_the_expected_rows(keep, ordered):
     measured = [len(np.unique(streams.draw_lookups(table, batch, seed)[0])) for seed in range(5)]
     assert np.mean(measured) == pytest.approx(access.unique_rows(whole, batch), rel=0.04)
     lookups = np.mean([len(streams.draw_lookups(table, batch, seed)[0]) for seed in range(5)])
-    assert lookups == pytest.approx(access.lookups(table, batch), rel=0.05)
+    assert lookups == pytest.approx(access.lookup_count(table, batch), rel=0.05)
 
 
 @pytest.mark.parametrize("factor", [1.3, 2, 3.5])
 def test_larger_batches_have_their_lookups_and_no_new_rows(factor):
     table, batch = reuse_table(MIXED), round(BATCH * factor)
     ids, _ = streams.draw_lookups(table, batch)
-    assert len(ids) == pytest.approx(access.lookups(table, batch), rel=0.01)
+    assert len(ids) == pytest.approx(access.lookup_count(table, batch), rel=0.01)
     assert len(np.unique(ids)) == access.unique_rows(Shard.whole(table), batch) == sum(MIXED)
 
 
@@ -143,7 +143,7 @@ def test_row_ranges_partition_the_stream(table, cut, batch):
 def test_a_row_range_serves_its_expected_share(table):
     shard = Shard(table, 0, table.rows // 4, 0, table.dim)
     ids, _ = shard_stream(shard, BATCH)
-    share = len(ids) / access.lookups(table, BATCH)
+    share = len(ids) / access.lookup_count(table, BATCH)
     # Hashed: a few hot rows fall to one side.
     assert share == pytest.approx(access.access_share(shard), abs=0.06)
     assert len(np.unique(ids)) == pytest.approx(access.unique_rows(shard, BATCH), rel=0.05)
@@ -220,8 +220,8 @@ def test_empty_tables_have_empty_streams():
         ids, offsets = streams.draw_lookups(table, 64)
         assert len(ids) == 0 and offsets.tolist() == [0] * 65
         assert access.unique_rows(Shard.whole(table), 64) == 0
-        assert access.reuse_of(ids, 64).bins == (0.0,) * REUSE_BINS
-    assert len(access.reference_counts(Table("e", 10, 16, 0, Reuse((0.0,) * REUSE_BINS, BATCH)))) == 0
+        assert access.reuse_from_ids(ids, 64).bins == (0.0,) * REUSE_BINS
+    assert len(access.reference_row_counts(Table("e", 10, 16, 0, Reuse((0.0,) * REUSE_BINS, BATCH)))) == 0
 
 
 def test_many_shards_at_once_are_each_what_it_is_alone():
@@ -240,11 +240,11 @@ def test_many_shards_at_once_are_each_what_it_is_alone():
         lo = int(rng.integers(0, rows))
         shards += [Shard.whole(table), Shard(table, lo, int(rng.integers(lo, rows)) + 1, 0, 8)]
     for batch in (512, 4096):
-        together = access.unique_rows_of(shards, batch)
+        together = access.unique_rows_of_shards(shards, batch)
         access._KNOWN.clear()
         np.testing.assert_array_equal(together, [access.unique_rows(s, batch) for s in shards])
     assert all(0 <= u <= s.rows for s, u in zip(shards, together, strict=True))
-    assert access.unique_rows_of([], 64).shape == (0,)
+    assert access.unique_rows_of_shards([], 64).shape == (0,)
 
 
 def test_rows_of_a_table_that_no_lookup_hits_serve_their_share():
@@ -303,15 +303,15 @@ def test_each_device_has_the_share_of_its_row_range(case, n):
         ROWS,
         8,
         LOOKUPS / BATCH,
-        access.reuse_of(ids, BATCH),
+        access.reuse_from_ids(ids, BATCH),
         ordered=True,
-        row_shares=access.row_shares_of(ids, ROWS, n),
+        row_shares=access.row_shares_from_ids(ids, ROWS, n),
     )
-    ranges = [Shard(table, lo, hi, 0, 8) for lo, hi in even_rows(ROWS, n)]
+    ranges = [Shard(table, lo, hi, 0, 8) for lo, hi in even_row_ranges(ROWS, n)]
     lookups, unique = parts_of(ids, ROWS, n)
     assert [access.access_share(s) for s in ranges] == pytest.approx(lookups, abs=0.03)
     total = access.unique_rows(Shard.whole(table), BATCH)
-    assert access.unique_rows_of(ranges, BATCH) == pytest.approx(
+    assert access.unique_rows_of_shards(ranges, BATCH) == pytest.approx(
         unique * total / unique.sum(), abs=0.02 * total
     )
     # The stream that is measured and replayed lies there too.
@@ -326,15 +326,15 @@ def test_each_device_has_the_share_of_its_row_range(case, n):
 
 def test_ids_that_lie_as_if_hashed_have_no_shares():
     for case, n in product(("uniform", "zipf hashed"), (2, 8, 96)):
-        assert access.row_shares_of(ids_of(case), ROWS, n) is None
-    assert access.row_shares_of(ids_of("first eighth"), ROWS, 1) is None
-    assert access.row_shares_of(np.zeros(0, dtype=int), ROWS, 8) is None
+        assert access.row_shares_from_ids(ids_of(case), ROWS, n) is None
+    assert access.row_shares_from_ids(ids_of("first eighth"), ROWS, 1) is None
+    assert access.row_shares_from_ids(np.zeros(0, dtype=int), ROWS, 8) is None
     hot = np.concatenate([np.full(LOOKUPS, 7), ids_of("uniform")])  # a hot row is hot wherever it lies
-    assert access.row_shares_of(hot, ROWS, 8) is None
+    assert access.row_shares_from_ids(hot, ROWS, 8) is None
 
 
 def test_row_shares_of_few_rows_are_of_each_row():
     ids = np.repeat(np.arange(25), [3, *[1] * 24])
-    assert access.row_shares_of(ids, 50, 2) == RowShares(
+    assert access.row_shares_from_ids(ids, 50, 2) == RowShares(
         (round(3 / 27, 9), *[round(1 / 27, 9)] * 24, *[0] * 25), (*[1 / 25] * 25, *[0] * 25)
     )

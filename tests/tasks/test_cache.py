@@ -43,13 +43,13 @@ def cached(folder):
 def test_only_damaged_entries_and_their_copies_go(copy, caplog):
     before = cached(copy)
     assert len(before) == 4  # three files, and the list of a folder
-    cache.remove_damaged(logging.getLogger())
+    cache.remove_damaged_entries(logging.getLogger())
     assert cached(copy) == before and not caplog.records
     [two] = (p for p, content in before.items() if content == b"2\n")
     for damaged in (two, copy / "many/two"):
         damaged.chmod(0o644)
         damaged.write_bytes(b"9\n")
-    cache.remove_damaged(logging.getLogger())
+    cache.remove_damaged_entries(logging.getLogger())
     assert "of many/two was damaged and is removed" in caplog.text
     del before[two]
     assert cached(copy) == before
@@ -61,7 +61,7 @@ def test_what_somebody_changed_in_the_working_tree_stays(copy):
     one.chmod(0o644)
     one.write_bytes(b"8\n")
     (copy / "one").write_bytes(b"mine\n")
-    cache.remove_damaged(logging.getLogger())
+    cache.remove_damaged_entries(logging.getLogger())
     assert not one.exists() and (copy / "one").read_bytes() == b"mine\n"
 
 
@@ -69,13 +69,13 @@ def test_a_damaged_list_of_a_folder_goes_and_its_files_stay(copy):
     [listed] = (p for p in cached(copy) if p.name.endswith(".dir"))
     listed.chmod(0o644)
     listed.write_bytes(listed.read_bytes()[:-3])
-    cache.remove_damaged(logging.getLogger())
+    cache.remove_damaged_entries(logging.getLogger())
     assert not listed.exists() and len(cached(copy)) == 3
 
 
 def test_without_a_lock_there_is_nothing_to_check(tmp_path):
     with contextlib.chdir(tmp_path):
-        cache.remove_damaged(logging.getLogger())
+        cache.remove_damaged_entries(logging.getLogger())
 
 
 LOCKED = (
@@ -112,7 +112,7 @@ def test_a_lock_that_dvc_did_not_write_costs_no_file(tmp_path, monkeypatch, cont
     monkeypatch.chdir(project)
     cache.LOCK.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ShardCoreError) as error:
-        cache.remove_damaged(logging.getLogger())
+        cache.remove_damaged_entries(logging.getLogger())
     assert message in str(error.value) and "dvc.lock" in str(error.value)
     assert sorted(p for p in tmp_path.rglob("*") if p.is_file() and p.name != "dvc.lock") == before
 
@@ -128,7 +128,7 @@ def test_what_lies_behind_a_link_is_not_removed(copy):
     for damaged in (two, disk / "two"):
         damaged.chmod(0o644)
         damaged.write_bytes(b"9\n")
-    cache.remove_damaged(logging.getLogger())
+    cache.remove_damaged_entries(logging.getLogger())
     assert not two.exists() and (disk / "two").read_bytes() == b"9\n"
 
 
@@ -144,7 +144,7 @@ def test_a_folder_of_dvcs_that_leads_out_costs_no_file(copy):
     entry.write_bytes(listed)
     cache.LOCK.write_text(LOCKED.format("many", f"{md5}.dir"))
     with pytest.raises(ShardCoreError, match="has path .*precious'; it needs to be one in the project"):
-        cache.remove_damaged(logging.getLogger())
+        cache.remove_damaged_entries(logging.getLogger())
     assert outside.exists()
 
 
@@ -152,14 +152,14 @@ def test_a_result_behind_links_in_a_circle_costs_nothing(copy):
     (copy / "loop").symlink_to("loop")
     cache.LOCK.write_text(LOCKED.format("loop/x", "a" * 32))
     before = cached(copy)
-    cache.remove_damaged(logging.getLogger())
+    cache.remove_damaged_entries(logging.getLogger())
     assert cached(copy) == before and (copy / "loop").is_symlink()
 
 
 def test_a_config_that_dvc_refuses_is_named(copy):
     (copy / ".dvc/config").write_text("[cache\n")
     with pytest.raises(ShardCoreError, match="DVC does not say where its cache is: .*; see .dvc/config"):
-        cache.remove_damaged(logging.getLogger())
+        cache.remove_damaged_entries(logging.getLogger())
 
 
 def test_an_entry_behind_a_link_is_not_removed(copy):
@@ -169,7 +169,7 @@ def test_an_entry_behind_a_link_is_not_removed(copy):
     (outside / ("c" * 30)).write_text("somebody's")
     (copy / ".dvc/cache/files/md5/cc").symlink_to(outside)
     cache.LOCK.write_text(LOCKED.format("one", "c" * 32))
-    cache.remove_damaged(logging.getLogger())
+    cache.remove_damaged_entries(logging.getLogger())
     assert (outside / ("c" * 30)).read_text() == "somebody's"
 
 
@@ -186,5 +186,5 @@ def test_no_result_is_the_project_itself_or_hidden(copy, path):
         (copy / ".dvc/cache/files/md5" / name).write_bytes(content)
     cache.LOCK.write_text(LOCKED.format(path, f"{md5}.dir" if path == "." else "b" * 32))
     with pytest.raises(ShardCoreError, match="has path .*; it needs to be one in the project"):
-        cache.remove_damaged(logging.getLogger())
+        cache.remove_damaged_entries(logging.getLogger())
     assert (copy / ".git/config").read_text() == "precious"

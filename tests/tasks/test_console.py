@@ -115,7 +115,7 @@ def test_on_a_terminal_a_live_line_says_stage_bar_rate_and_time_left_and_goes(cl
     screen.show("progress", "groups: 160 of 400, 10.2 a second, 24 s left", 0.5)
     screen.show("warning", "one [red]GPU :smile:")
     screen.show("result", "measured")
-    screen.clear()
+    screen.clear_live_line()
     screen.show("text", "bye")
     assert on_glass(terminal.getvalue()) == [
         "stage 2/6: measure",
@@ -132,8 +132,8 @@ def test_on_a_terminal_a_live_line_says_stage_bar_rate_and_time_left_and_goes(cl
 
 def test_a_stage_that_says_nothing_shows_that_it_runs(clock, terminal):
     screen = Screen(terminal, clock)
-    screen.begin("refresh")
-    screen.clear()
+    screen.begin_stage("refresh")
+    screen.clear_live_line()
     assert drawn(terminal.getvalue())[-1].endswith(" 0 s so far")
     assert not any(on_glass(terminal.getvalue()))
 
@@ -143,7 +143,7 @@ def test_a_live_line_never_wraps_and_a_table_is_left_as_it_is(clock, terminal):
     screen = Screen(terminal, clock)
     screen.show("progress", "x" * 200, 0.0)
     screen.show("text", "a wide table " * 20)
-    screen.clear()
+    screen.clear_live_line()
     assert {len(line) <= 80 for line in drawn(terminal.getvalue())} == {True}
     assert "…" in terminal.getvalue()
     assert on_glass(terminal.getvalue())[0] == "a wide table " * 20
@@ -151,14 +151,14 @@ def test_a_live_line_never_wraps_and_a_table_is_left_as_it_is(clock, terminal):
 
 def test_work_that_is_done_leaves_its_stage_running(clock, terminal):
     screen = Screen(terminal, clock)
-    screen.begin("train")
+    screen.begin_stage("train")
     screen.show("progress", "epochs: 60 of 60", 1.0)
-    screen.clear()
+    screen.clear_live_line()
     assert re.fullmatch(r"[⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏] train ━{12} epochs: 60 of 60", drawn(terminal.getvalue())[-1])
 
 
 def test_a_kill_leaves_the_terminal_its_cursor(clock, terminal):
-    Screen(terminal, clock).begin("refresh")
+    Screen(terminal, clock).begin_stage("refresh")
     assert "\x1b[?25l" not in terminal.getvalue()
 
 
@@ -187,7 +187,7 @@ def test_a_run_goes_on_when_its_terminal_is_closed(clock, monkeypatch):
     screen = Screen(Closed(), clock)
     screen.show("stage", "measure")
     screen.show("progress", "x", 0.5)
-    screen.clear()
+    screen.clear_live_line()
 
 
 # --- what of a log is shown ---------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ def record(level, message, path=__file__, **extra):
     made = logging.getLogger("prefect.task_runs").makeRecord(
         "prefect.task_runs", level, path, 1, message, ("a",), None, extra=extra
     )
-    return console._ForPeople().emit(made)
+    return console._ScreenHandler().emit(made)
 
 
 def test_of_a_log_stages_results_and_our_warnings_are_shown(shown):
@@ -224,15 +224,15 @@ def test_what_a_stage_in_another_process_says_comes_back_whole(shown, capsys):
     relay.show("warning", 'two\nlines, "quoted"', 0.0)
     relay.show("progress", "epochs", 0.25)
     lines = capsys.readouterr().out.splitlines(keepends=True)
-    assert len(lines) == 2 and all(map(console.relayed, lines))
+    assert len(lines) == 2 and all(map(console.show_if_marked, lines))
     assert shown == [("warning", 'two\nlines, "quoted"', 0.0), ("progress", "epochs", 0.25)]
-    assert not console.relayed("Running stage 'train':\n") and len(shown) == 2
+    assert not console.show_if_marked("Running stage 'train':\n") and len(shown) == 2
 
 
 def test_without_a_program_nothing_is_shown(monkeypatch, capsys):
     monkeypatch.setattr(console, "_display", None)
-    console.progress(0.5, "epochs")
-    assert console.relayed(console._MARK + json.dumps(["text", "x", 0.0]) + "\n")
+    console.show_progress(0.5, "epochs")
+    assert console.show_if_marked(console._MARK + json.dumps(["text", "x", 0.0]) + "\n")
     assert capsys.readouterr().out == ""
 
 
@@ -329,7 +329,7 @@ def test_outside_the_project_s_folder_nothing_is_written(tmp_path):
 def test_a_real_terminal_gets_a_live_line_of_its_width_and_the_log_no_colours(tmp_path):
     master, slave = pty.openpty()
     termios.tcsetwinsize(slave, (24, 60))
-    ends = "console.progress(0.5, 'epochs: ' + 'x' * 99); logging.getLogger().warning('root')"
+    ends = "console.show_progress(0.5, 'epochs: ' + 'x' * 99); logging.getLogger().warning('root')"
     code = "from prefect import flow as _\n" + PROGRAM.format(ends=ends)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm"}
     env.pop("PREFECT_API_URL", None)
@@ -353,8 +353,8 @@ import sys
 from tasks import owned, services
 services._LAST_WORDS_S = float(sys.argv[1])
 try:
-    with owned.owned():
-        services._run(sys.argv[2:])
+    with owned.owned_run():
+        services._run_command(sys.argv[2:])
 except KeyboardInterrupt:
     print("ended")
 """

@@ -19,7 +19,7 @@ CHILD = "import subprocess, sys; print('first'); print('last', flush=True); subp
 def daemon(tmp_path):
     made = Daemon("one", (sys.executable, "-c", CHILD), dict(os.environ), tmp_path)
     yield made
-    daemons.stop([made], 5)
+    daemons.stop_daemons([made], 5)
 
 
 def runs(process):
@@ -27,17 +27,17 @@ def runs(process):
 
 
 def test_it_runs_and_ends_with_what_it_started(daemon):
-    assert daemon.process() is None and daemon.started() is None and not daemon.died()
+    assert daemon.process() is None and daemon.start_time() is None and not daemon.has_died()
     before = time.time()
     daemon.start()
     # Prefect's times are compared with it: a second more or less and a run counts as another worker's.
-    assert before - 0.05 <= daemon.started() <= time.time()
-    until(lambda: daemon.last_lines(1) == ["last"] and daemon.leftovers())
-    assert daemon.last_lines(5) == ["first", "last"] and not daemon.died()
-    leader, [child] = daemon.process(), daemon.leftovers()
-    daemons.stop([daemon], 5)
+    assert before - 0.05 <= daemon.start_time() <= time.time()
+    until(lambda: daemon.last_log_lines(1) == ["last"] and daemon.leftover_processes())
+    assert daemon.last_log_lines(5) == ["first", "last"] and not daemon.has_died()
+    leader, [child] = daemon.process(), daemon.leftover_processes()
+    daemons.stop_daemons([daemon], 5)
     assert not runs(leader) and not runs(child)
-    assert daemon.process() is None and not daemon.died()
+    assert daemon.process() is None and not daemon.has_died()
 
 
 def test_one_that_was_started_with_other_settings_is_refused(daemon):
@@ -58,12 +58,12 @@ def test_one_that_was_started_with_other_settings_is_refused(daemon):
 
 def test_a_killed_one_has_died_and_what_it_left_is_found(daemon):
     daemon.start()
-    until(daemon.leftovers)
-    [child] = daemon.leftovers()
+    until(daemon.leftover_processes)
+    [child] = daemon.leftover_processes()
     daemon.process().kill()
-    until(daemon.died)
-    assert daemon.leftovers() == [child]
-    daemons.stop([daemon], 5)
+    until(daemon.has_died)
+    assert daemon.leftover_processes() == [child]
+    daemons.stop_daemons([daemon], 5)
     assert not runs(child)
 
 
@@ -77,14 +77,14 @@ def test_what_wrote_over_its_environment_is_known_by_its_session(tmp_path, kille
         tmp_path,
     )
     forgetful.start()
-    until(forgetful.leftovers)
-    [child] = forgetful.leftovers()
+    until(forgetful.leftover_processes)
+    [child] = forgetful.leftover_processes()
     if killed:
         leader = forgetful.process()
         leader.kill()
         until(lambda: leader.status() == psutil.STATUS_ZOMBIE)
-        assert forgetful.died() and forgetful.leftovers() == [child]
-    daemons.stop([forgetful], 5)
+        assert forgetful.has_died() and forgetful.leftover_processes() == [child]
+    daemons.stop_daemons([forgetful], 5)
     assert not runs(child)
 
 
@@ -92,11 +92,11 @@ def test_another_process_that_got_the_id_is_neither_taken_for_it_nor_ended(daemo
     other = subprocess.Popen(["sleep", "60"], start_new_session=True)
     try:
         (tmp_path / "one.pid").write_text(str(other.pid))
-        assert daemon.process() is None and daemon.died() and not daemon.leftovers()
-        daemons.stop([daemon], 5)
+        assert daemon.process() is None and daemon.has_died() and not daemon.leftover_processes()
+        daemons.stop_daemons([daemon], 5)
         assert psutil.Process(other.pid).is_running() and other.poll() is None
         (tmp_path / "one.pid").write_text("no number")
-        assert daemon.process() is None and daemon.died()
+        assert daemon.process() is None and daemon.has_died()
     finally:
         other.kill()
         other.wait()
@@ -122,9 +122,9 @@ def test_what_does_not_end_when_asked_is_killed(tmp_path):
         tmp_path,
     )
     stubborn.start()
-    until(lambda: stubborn.last_lines(1) == ["up"])
+    until(lambda: stubborn.last_log_lines(1) == ["up"])
     process = stubborn.process()
-    daemons.stop([stubborn], 0.5)
+    daemons.stop_daemons([stubborn], 0.5)
     assert not runs(process)
 
 
@@ -132,5 +132,5 @@ def test_control_characters_of_a_log_do_not_reach_the_terminal(tmp_path):
     daemon = Daemon("noisy", (), {}, tmp_path)
     daemon.log.parent.mkdir()
     daemon.log.write_bytes(b"\x1b]0;owned\x07\x1b[2Jhello\rworld \xff\n\n\x9b31mred\n")
-    lines = daemon.last_lines(5)
+    lines = daemon.last_log_lines(5)
     assert all(line.isprintable() for line in lines) and "hello" in " ".join(lines)

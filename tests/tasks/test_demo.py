@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.refresh import SECTIONS, overrides_of
+from flows.refresh import SECTIONS, read_overrides
 from shardcore.core.errors import ShardCoreError
 from tasks import demo
 from tasks.refresh import override_params
@@ -21,7 +21,7 @@ def git(folder, *arguments):
 @pytest.fixture
 def source(tmp_path, monkeypatch):
     """A repository with one commit."""
-    monkeypatch.setattr(demo, "copy_compiled", lambda *_: None)
+    monkeypatch.setattr(demo, "copy_compiled_code", lambda *_: None)
     folder = tmp_path / "source"
     folder.mkdir()
     (folder / "params.yaml").write_text("tables: {}\n")
@@ -35,7 +35,7 @@ def test_the_demo_changes_parameters_that_there_are(tmp_path, monkeypatch):
         (tmp_path / name).write_text((ROOT / name).read_text())
     (tmp_path / "problems").symlink_to(ROOT / "problems")
     monkeypatch.chdir(tmp_path)
-    given = overrides_of(Path("demo.yaml"))
+    given = read_overrides(Path("demo.yaml"))
     assert override_params(given, SECTIONS) and not override_params(given, SECTIONS)
     assert all((ROOT / folder).is_dir() for folder in given["train"]["datasets"])
     assert 0 < given["measure"]["compute_samples"]  # a real measurement is part of it
@@ -46,7 +46,7 @@ def test_a_parameter_file_without_sections_is_refused(tmp_path, text):
     path = tmp_path / "some.yaml"
     path.write_text(text)
     with pytest.raises(ShardCoreError, match=r"some.yaml holds no sections with keys"):
-        overrides_of(path)
+        read_overrides(path)
 
 
 def test_a_clone_keeps_its_data_and_follows_commits(source, tmp_path):

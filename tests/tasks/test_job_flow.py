@@ -10,7 +10,7 @@ from laws import SETTING, comm_samples, compute_samples, linear_law, pool, train
 from prefect.logging import disable_run_logger
 from tracking import no_pages, tracked
 
-from flows.job import LEAST_GAIN, MEASURED, job, keep_problem, log_steps, read_traces
+from flows.job import LEAST_GAIN, MEASURED, job, log_steps, read_traces, write_job_problem
 from shardcore.core.errors import ShardCoreError
 from shardcore.cost import composite, neural
 from shardcore.io import dataset, files, job_folder, traced_samples
@@ -34,13 +34,15 @@ def model():
 @pytest.fixture
 def project(tmp_path, monkeypatch, model):
     """A folder with a champion, and a job that traced a step. Its tasks run in this process, without Prefect."""
-    for task in (read_traces, promote_model, keep_problem, publish_plans, log_steps):
+    for task in (read_traces, promote_model, write_job_problem, publish_plans, log_steps):
         monkeypatch.setitem(job.fn.__globals__, task.fn.__name__, task.fn)
     with tracked(tmp_path), disable_run_logger(), no_pages():
         (tmp_path / "params.yaml").write_text(yaml.safe_dump(PARAMS))
         compute, comm = compute_samples(linear_law, 60), comm_samples(20)
-        dataset.write_compute("data/measurements", compute, dataset.write_pool("data/measurements", pool()))
-        dataset.write_comm("data/measurements", comm)
+        dataset.write_compute_samples(
+            "data/measurements", compute, dataset.write_pool("data/measurements", pool())
+        )
+        dataset.write_collective_samples("data/measurements", comm)
         neural.save(model, "data/model")
         promote_model.fn(tmp_path / "data/model", tmp_path / "data/measurements", PromoteConfig())
         traced_step(tmp_path / "dlrm")
@@ -58,7 +60,7 @@ def history(name=MEASURED):
 
 
 def champion():
-    return registry.champion(registry.connect(), SETTING.hardware)
+    return registry.champion_model(registry.connect_to_mlflow(), SETTING.hardware)
 
 
 def test_each_traced_step_is_read_once_in_one_run(project):
@@ -67,7 +69,7 @@ def test_each_traced_step_is_read_once_in_one_run(project):
     traced_step(project / "dlrm", 2000)
     assert read(project).startswith("step-00002000: step 18.0 ms measured")
     assert history() == {1000: 18.0, 2000: 18.0}
-    assert len(traced_samples.read_all([project / "datasets/jobs"])) == 2
+    assert len(traced_samples.read_traced_samples([project / "datasets/jobs"])) == 2
 
 
 def test_the_corrected_model_goes_through_the_gate_and_names_job_steps_and_traces(project):
@@ -94,7 +96,7 @@ def test_a_step_corrects_the_champion_once(project):
 def test_a_worse_model_does_not_follow_by_held_out_traces(project):
     """The model before its correction, trained and promoted again, has the better score on measurements."""
     read(project)
-    worse = composite.load(project / "data/model")
+    worse = composite.load_models(project / "data/model")
     weights = {**worse.weights, "launch": 1.001 * worse.weights["launch"]}
     neural.save(neural.NeuralModel(worse.setting, weights, worse.meta), project / "data/other")
     found = promote_model.fn(project / "data/other", project / "data/measurements", PromoteConfig())

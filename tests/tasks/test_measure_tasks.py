@@ -73,10 +73,10 @@ def timed(request, relative_ci, ms=1.0):
 
 
 def test_what_is_missing_is_measured_and_what_was_disturbed_once_more(tmp_path, progress, wanted):
-    folder, groups = tmp_path / "measurements", list(dict(wanted.groups()).values())
-    reference = wanted.reference()
+    folder, groups = tmp_path / "measurements", list(dict(wanted.draw_groups()).values())
+    reference = wanted.reference_op_request()
     there = [timed(reference, 0.01, ms=1.5), timed(groups[0], 0.9), *(timed(r, 0.01) for r in groups[1:6])]
-    dataset.write_compute(folder, there, dataset.write_pool(folder, TABLES))
+    dataset.write_compute_samples(folder, there, dataset.write_pool(folder, TABLES))
     assert measure.measure_groups(wanted, folder, progress) == 2
     # The reference's time is as the dataset has it, not calibrated again.
     assert progress.said == [
@@ -85,7 +85,7 @@ def test_what_is_missing_is_measured_and_what_was_disturbed_once_more(tmp_path, 
         "1 samples were disturbed and are measured once more",
     ]
     assert progress.shown == [["compute", 2, 2, False], ["compute", 1, 1, True]]
-    times = Counter(s.id for s in dataset.read_timings(folder))
+    times = Counter(s.id for s in dataset.read_compute_timings(folder))
     assert times.pop(dataset.compute_id(SETTING, reference)) > 1
     assert times == {dataset.compute_id(SETTING, r): 2 if r == groups[0] else 1 for r in groups}
     assert measure.measure_groups(wanted, folder, progress) == 0
@@ -96,7 +96,7 @@ def test_exchanges_that_are_missing_are_measured_by_one_gang(tmp_path, progress,
     folder, exchanges = tmp_path / "measurements", dict(wanted.exchanges())
     assert measure.measure_exchanges(wanted, folder, progress) == 3
     assert progress.shown == [["comm", 3, 3, False]]
-    found = dataset.read_comm(folder)
+    found = dataset.read_collective_samples(folder)
     assert {s.id: s.request for s in found} == exchanges
     assert sorted(s.order for s in found) == [0, 1, 2] and all(
         (s.forward or s.backward)[1].repeats == 2 for s in found

@@ -32,8 +32,8 @@ def place(tmp_path_factory):
     with contextlib.chdir(folder), mock.patch.dict(os.environ, env), disable_run_logger():
         MEASUREMENTS.mkdir(parents=True)
         compute, comm = compute_samples(linear_law, 60), comm_samples(20)
-        dataset.write_compute(MEASUREMENTS, compute, dataset.write_pool(MEASUREMENTS, pool()))
-        dataset.write_comm(MEASUREMENTS, comm)
+        dataset.write_compute_samples(MEASUREMENTS, compute, dataset.write_pool(MEASUREMENTS, pool()))
+        dataset.write_collective_samples(MEASUREMENTS, comm)
         model = fit.train(compute, comm, SETTING, fit.FitConfig(epochs=1, hidden=(4,))).model
         model.meta["provenance"] = {}
         neural.save(model, MODEL)
@@ -73,7 +73,9 @@ def test_an_address_that_does_not_answer_is_named_before_work_begins(place, task
     ],
 )
 def test_a_server_that_goes_away_meanwhile_is_named_in_one_line(place, monkeypatch, task, message):
-    monkeypatch.setattr(registry, "connect", mlflow.MlflowClient)  # as it answered when it was looked at
+    monkeypatch.setattr(
+        registry, "connect_to_mlflow", mlflow.MlflowClient
+    )  # as it answered when it was looked at
     before = (MODEL / "model.json").read_bytes()
     with pytest.raises(ShardCoreError, match=message) as raised:
         work()[task]()
@@ -84,8 +86,8 @@ def test_a_server_that_goes_away_meanwhile_is_named_in_one_line(place, monkeypat
 def test_what_the_server_says_is_told_in_one_line(place):
     with (
         pytest.raises(ShardCoreError, match=r"^MLflow failed at .*: of two lines; what was"),
-        registry.plain_errors(),
+        registry.one_line_errors(),
     ):
         raise mlflow.exceptions.MlflowException("of two\n lines")
-    with pytest.raises(ZeroDivisionError), registry.plain_errors():
+    with pytest.raises(ZeroDivisionError), registry.one_line_errors():
         raise ZeroDivisionError

@@ -17,13 +17,13 @@ from tasks import owned
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import os, subprocess, sys, time
-from tasks.owned import RUN, end_with_parent, owned, serving
+from tasks.owned import RUN, end_with_parent, marking_servers, owned_run
 def start(code="", *arguments, **options):
     code += "\\nprint(flush=True); import time; time.sleep(600)"
     process = subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, **options)
     process.stdout.readline()
     return str(process.pid)
-with owned():
+with owned_run():
     {starts}
     open(os.environ["TMPDIR"] + "/file", "w").close()
     print(os.environ[RUN], *started, flush=True)
@@ -83,7 +83,7 @@ def test_servers_end_after_those_that_tell_them_how_they_ended(tmp_path):
     )
     output = tmp_path / "said"
     process, folder, (server, asked) = run(f"""
-    with serving():
+    with marking_servers():
         server = start()
     started = [server, start({client!r}, {str(output)!r}, server)]""")
     process.kill()
@@ -116,11 +116,11 @@ def test_what_a_run_left_that_was_killed_with_its_guardian_goes_with_the_next_ru
             victim.kill()
         until(lambda: not is_alive(guardian.pid) and not is_alive(process.pid))
         assert all(map(is_alive, started)) and folder.exists()
-        with owned.owned():
+        with owned.owned_run():
             assert not any(map(is_alive, started)) and not folder.exists()
         assert other.exists() and running.poll() is None
-        monkeypatch.setattr(owned, "short_temporary", lambda: str(tmp_path))
-        owned.end_left()
+        monkeypatch.setattr(owned, "short_temporary_folder", lambda: str(tmp_path))
+        owned.end_abandoned_runs()
         assert (tmp_path / "shardcore-of-something-else").exists()
     finally:
         running.kill()
@@ -151,15 +151,15 @@ def test_a_process_ends_with_the_one_that_started_it_and_does_not_begin_after_it
 
 def test_within_it_temporary_files_are_in_its_folder_and_then_all_is_as_before():
     before = dict(os.environ), tempfile.gettempdir()
-    with owned.owned():
+    with owned.owned_run():
         folder = os.environ[owned.RUN]
         assert (
             tempfile.gettempdir() == folder == os.environ["TMPDIR"]
             and oct(os.stat(folder).st_mode)[-3:] == "700"
         )
-        with owned.owned():  # another's
+        with owned.owned_run():  # another's
             assert os.environ[owned.RUN] == folder
-        with owned.serving():
+        with owned.marking_servers():
             assert os.environ[owned.SERVES]
         assert os.path.isdir(folder) and owned.SERVES not in os.environ
     assert (dict(os.environ), tempfile.gettempdir()) == before and not os.path.exists(folder)
@@ -169,7 +169,7 @@ def test_the_folder_is_where_paths_of_ray_s_sockets_are_short_enough(tmp_path, m
     for base, found in ((tmp_path / ("x" * 60), "/tmp"), (Path("/var/tmp"), "/var/tmp")):
         base.mkdir(exist_ok=True)
         monkeypatch.setattr(tempfile, "tempdir", str(base))
-        assert owned.short_temporary() == found
+        assert owned.short_temporary_folder() == found
 
 
 def test_what_does_not_end_when_it_is_asked_is_killed():
@@ -183,5 +183,5 @@ def test_what_does_not_end_when_it_is_asked_is_killed():
         stdout=subprocess.PIPE,
     )
     stubborn.stdout.readline()
-    owned._end(lambda: [stubborn.pid] if stubborn.poll() is None else [], 0.1)
+    owned._end_processes(lambda: [stubborn.pid] if stubborn.poll() is None else [], 0.1)
     assert stubborn.returncode == -signal.SIGKILL

@@ -67,16 +67,16 @@ def test_parameters_name_an_unknown_key(tmp_path):
     path = tmp_path / "params.yaml"
     path.write_text("measure:\n  compute_sample: 3\n")
     with pytest.raises(ShardCoreError, match="section 'measure' has an unknown key 'compute_sample'"):
-        params.section("measure", MeasureConfig, path)
+        params.read_section("measure", MeasureConfig, path)
     path.write_text("measure:\n  compute_samples: lots\n")
     with pytest.raises(ShardCoreError, match="compute_samples is 'lots'"):
-        params.section("measure", MeasureConfig, path)
+        params.read_section("measure", MeasureConfig, path)
     path.write_text("mesure:\n  compute_samples: 3\n")
     with pytest.raises(ShardCoreError, match="unknown section 'mesure'; known are setting, tables"):
-        params.section("measure", MeasureConfig, path)
+        params.read_section("measure", MeasureConfig, path)
     path.write_text("measure: [\n")
     with pytest.raises(ShardCoreError, match="not YAML"):
-        params.section("measure", MeasureConfig, path)
+        params.read_section("measure", MeasureConfig, path)
 
 
 def test_a_section_that_an_older_file_lacks_is_named_with_the_line_to_write(tmp_path):
@@ -88,4 +88,4 @@ def test_a_section_that_an_older_file_lacks_is_named_with_the_line_to_write(tmp_
         params.require_section("train_policy", path)
     path.write_text("tables: {}\ntrain_policy: {}\n")
     params.require_section("train_policy", path)
-    assert params.section("train_policy", TrainConfig, path) == TrainConfig()
+    assert params.read_section("train_policy", TrainConfig, path) == TrainConfig()

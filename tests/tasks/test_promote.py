@@ -12,12 +12,12 @@ from tracking import tracked
 
 from shardcore.cost import collective_fit, fit, neural
 from shardcore.io import dataset, model_files, replays
-from shardcore.io.dataset import split_of
+from shardcore.io.dataset import split_of_sample
 from shardcore.measure.replay import ReplayConfig
 from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
 from shardcore.search import SHARDERS
 from tasks import model_history, publish_claim, registry
-from tasks.promote import PromoteConfig, promote_model, score
+from tasks.promote import PromoteConfig, promote_model, score_of_metrics
 
 
 @pytest.fixture
@@ -36,8 +36,8 @@ def model():
 
 def measure(folder, compute, comm):
     shutil.rmtree(folder, ignore_errors=True)
-    dataset.write_compute(folder, compute, dataset.write_pool(folder, pool()))
-    dataset.write_comm(folder, comm)
+    dataset.write_compute_samples(folder, compute, dataset.write_pool(folder, pool()))
+    dataset.write_collective_samples(folder, comm)
 
 
 @pytest.fixture
@@ -69,14 +69,14 @@ def measured_as_by(held_out, others):
     elsewhere."""
     compute, comm = [], []
     for s in SAMPLES:
-        model = held_out if split_of(s.id) == "test" else others
+        model = held_out if split_of_sample(s.id) == "test" else others
         sums = model.encode(s.request.shards, s.request.batch).sum(0)
         forward, backward, _ = model.parts(sums).tolist()
         compute.append(dataclasses.replace(s, forward=spread(forward), backward=spread(backward)))
     for s in COMM:
-        w = (held_out if split_of(s.id) == "test" else others).weights
+        w = (held_out if split_of_sample(s.id) == "test" else others).weights
         ways = {
-            way: tuple(spread(float(ms)) for ms in collective_fit.predicted(w, [s], way)[0])
+            way: tuple(spread(float(ms)) for ms in collective_fit.predicted_and_measured_ms(w, [s], way)[0])
             for way in ("forward", "backward")
         }
         comm.append(dataclasses.replace(s, **ways))
@@ -102,16 +102,18 @@ def replay_as_priced_by(model, store, problems, plans=4):
         drawn = draw_problem(pool(), i, SETTING, 1, ProblemConfig(2, 4, 8, 32))
         made = [("random", SHARDERS["random"](drawn, model, seed=seed)) for seed in range(plans)]
         run = replayed_as_priced(model)
-        replays.keep(store / "replays" / drawn.name, drawn, made, SETTING, ReplayConfig(), run)
+        replays.replay_or_reuse(store / "replays" / drawn.name, drawn, made, SETTING, ReplayConfig(), run)
 
 
 def test_the_score_is_of_compute_and_exchanges_alike():
     assert (
-        score({"compute_mape": 10.0, "forward_comm_mape": 20.0, "backward_comm_mape": 40.0, "n_comm": 9.0})
+        score_of_metrics(
+            {"compute_mape": 10.0, "forward_comm_mape": 20.0, "backward_comm_mape": 40.0, "n_comm": 9.0}
+        )
         == 20.0
     )
-    assert score({"compute_mape": 10.0, "backward_comm_mape": 40.0}) == 25.0
-    assert score({"compute_mape": 10.0, "n_comm": 0.0}) == 10.0
+    assert score_of_metrics({"compute_mape": 10.0, "backward_comm_mape": 40.0}) == 25.0
+    assert score_of_metrics({"compute_mape": 10.0, "n_comm": 0.0}) == 10.0
 
 
 @pytest.mark.parametrize(
@@ -153,7 +155,7 @@ def test_a_challenger_may_lose_as_much_as_the_parameters_say(store, model):
 
 
 def test_the_same_model_is_one_version_and_scores_are_on_record(store, trained):
-    client = registry.connect()
+    client = registry.connect_to_mlflow()
     for _ in range(2):
         name = promote(store, trained).model
     [version] = client.search_model_versions(f"name = '{name}'")
@@ -162,16 +164,18 @@ def test_the_same_model_is_one_version_and_scores_are_on_record(store, trained):
         "challenger": "1",
         "champion": "1",
     }
-    assert publish_claim.read(client, name).publishing is None  # nobody said that they would publish
+    assert (
+        publish_claim.read_publish_state(client, name).publishing is None
+    )  # nobody said that they would publish
 
 
 def test_the_gate_leaves_alone_what_a_person_went_back_from(store, model):
     measure(store / "measured", *measured_as_by(model, model))
-    client = registry.connect()
+    client = registry.connect_to_mlflow()
     name = promote(store, scaled(model, 1.5)).model
     for champion in (promote(store, model).champion, "1"):
         client.set_registered_model_alias(name, registry.CHAMPION, champion)
-        model_history.note_champion(client, registry.find(client, name, registry.CHAMPION))
+        model_history.record_champion(client, registry.find_version(client, name, registry.CHAMPION))
     stays = promote(store, model)
     assert stays.champion == "1" and "a person went back to it from version 2" in stays.reason
     assert promote(store, scaled(model, 1.01)).champion == "3"  # a new one is judged
@@ -192,8 +196,8 @@ def test_the_champion_is_scored_on_the_data_of_now(store, model):
 def test_a_champion_of_another_batch_is_no_measure(store, model, trained):
     other = dataclasses.replace(model, setting=dataclasses.replace(SETTING, batch=64))
     neural.save(other, store / "old")
-    client = registry.connect()
-    old = registry.register(client, store / "old", None, {})
+    client = registry.connect_to_mlflow()
+    old = registry.register_model(client, store / "old", None, {})
     client.set_registered_model_alias(old.name, registry.CHAMPION, old.version)
     found = promote(store, scaled(trained, 3))
     assert (
@@ -203,7 +207,7 @@ def test_a_champion_of_another_batch_is_no_measure(store, model, trained):
 
 @pytest.mark.long
 def test_a_challenger_that_chooses_worse_among_replayed_plans_does_not_follow(store, trained):
-    client = registry.connect()
+    client = registry.connect_to_mlflow()
     assert promote(store, trained).champion == "1"
     replay_as_priced_by(trained, store, 8, plans=8)
     worse = scaled(trained, 1e-3)  # nearly all that matters to it is the exchange
@@ -252,9 +256,9 @@ def test_the_first_model_has_to_predict_replays_as_well_as_its_errors_explain(
             r"quiet machine$",
             found.reason,
         )
-        client = registry.connect()
+        client = registry.connect_to_mlflow()
         assert client.get_model_version(found.model, "1").tags["gate"].startswith("errs on replayed plans")
-        assert "challenger 1 errs on replayed plans" in model_history.refusal(client, found.model)
+        assert "challenger 1 errs on replayed plans" in model_history.refusal_reason(client, found.model)
         assert promote(store, trained, may_lose=60.0).champion == "1"
 
 
@@ -269,8 +273,8 @@ def test_a_challenger_that_is_better_on_samples_and_wrong_of_steps_does_not_foll
 def test_a_champion_of_other_features_is_replaced(store, trained):
     neural.save(scaled(trained, 2), store / "old")
     neural.save(trained, store / "new")
-    client = registry.connect()
-    old = registry.register(client, store / "old", None, {})
+    client = registry.connect_to_mlflow()
+    old = registry.register_model(client, store / "old", None, {})
     [kept] = (
         p.parent for p in store.rglob("model.json") if p.parents[0] not in (store / "old", store / "new")
     )
@@ -279,19 +283,19 @@ def test_a_champion_of_other_features_is_replaced(store, trained):
     client.set_registered_model_alias(old.name, registry.CHAMPION, old.version)
     champion = promote(store, trained).champion
     assert champion != str(old.version)
-    assert str(registry.find(client, old.name, registry.CHAMPION).version) == champion
+    assert str(registry.find_version(client, old.name, registry.CHAMPION).version) == champion
 
 
 def test_with_approval_a_challenger_that_passed_waits_and_one_that_lost_is_not_to_be_approved(
     store, trained, capfd, recwarn
 ):
-    client = registry.connect()
+    client = registry.connect_to_mlflow()
     waits = promote(store, trained, approval=True)
     assert waits.champion is None and "challenger 1 awaits approval; score 0." in waits.reason
-    assert publish_claim.read(client, waits.model).champion is None
+    assert publish_claim.read_publish_state(client, waits.model).champion is None
     assert client.get_model_version(waits.model, "1").tags["gate"].startswith("passed, score 0.")
     assert promote(store, trained, approve=True, will_publish=True, approval=True).champion == "1"
-    state = publish_claim.read(client, waits.model)
+    state = publish_claim.read_publish_state(client, waits.model)
     assert (state.champion, state.publishing) == ("1", "1")  # nobody else is to publish for now
     lost = promote(store, scaled(trained, 3), approve=True, approval=True)
     assert (lost.challenger, lost.champion) == ("2", "1")

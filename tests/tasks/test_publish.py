@@ -32,8 +32,8 @@ from shardcore.step.lower import lower
 from tasks import owned, publish_claim
 from tasks.pricing import Pricing
 from tasks.promote import PromoteConfig, promote_model
-from tasks.publish import _provenance, publish_first, publish_plans
-from tasks.registry import connect, model_name
+from tasks.publish import _plan_provenance, publish_first_plan, publish_plans
+from tasks.registry import connect_to_mlflow, registered_model_name
 from tasks.setting import SettingConfig
 
 pytestmark = pytest.mark.usefixtures("short_explanations")
@@ -57,7 +57,7 @@ def test_a_plan_names_its_model_the_data_and_the_search(limit):
             }
         },
     )
-    found = _provenance(by(model), PublishConfig(budget_evals=2_000, max_moved_tables=limit))
+    found = _plan_provenance(by(model), PublishConfig(budget_evals=2_000, max_moved_tables=limit))
     assert len(found.pop("git_commit")) >= 40
     assert found == {
         "model": "shardcore-cost-law",
@@ -76,7 +76,7 @@ def test_a_plan_names_its_model_the_data_and_the_search(limit):
 
 
 def test_a_model_without_provenance_says_so():
-    found = _provenance(by(SimpleNamespace(setting=SETTING, meta={"provenance": {}})), PublishConfig())
+    found = _plan_provenance(by(SimpleNamespace(setting=SETTING, meta={"provenance": {}})), PublishConfig())
     assert (
         found["data_version"] == "unversioned"
         and found["model_git_commit"] == "no git"
@@ -101,8 +101,8 @@ def trained(setting):
 def measured_and_trained(setting):
     """A model of 60 measured groups in the folder "measured"."""
     compute, comm, model = trained(setting)
-    dataset.write_compute("measured", compute, dataset.write_pool("measured", pool()))
-    dataset.write_comm("measured", comm)
+    dataset.write_compute_samples("measured", compute, dataset.write_pool("measured", pool()))
+    dataset.write_collective_samples("measured", comm)
     return model
 
 
@@ -153,7 +153,7 @@ def test_problems_are_published_side_by_side_with_the_plans_of_one_after_another
         ):
             publish(one, full, other, processes=processes)
         plans.append({name: store.read_plan("plans", name)[0] for name in ("one", "other")})
-        assert store.names("plans") == ["one", "other"]
+        assert store.published_problem_names("plans") == ["one", "other"]
         shutil.rmtree("plans")
     assert plans[0] == plans[1] == plans[2]
 
@@ -171,7 +171,7 @@ def test_a_killed_process_is_named_with_what_to_do(mixed_champion, monkeypatch):
         match="2 of 2 problems .* one.json: a process .* was killed.*; lower publish.processes",
     ):
         publish(*problems, processes=2)
-    assert store.names("plans") == []
+    assert store.published_problem_names("plans") == []
 
 
 def test_problems_of_one_precision_and_of_several_are_published_under_one_champion(mixed_champion):
@@ -188,7 +188,7 @@ def test_problems_of_one_precision_and_of_several_are_published_under_one_champi
     model = load_model([mixed_champion / "of fp32", mixed_champion / "of fp16"])
     for p in problems:
         plan, its_problem = store.load_plan("plans", p.name)
-        assert its_problem == p and stored_page("plans", p.name, store.current("plans", p.name))
+        assert its_problem == p and stored_page("plans", p.name, store.current_version("plans", p.name))
         assert plan.provenance["data"] == "of fp16+of fp32" and plan.provenance["model_version"] == "1"
         assert plan.provenance["predicted_ms"] == price(lower(plan, p), model.for_problem(p)).total_ms
 
@@ -225,7 +225,7 @@ def test_a_challenger_that_lacks_a_precision_of_the_champion_says_so(mixed_champ
 def test_a_precision_without_a_model_is_refused_by_name_before_any_search(mixed_champion):
     with pytest.raises(ShardCoreError, match="precision: bf16.fp32 against fp32; .*promote.also of params"):
         publish(of_precisions("brain", "bf16", "fp32"))
-    assert store.names("plans") == []
+    assert store.published_problem_names("plans") == []
 
 
 # --- without a champion ---------------------------------------------------------------------------------------
@@ -242,8 +242,8 @@ def on_card(name):
 
 def published_of(name):
     plan, problem = store.load_plan("plans", name)
-    page = stored_page("plans", name, store.current("plans", name)).decode()
-    return plan, problem, page, store.last("plans", name)
+    page = stored_page("plans", name, store.current_version("plans", name)).decode()
+    return plan, problem, page, store.last_decision("plans", name)
 
 
 @pytest.mark.parametrize("algorithm", ["anneal", "dreamshard"])
@@ -291,8 +291,10 @@ def test_a_version_counts_as_published_once_its_pages_are_there(mixed_champion):
     index.mkdir(parents=True)  # a folder in its place: the page cannot be written
     with pytest.raises(ShardCoreError, match=r"index\.html"):
         publish(problem)
-    published = partial(publish_claim.read, connect(), model_name(SETTING.hardware))
-    assert store.last("plans", "one") is not None and published().published is None
+    published = partial(
+        publish_claim.read_publish_state, connect_to_mlflow(), registered_model_name(SETTING.hardware)
+    )
+    assert store.last_decision("plans", "one") is not None and published().published is None
     index.rmdir()
     publish(problem)
     assert index.is_file() and published().published == "1"
@@ -308,9 +310,9 @@ def test_a_first_plan_needs_no_measurement_and_comes_once(registry):
     for path, problem in zip(paths, (here, theirs), strict=True):
         files.write_problem(path, problem)
     config = PublishConfig(budget_evals=500, torchrec_s=0)
-    assert publish_first.fn(paths[:1], "plans", config) is None  # of no profile's hardware
-    assert publish_first.fn(paths, "plans", config) == "cards"
-    decision = store.last("plans", "cards")
+    assert publish_first_plan.fn(paths[:1], "plans", config) is None  # of no profile's hardware
+    assert publish_first_plan.fn(paths, "plans", config) == "cards"
+    decision = store.last_decision("plans", "cards")
     assert decision.outcome == "first" and decision.provenance["model"] == "nvidia-h100-sxm"
     assert b"is the bottleneck" in stored_page("plans", "cards", decision.current)
-    assert publish_first.fn(paths, "plans", config) is None
+    assert publish_first_plan.fn(paths, "plans", config) is None

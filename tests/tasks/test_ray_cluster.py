@@ -44,7 +44,7 @@ def agent(cluster):
     deadline = time.monotonic() + 120
     while True:
         try:
-            assert services.get(f"{url}/api/healthz", timeout_s=30)
+            assert services.http_request(f"{url}/api/healthz", timeout_s=30)
             return url
         except OSError:
             assert time.monotonic() < deadline, "Ray's agent does not come up"
@@ -82,7 +82,7 @@ def test_who_has_no_token_is_refused(cluster, agent, written_stack, who):
         except grpc.RpcError as error:
             answer = error.code()
     try:
-        services.get(f"{agent}/", given, timeout_s=60)
+        services.http_request(f"{agent}/", given, timeout_s=60)
     except urllib.error.HTTPError as error:
         page = error.code
     if who == "its owner":
@@ -114,9 +114,9 @@ def test_it_connects_to_the_address_or_starts_a_small_ray_and_ends_the_connectio
     monkeypatch.setattr(ray, "shutdown", lambda: asked.append("ended"))
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="10.0.0.8:6379"))
     monkeypatch.setattr(
-        services, "require_answer", lambda address, what: "RAY_ADDRESS" in what and asked.append(address)
+        services, "require_reachable", lambda address, what: "RAY_ADDRESS" in what and asked.append(address)
     )
-    monkeypatch.setattr(ray_cluster, "_close", lambda: asked.append("closed"))
+    monkeypatch.setattr(ray_cluster, "secure_local_ray", lambda: asked.append("closed"))
     for address in ("10.0.0.7:6379", "auto", "local", None):
         env = {} if address is None else {"RAY_ADDRESS": address}
         with mock.patch.dict(os.environ, env):

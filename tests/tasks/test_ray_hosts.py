@@ -10,27 +10,27 @@ import sys
 import pytest
 from boxes import boxed
 
-from bench.hosts import Box, box_of
+from bench.hosts import Box, emulated_hosts
 from shardcore.measure.hosts import HOST_VARIABLE
 
 BOX = Box(hosts=2, ranks_per_host=2, between_gbit_s=0.04)
 DRIVER = """
 import json, sys
 import ray
-from shardcore.measure.collectives import CollectiveConfig, measure_all
+from shardcore.measure.collectives import CollectiveConfig, measure_collectives
 from shardcore.measure.pairs import PairConfig
 from shardcore.io.measurements import CollectiveRequest
 from shardcore.core.types import Setting
 from tasks.ray_transport import RayTransport
-from flows.topology import measure_pairs
+from flows.topology import measure_pair_times
 
 ray.init(address=sys.argv[1], log_to_driver=False, logging_level="warning")
 config = CollectiveConfig(repeats=3)
 requests = [CollectiveRequest((64,) * 4, 1024, (0.0,) * 4, collective, hosts=2)
             for collective in ("all_to_all", "all_reduce")]
 with RayTransport() as transport:
-    samples = list(measure_all(requests, 4, Setting("cpu", 1024), config, transport, hosts=2))
-found = measure_pairs.fn(4, PairConfig(message_kib=256, load_kib=512))
+    samples = list(measure_collectives(requests, 4, Setting("cpu", 1024), config, transport, hosts=2))
+found = measure_pair_times.fn(4, PairConfig(message_kib=256, load_kib=512))
 print(json.dumps({"ms": [max(x.median_ms for x in s.backward) for s in samples],
                   "levels": found.levels, "placed": found.nodes, "link_gbps": found.links.outward[0].shared_gbps}))
 """
@@ -71,7 +71,7 @@ def ray_on(place, *options):
 @pytest.mark.long
 def test_a_gang_of_two_hosts_exchanges_over_their_link_and_finds_them(tmp_path):
     (tmp_path / "driver.py").write_text(DRIVER)
-    with box_of(BOX) as places, contextlib.ExitStack() as ends:
+    with emulated_hosts(BOX) as places, contextlib.ExitStack() as ends:
         first, second = places[0], places[2]
         for place, options in (
             (first, ["--head", "--port=6379", "--include-dashboard=false"]),

@@ -12,7 +12,7 @@ from shardcore.measure import local_ranks
 from shardcore.measure.local_ranks import Lost
 from shardcore.measure.transport import NoRoom
 from tasks import ray_transport
-from tasks.ray_transport import RayTransport, rank_cpus, reason
+from tasks.ray_transport import RayTransport, cpus_per_rank, failure_reason
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("cluster")]
 
@@ -90,8 +90,8 @@ def test_what_finds_no_room_is_said(monkeypatch):
 
 
 def test_ranks_share_a_core_only_where_there_are_fewer():
-    assert rank_cpus(1) == rank_cpus(2, hosts=2) == 1.0  # each host of this cluster has one
-    assert rank_cpus(2) == rank_cpus(4, hosts=2) == 0.5
+    assert cpus_per_rank(1) == cpus_per_rank(2, hosts=2) == 1.0  # each host of this cluster has one
+    assert cpus_per_rank(2) == cpus_per_rank(4, hosts=2) == 0.5
     with RayTransport() as transport:
         assert transport.shares_cores(2) and not transport.shares_cores(1)
 
@@ -111,4 +111,4 @@ def test_ranks_share_a_core_only_where_there_are_fewer():
     ],
 )
 def test_a_reason_is_one_line_without_rays_frames(error, message):
-    assert reason(error) == message
+    assert failure_reason(error) == message

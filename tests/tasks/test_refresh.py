@@ -16,7 +16,7 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.stages.evaluate import EvaluateConfig
 from tasks import console, refresh
 from tasks.publish import PublishConfig
-from tasks.refresh import heading, override_params, require_pushable, stages_of
+from tasks.refresh import override_params, require_pushable, stage_heading, stages_of_refresh
 
 PARAMS = """\
 # of the stages
@@ -93,14 +93,14 @@ def test_a_push_needs_a_branch_and_a_remote(folder):
 
 
 def test_a_refresh_says_which_stage_of_how_many_and_which_had_nothing_to_do():
-    assert stages_of("measure") == ("tables", "measure")
-    assert stages_of("train_policy") == ("tables", "measure", "train", "train_policy")
-    assert stages_of("evaluate") == ("tables", "measure", "train", "evaluate", "promote", "publish")
+    assert stages_of_refresh("measure") == ("tables", "measure")
+    assert stages_of_refresh("train_policy") == ("tables", "measure", "train", "train_policy")
+    assert stages_of_refresh("evaluate") == ("tables", "measure", "train", "evaluate", "promote", "publish")
     assert (
-        heading("measure", "evaluate") == "stage 2/6: measure"
-        and heading("promote", "evaluate") == "stage 5/6: promote"
+        stage_heading("measure", "evaluate") == "stage 2/6: measure"
+        and stage_heading("promote", "evaluate") == "stage 5/6: promote"
     )
-    assert heading("tables", "train", runs=False) == "stage 1/3: tables, nothing changed"
+    assert stage_heading("tables", "train", runs=False) == "stage 1/3: tables, nothing changed"
 
 
 def test_what_a_stage_wants_shown_is_shown_and_the_rest_is_for_the_log(monkeypatch):
@@ -111,7 +111,7 @@ def test_what_a_stage_wants_shown_is_shown_and_the_rest_is_for_the_log(monkeypat
     process = subprocess.Popen(
         [sys.executable, "-c", f"print({output!r})"], stdout=subprocess.PIPE, text=True
     )
-    assert list(refresh._lines(process)) == ["Running stage 'train':", "few samples", ""]
+    assert list(refresh._log_lines(process)) == ["Running stage 'train':", "few samples", ""]
     assert shown == [("warning", "few samples", 0.0)] and process.wait() == 0
 
 
@@ -122,7 +122,7 @@ def test_what_a_stage_wants_shown_is_shown_and_the_rest_is_for_the_log(monkeypat
 def test_dvc_s_lists_of_who_uses_what_forget_who_has_ended(tmp_path, monkeypatch, held):
     """Though nobody has reaped it; but not who works. One that a kill cut short is begun anew."""
     monkeypatch.chdir(tmp_path)
-    refresh.forget_dead_users()  # there is none
+    refresh.remove_ended_dvc_users()  # there is none
     assert not list(tmp_path.iterdir())
     ended = subprocess.Popen(["true"])
     os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
@@ -135,7 +135,7 @@ def test_dvc_s_lists_of_who_uses_what_forget_who_has_ended(tmp_path, monkeypatch
     with open(users.with_name("rwlock.lock"), "a") as guard:
         if held:
             fcntl.flock(guard, fcntl.LOCK_EX)
-        refresh.forget_dead_users()
+        refresh.remove_ended_dvc_users()
     found = json.loads(users.read_text())
     assert found == (
         {"write": {"/b": here}, "read": {"/d": [here]}}
@@ -144,7 +144,7 @@ def test_dvc_s_lists_of_who_uses_what_forget_who_has_ended(tmp_path, monkeypatch
     )
     for cut in ("", '{"write": {"/a": {"pi', "[]", '{"write": {"/a": 3}, "read": {}}'):
         users.write_text(cut)
-        refresh.forget_dead_users()
+        refresh.remove_ended_dvc_users()
         assert users.read_text() == "{}"
     ended.wait()
 
@@ -163,14 +163,14 @@ def test_who_holds_dvc_s_locks_is_said(tmp_path, monkeypatch):
     ).stdout
     lines = output.splitlines()
     errors = lines[next(i for i, line in enumerate(lines) if line.lower().startswith("error: ")) :]
-    reason = refresh.reason(errors)
+    reason = refresh.dvc_error_reason(errors)
     assert "pool' is busy" in reason and f"process {os.getpid()} (dvc repro of another); wait until" in reason
     (tmp_path / ".dvc/tmp/lock").write_text(" 4321\n")
-    assert refresh.reason([f"ERROR: {dvc.lock.FAILED_TO_LOCK_MESSAGE}"]) == (
+    assert refresh.dvc_error_reason([f"ERROR: {dvc.lock.FAILED_TO_LOCK_MESSAGE}"]) == (
         ".dvc/tmp/lock is held by process 4321, another DVC in this folder; wait until that has ended, "
         "or end it"
     )
     assert (
-        refresh.reason(["error: 7 is too few", "ERROR: failed to reproduce"]) == "7 is too few"
-        and refresh.reason([]) == ""
+        refresh.dvc_error_reason(["error: 7 is too few", "ERROR: failed to reproduce"]) == "7 is too few"
+        and refresh.dvc_error_reason([]) == ""
     )

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def client(tmp_path):
     with tracked(tmp_path):
-        yield registry.connect()
+        yield registry.connect_to_mlflow()
 
 
 def test_runs_of_processes_that_are_gone_are_ended_and_others_go_on(client):
@@ -45,7 +45,7 @@ def test_runs_of_processes_that_are_gone_are_ended_and_others_go_on(client):
         left_by(here, os.getpid()),
         left_by(f"not-{here}", gone.pid),
     )
-    registry.connect()
+    registry.connect_to_mlflow()
     assert [client.get_run(run).info.status for run in (left, ours, elsewhere)] == [
         "KILLED",
         "RUNNING",
@@ -56,29 +56,29 @@ def test_runs_of_processes_that_are_gone_are_ended_and_others_go_on(client):
 def test_an_alias_that_nobody_set_is_none_and_a_registry_that_cannot_tell_is_named(
     client, tmp_path, monkeypatch
 ):
-    assert registry.find(client, "nothing", registry.CHAMPION) is None
+    assert registry.find_version(client, "nothing", registry.CHAMPION) is None
     client.create_registered_model("empty")
-    assert registry.find(client, "empty", registry.CHAMPION) is None
+    assert registry.find_version(client, "empty", registry.CHAMPION) is None
     with pytest.raises(
         ShardCoreError, match="'shardcore-cost-empty' has no version with the alias 'champion'.*flows.promote"
     ):
-        registry.champion(client, "empty")
+        registry.champion_model(client, "empty")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     away = mlflow.MlflowClient("http://127.0.0.1:9", "http://127.0.0.1:9")
     with pytest.raises(ShardCoreError, match="the registry cannot say which version of 'empty' is champion"):
-        registry.find(away, "empty", registry.CHAMPION)
+        registry.find_version(away, "empty", registry.CHAMPION)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     with pytest.raises(ShardCoreError, match="MLFLOW_TRACKING_URI. does not answer at http://127.0.0.1:9"):
-        registry.connect()
+        registry.connect_to_mlflow()
 
 
 def test_a_champion_that_is_no_working_model_is_refused_by_name(client, tmp_path):
     model = trained()
     model = dataclasses.replace(model, meta={**model.meta, "provenance": {}})
     neural.save(model, tmp_path / "model")
-    version = registry.register(client, tmp_path / "model", None, {})
+    version = registry.register_model(client, tmp_path / "model", None, {})
     client.set_registered_model_alias(version.name, registry.CHAMPION, version.version)
-    assert registry.champion(client, SETTING.hardware)[0].meta == model.meta
+    assert registry.champion_model(client, SETTING.hardware)[0].meta == model.meta
     # It was trained without a run of this registry, so the run that registers it has the figures.
     logged = client.get_run(
         version.run_id
@@ -93,10 +93,10 @@ def test_a_champion_that_is_no_working_model_is_refused_by_name(client, tmp_path
         model_files.write_model(kept, model_files.read_model(tmp_path / "model")[0], weights)
         output = f"version 1 of {version.name} holds no model that works: model in .*: weight 'rates' "
         with pytest.raises(ShardCoreError, match=output):
-            registry.champion(client, SETTING.hardware)
+            registry.champion_model(client, SETTING.hardware)
     (kept / model_files.MODEL_WEIGHTS).write_bytes(b"\x80\x04.")
     with pytest.raises(ShardCoreError, match="weights.safetensors does not match the digest"):
-        registry.champion(client, SETTING.hardware)
+        registry.champion_model(client, SETTING.hardware)
 
 
 @pytest.mark.parametrize("store", ["./mlruns", "mlruns", "/data/mlruns", "file:///data/mlruns"])
@@ -108,7 +108,7 @@ def test_a_store_that_is_a_folder_is_refused_in_a_whole_sentence(tmp_path, monke
         match="a folder, which MLflow does not write any more; it needs a "
         "database or server, such as sqlite:///mlflow.db or http://127.0.0.1:5000$",
     ):
-        registry.connect()
+        registry.connect_to_mlflow()
     assert not list(tmp_path.iterdir())
 
 
@@ -127,13 +127,13 @@ def project(tmp_path, monkeypatch, model):
 
     def enter(name):
         monkeypatch.chdir(tmp_path / name)
-        return registry.connect()
+        return registry.connect_to_mlflow()
 
     (tmp_path / "first").mkdir()
     (tmp_path / "first/mlflow.db").write_bytes(empty_database())
     client = enter("first")
     neural.save(dataclasses.replace(model, meta={**model.meta, "provenance": {}}), Path("data/model"))
-    with registry.run(run_name="train"):
+    with registry.tagged_run(run_name="train"):
         mlflow.log_text("card", registry.CARD)
         mlflow.set_tag(registry.DIGEST_TAG, model_files.model_digest(Path("data/model")))
     with quick_mlflow():
@@ -143,8 +143,8 @@ def project(tmp_path, monkeypatch, model):
 
 def promoted(client):
     """The version of data/model, which becomes champion."""
-    run_id = registry.training_run(model_files.model_digest(Path("data/model")))
-    version = registry.register(client, Path("data/model"), run_id, {})
+    run_id = registry.training_run_id(model_files.model_digest(Path("data/model")))
+    version = registry.register_model(client, Path("data/model"), run_id, {})
     client.set_registered_model_alias(version.name, registry.CHAMPION, version.version)
     return str(version.version)
 
@@ -154,7 +154,7 @@ def files_in(folder):
 
 
 def log_something():
-    with registry.run(run_name="later") as run:
+    with registry.tagged_run(run_name="later") as run:
         mlflow.log_text("later", "later.txt")
     return Path(mlflow.MlflowClient().get_run(run.info.run_id).info.artifact_uri, "later.txt")
 
@@ -164,11 +164,11 @@ def test_a_moved_project_keeps_its_champion_and_logs_into_its_own_folder(project
     (tmp_path / moved).parent.mkdir(exist_ok=True)
     (tmp_path / "first").rename(tmp_path / moved)
     client = project(moved)
-    assert registry.champion(client, SETTING.hardware)[1].version == 1 and promoted(client) == "1"
+    assert registry.champion_model(client, SETTING.hardware)[1].version == 1 and promoted(client) == "1"
     assert log_something().is_relative_to(tmp_path / moved) and log_something().exists()
     assert not (tmp_path / "first").exists()
     (tmp_path / moved).rename(tmp_path / "first")  # and back
-    assert registry.champion(project("first"), SETTING.hardware)[1].version == 1
+    assert registry.champion_model(project("first"), SETTING.hardware)[1].version == 1
 
 
 def test_a_copied_project_leaves_the_original_alone_and_both_go_on(project, tmp_path):
@@ -179,7 +179,7 @@ def test_a_copied_project_leaves_the_original_alone_and_both_go_on(project, tmp_
     assert files_in(tmp_path / "first") == before
     shutil.rmtree(tmp_path / "first-copy")
     client = project("first")
-    assert registry.champion(client, SETTING.hardware)[1].version == 1
+    assert registry.champion_model(client, SETTING.hardware)[1].version == 1
     assert log_something().is_relative_to(tmp_path / "first")
 
 
@@ -188,7 +188,7 @@ def test_artifacts_elsewhere_stay_there_when_the_project_is_moved(project, tmp_p
     with contextlib.chdir(tmp_path / "other"):
         client = mlflow.MlflowClient()
         client.create_experiment(registry.EXPERIMENT, str(tmp_path / "big/mlruns/1"))
-        registry.connect()
+        registry.connect_to_mlflow()
     (tmp_path / "other").rename(tmp_path / "moved")
     project("moved")
     assert log_something().is_relative_to(tmp_path / "big/mlruns/1")
@@ -197,7 +197,7 @@ def test_artifacts_elsewhere_stay_there_when_the_project_is_moved(project, tmp_p
 @pytest.mark.parametrize("harm", ["gone", pytest.param("damaged", marks=pytest.mark.long)])
 def test_files_that_are_gone_are_named_and_registered_again(project, tmp_path, harm):
     client = project("first")
-    place = Path(client.get_model_version_download_uri(registry.model_name(SETTING.hardware), "1"))
+    place = Path(client.get_model_version_download_uri(registry.registered_model_name(SETTING.hardware), "1"))
     if harm == "gone":
         shutil.rmtree(tmp_path / "first/mlruns")
         error = f"the files of version 1 .* are gone: {place} has none.*flows.promote"
@@ -206,14 +206,17 @@ def test_files_that_are_gone_are_named_and_registered_again(project, tmp_path, h
         weights.write_bytes(b"")
         error = "version 1 .* holds no model that works"
     with pytest.raises(ShardCoreError, match=error):
-        registry.champion(client, SETTING.hardware)
+        registry.champion_model(client, SETTING.hardware)
     assert promoted(client) == "2" and promoted(client) == "2"
-    assert registry.champion(client, SETTING.hardware)[1].version == 2
+    assert registry.champion_model(client, SETTING.hardware)[1].version == 2
 
 
 @pytest.mark.long
 def test_processes_that_make_a_database_at_once_all_get_it(tmp_path):
-    code = "from tasks import registry; registry.connect().create_registered_model('m' + __import__('sys').argv[1])"
+    code = (
+        "from tasks import registry; "
+        "registry.connect_to_mlflow().create_registered_model('m' + __import__('sys').argv[1])"
+    )
     env = {
         **os.environ,
         "PYTHONPATH": str(ROOT),

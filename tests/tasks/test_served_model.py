@@ -20,7 +20,7 @@ from tracking import tracked
 
 from shardcore.core.types import Shard
 from shardcore.cost import fit, neural
-from shardcore.cost.model import group_costs
+from shardcore.cost.model import group_op_ms
 from shardcore.io import files
 from tasks import registry
 from tasks.served_model import GroupInput, ServedCostModel
@@ -73,8 +73,12 @@ def registered(tmp_path_factory):
     (folder / "card.md").write_text("# A card")
     uri = f"sqlite:///{folder}/mlflow.db"
     with tracked(folder, code=True):
-        version = registry.register(registry.connect(), folder / "model", None, {"data_version": "v"})
-        again = registry.register(registry.connect(), folder / "model", None, {"data_version": "v"})
+        version = registry.register_model(
+            registry.connect_to_mlflow(), folder / "model", None, {"data_version": "v"}
+        )
+        again = registry.register_model(
+            registry.connect_to_mlflow(), folder / "model", None, {"data_version": "v"}
+        )
         assert again.version == version.version and again.description == "# A card"
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     env |= {"MLFLOW_TRACKING_URI": uri, "PATH": f"{Path(sys.executable).parent}:{env['PATH']}"}
@@ -100,8 +104,8 @@ def ask(served, groups):
 def expected(model):
     tables = pool()[:3]
     return [
-        group_costs([[Shard.whole(t) for t in tables]], model)[0],
-        group_costs([[Shard(tables[0], 0, 100, 0, 4)]], model, 64)[0],
+        group_op_ms([[Shard.whole(t) for t in tables]], model)[0],
+        group_op_ms([[Shard(tables[0], 0, 100, 0, 4)]], model, 64)[0],
     ]
 
 
@@ -181,7 +185,7 @@ def test_a_model_of_several_precisions_serves_tables_of_each(registered, tmp_pat
         ],
     )
     each = [
-        group_costs([[Shard.whole(dataclasses.replace(pool()[0], precision=precision))]], registered[0])[0]
+        group_op_ms([[Shard.whole(dataclasses.replace(pool()[0], precision=precision))]], registered[0])[0]
         for precision in ("fp16", "fp32")
     ]
     assert [a["ms"] for a in found] == pytest.approx([*each, sum(each)])

@@ -60,12 +60,13 @@ def test_our_own_services_are_asked_without_a_proxy(page):
     with mock.patch.dict(os.environ, PROXIES):
         os.environ.pop("no_proxy", None)
         assert (
-            services.get(f"{page}/", {"who": "me"}) == b"me" and services.get(f"{page}/", data=b"{}") == b"{}"
+            services.http_request(f"{page}/", {"who": "me"}) == b"me"
+            and services.http_request(f"{page}/", data=b"{}") == b"{}"
         )
         with pytest.raises(urllib.error.HTTPError, match="401"):
-            services.get(f"{page}/refused")
+            services.http_request(f"{page}/refused")
         with pytest.raises(OSError):
-            services.get(f"http://{NOWHERE}/")
+            services.http_request(f"http://{NOWHERE}/")
 
 
 def test_what_speaks_no_http_is_an_oserror():
@@ -80,7 +81,7 @@ def test_what_speaks_no_http_is_an_oserror():
         thread = threading.Thread(target=answer)
         thread.start()
         with pytest.raises(OSError, match="does not speak HTTP"):
-            services.get(f"http://127.0.0.1:{server.getsockname()[1]}/", timeout_s=60)
+            services.http_request(f"http://127.0.0.1:{server.getsockname()[1]}/", timeout_s=60)
         thread.join()
 
 
@@ -91,7 +92,7 @@ def test_clients_reach_this_machine_without_the_proxy_that_is_for_the_world(page
             os.environ.pop(name, None)
         with pytest.raises(httpx.ConnectError):
             httpx.get(page)
-        services.reach_directly(os.environ)
+        services.bypass_proxy(os.environ)
         assert httpx.get(page, headers={"who": "me"}).text == "me"
         assert requests.get(page, headers={"who": "me"}).text == "me"
         assert urllib.request.urlopen(page).read() == b"None"
@@ -109,7 +110,7 @@ def test_clients_reach_this_machine_without_the_proxy_that_is_for_the_world(page
     ],
 )
 def test_what_was_excepted_from_the_proxy_stays_so(env, hosts, found):
-    services.reach_directly(env, *hosts)
+    services.bypass_proxy(env, *hosts)
     assert env["no_proxy"] == found and env.get("NO_PROXY", "*") == found
 
 
@@ -143,12 +144,12 @@ def test_an_address_that_does_not_answer_is_named(address):
         match=rf"^It \(OF_IT\) does not answer at {re.escape(address)}: .+; "
         r"start it, or unset",
     ):
-        services.require_answer(address, "It (OF_IT)")
+        services.require_reachable(address, "It (OF_IT)")
 
 
 def test_an_address_that_answers_is_good_whatever_its_form(page):
     for address in (page, f"{page}/api", page.removeprefix("http://"), page.replace("http", "ray")):
-        services.require_answer(address, "It")
+        services.require_reachable(address, "It")
 
 
 @pytest.fixture
@@ -156,7 +157,7 @@ def in_project(tmp_path, monkeypatch):
     """A project's folder, in which flows print as ever (tests/tasks/test_console.py has them print to a
     person)."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(console, "start", lambda name: console.Program(None, None, sys.stderr))
+    monkeypatch.setattr(console, "start_program", lambda name: console.Program(None, None, sys.stderr))
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
     (tmp_path / "params.yaml").touch()
     with mock.patch.dict(os.environ):
@@ -296,7 +297,7 @@ def test_a_command_ends_with_its_run_that_is_asked_to():
 def test_a_server_that_ends_before_its_command_is_told():
     with subprocess.Popen(["false"]) as server:
         with (
-            owned.owned(),
+            owned.owned_run(),
             pytest.raises(ShardCoreError, match="^the Prefect server of this run ended with exit code 1; "),
         ):
-            services._run(["sleep", "20"], server)
+            services._run_command(["sleep", "20"], server)

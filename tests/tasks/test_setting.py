@@ -18,7 +18,7 @@ OTHER = dataclasses.replace(SETTING, batch=64)
 
 def measured(folder, *settings):
     for setting in settings:
-        dataset.write_compute(
+        dataset.write_compute_samples(
             folder, compute_samples(linear_law, 3, setting), dataset.write_pool(folder, pool())
         )
     return folder
@@ -27,21 +27,21 @@ def measured(folder, *settings):
 def test_auto_is_this_machine_and_where_it_was_not_measured_the_only_one_that_was(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     auto = SettingConfig(batch=SETTING.batch)
-    assert auto.setting() == auto.of_dataset_or_local(tmp_path / "nothing") == HERE
-    assert auto.of_dataset(measured(tmp_path / "elsewhere", SETTING, OTHER)) == SETTING
-    assert auto.of_dataset(measured(tmp_path / "both", SETTING, HERE)) == HERE
+    assert auto.setting() == auto.dataset_or_local_setting(tmp_path / "nothing") == HERE
+    assert auto.dataset_setting(measured(tmp_path / "elsewhere", SETTING, OTHER)) == SETTING
+    assert auto.dataset_setting(measured(tmp_path / "both", SETTING, HERE)) == HERE
     two = measured(Path("two"), SETTING, dataclasses.replace(SETTING, hardware="law-2"))
     with pytest.raises(
         ShardCoreError,
         match=r"two holds samples of other settings than .*: hardware: law against [^;,]*; hardware: law-2 against ",
     ):
-        auto.of_dataset(two)
+        auto.dataset_setting(two)
 
 
 def test_what_is_named_is_what_is_taken(tmp_path):
     folder = measured(tmp_path, SETTING, OTHER)
     for setting in (SETTING, OTHER):
-        assert SettingConfig(SETTING.hardware, setting.batch).of_dataset(folder) == setting
+        assert SettingConfig(SETTING.hardware, setting.batch).dataset_setting(folder) == setting
     for wrong, said in (
         (
             {"hardware": "another"},
@@ -58,7 +58,7 @@ def test_what_is_named_is_what_is_taken(tmp_path):
         ),
     ):
         with pytest.raises(ShardCoreError, match=f"`setting` in params.yaml asks for: {said}"):
-            SettingConfig(**{"hardware": SETTING.hardware, "batch": SETTING.batch, **wrong}).of_dataset(
+            SettingConfig(**{"hardware": SETTING.hardware, "batch": SETTING.batch, **wrong}).dataset_setting(
                 folder
             )
     assert SettingConfig("named", 8, "fp16", "rowwise_adagrad").setting() == Setting(

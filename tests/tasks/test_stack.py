@@ -27,7 +27,7 @@ from tasks import daemons, owned, services, stack, stack_services
 from tasks.daemons import Daemon
 from tasks.processes import is_running
 from tasks.stack_config import StackConfig
-from tasks.stack_services import Service, logging_config, ray_folder
+from tasks.stack_services import Service, prefect_logging_config, ray_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the services' own, which are imported here
 SECRETS = ("token", "env.sh", "mlflow-auth.ini")
@@ -40,7 +40,7 @@ def temporary(request, tmp_path_factory, monkeypatch):
     """Ray's folders of stacks with long paths go with the tests', unless a test is about where they are."""
     if "short" not in request.fixturenames:
         folder = str(tmp_path_factory.mktemp("temporary"))
-        monkeypatch.setattr(owned, "short_temporary", lambda: folder)
+        monkeypatch.setattr(owned, "short_temporary_folder", lambda: folder)
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def sleeper(tmp_path):
         return made[-1]
 
     yield start
-    daemons.stop(made, 5)
+    daemons.stop_daemons(made, 5)
 
 
 # --- who gets in --------------------------------------------------------------------------------------------
@@ -85,7 +85,7 @@ def ray_options(command):
 )
 def test_every_service_listens_at_the_host_only(tmp_path, host, node, listens_at_all):
     """Each service's own parser reads the stack's command. test_ray_cluster.py checks the addresses of Ray."""
-    found = stack_services.services(StackConfig(host=host), tmp_path, "secret")
+    found = stack_services.stack_services(StackConfig(host=host), tmp_path, "secret")
     prefect = found["prefect"].daemon.command
     assert prefect[1:5] == ("-m", "prefect", "server", "start")
     assert dict(zip(prefect[5::2], prefect[6::2], strict=True)) == {"--host": host, "--port": "4200"}
@@ -124,11 +124,13 @@ def test_every_service_listens_at_the_host_only(tmp_path, host, node, listens_at
 def test_secrets_are_their_owners_only_from_the_first_moment(tmp_path):
     folder, everybody = tmp_path / ".stack", os.umask(0)
     try:
-        with stack._alone(folder):
-            token = stack_services.write_settings(StackConfig(), folder)
+        with stack._stack_lock(folder):
+            token = stack_services.write_service_files(StackConfig(), folder)
         (folder / "taken").mkdir()
         with pytest.raises(OSError):
-            stack_services.write_private(folder / "taken", token)  # what is there before its name is changed
+            stack_services.write_private_file(
+                folder / "taken", token
+            )  # what is there before its name is changed
     finally:
         os.umask(everybody)
     [unfinished] = folder.glob(".taken.*.tmp")
@@ -139,12 +141,12 @@ def test_secrets_are_their_owners_only_from_the_first_moment(tmp_path):
 
 
 def test_the_token_stays_until_its_file_is_deleted(tmp_path):
-    first = stack_services.write_settings(StackConfig(), tmp_path)
+    first = stack_services.write_service_files(StackConfig(), tmp_path)
     (tmp_path / "mlflow-auth.db").write_text("knows the first")
-    assert stack_services.write_settings(StackConfig(), tmp_path) == first
+    assert stack_services.write_service_files(StackConfig(), tmp_path) == first
     assert (tmp_path / "mlflow-auth.db").exists()
     (tmp_path / "token").unlink()
-    second = stack_services.write_settings(StackConfig(), tmp_path)
+    second = stack_services.write_service_files(StackConfig(), tmp_path)
     assert second != first and not (tmp_path / "mlflow-auth.db").exists()
     assert first not in (tmp_path / "env.sh").read_text() and second in (tmp_path / "env.sh").read_text()
 
@@ -154,7 +156,7 @@ def test_a_token_that_is_none_is_an_error_of_one_line(tmp_path, monkeypatch, wro
     monkeypatch.chdir(tmp_path)
     (tmp_path / ".stack").mkdir()
     (tmp_path / ".stack/token").write_bytes(wrong)
-    for command in (stack.status, stack.up):
+    for command in (stack.stack_status, stack.start_stack):
         with pytest.raises(ShardCoreError, match="/token "):
             command(StackConfig())
 
@@ -171,7 +173,7 @@ def sourced(folder, names, **env):
 
 
 def test_a_shell_becomes_a_client(tmp_path):
-    token = stack_services.write_settings(StackConfig(host="0.0.0.0", mlflow_port=5001), tmp_path)
+    token = stack_services.write_service_files(StackConfig(host="0.0.0.0", mlflow_port=5001), tmp_path)
     wanted = {
         "PREFECT_API_URL": "http://127.0.0.1:4200/api",
         "PREFECT_API_AUTH_STRING": f"shardcore:{token}",
@@ -189,7 +191,7 @@ def test_a_shell_becomes_a_client(tmp_path):
 
 
 def test_a_client_finds_the_programs_of_the_environment_once(tmp_path):
-    stack_services.write_settings(StackConfig(), tmp_path)
+    stack_services.write_service_files(StackConfig(), tmp_path)
     programs = str(Path(sys.executable).parent)
     [path] = sourced(tmp_path, ["PATH"], PATH="/usr/bin:/bin")
     assert path == f"{programs}:/usr/bin:/bin"
@@ -209,9 +211,9 @@ def test_a_client_finds_the_programs_of_the_environment_once(tmp_path):
 def test_services_of_the_stack_are_reached_without_a_proxy(tmp_path, host, env, found):
     config = StackConfig(host=host)
     with mock.patch.dict(os.environ, env):
-        stack_services.write_settings(config, tmp_path)
+        stack_services.write_service_files(config, tmp_path)
         for name in [] if found == "*" else ("no_proxy", "NO_PROXY"):
-            assert stack_services.services(config, tmp_path, "t")["worker"].daemon.env[name] == found
+            assert stack_services.stack_services(config, tmp_path, "t")["worker"].daemon.env[name] == found
     assert sourced(tmp_path, ("no_proxy", "NO_PROXY"), **env) == [found, found]
 
 
@@ -270,7 +272,7 @@ def test_what_this_machine_cannot_have_is_refused_before_anything_is_written(
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs/page.md").touch()
     with pytest.raises(ShardCoreError, match=message):
-        stack.up(StackConfig(**wrong))
+        stack.start_stack(StackConfig(**wrong))
     assert sorted(tmp_path.rglob("*")) == [tmp_path / "docs", tmp_path / "docs/page.md"]
 
 
@@ -303,7 +305,7 @@ def test_mlflow_is_reached_at_the_machines_names_and_those_that_are_allowed(
     """Hosts are compared the way MLflow reads the environment of its service."""
     from mlflow.server import security, security_utils
 
-    env = stack_services.services(config, tmp_path, "t")["mlflow"].daemon.env
+    env = stack_services.stack_services(config, tmp_path, "t")["mlflow"].daemon.env
     with mock.patch.dict(os.environ, {k: v for k, v in env.items() if k.startswith("MLFLOW_")}):
         hosts, origins = security.get_allowed_hosts(), security.get_allowed_origins()
     for name in reached + refused:
@@ -319,17 +321,17 @@ def test_mlflow_is_reached_at_the_machines_names_and_those_that_are_allowed(
 def test_temporary_files_of_the_services_go_with_the_stack(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config, folder = StackConfig(), tmp_path / ".stack"
-    stack_services.write_settings(config, folder)
-    for service in stack_services.services(config, folder, "t").values():
+    stack_services.write_service_files(config, folder)
+    for service in stack_services.stack_services(config, folder, "t").values():
         left = Path(service.daemon.env["TMPDIR"]) / "left"
         assert left.is_relative_to(ray_folder(folder))
     left.write_text("by a service that was killed")
-    stack.down(config)
+    stack.stop_stack(config)
     assert left.parent.is_dir() and not left.exists()
 
 
 def test_databases_and_artifacts_may_be_elsewhere(tmp_path):
-    env = {n: s.daemon.env for n, s in stack_services.services(StackConfig(), tmp_path, "t").items()}
+    env = {n: s.daemon.env for n, s in stack_services.stack_services(StackConfig(), tmp_path, "t").items()}
     assert env["mlflow"]["MLFLOW_BACKEND_STORE_URI"] == f"sqlite:///{tmp_path}/mlflow.db"
     assert env["mlflow"]["MLFLOW_ARTIFACTS_DESTINATION"] == f"{tmp_path}/mlflow-artifacts"
     assert env["prefect"]["PREFECT_HOME"] == f"{tmp_path}/prefect"
@@ -337,7 +339,7 @@ def test_databases_and_artifacts_may_be_elsewhere(tmp_path):
     config = StackConfig(
         prefect_database="postgresql+asyncpg://p", mlflow_database="postgresql://m", artifacts="s3://a"
     )
-    env = {n: s.daemon.env for n, s in stack_services.services(config, tmp_path, "t").items()}
+    env = {n: s.daemon.env for n, s in stack_services.stack_services(config, tmp_path, "t").items()}
     assert env["prefect"]["PREFECT_SERVER_DATABASE_CONNECTION_URL"] == "postgresql+asyncpg://p"
     assert env["mlflow"]["MLFLOW_BACKEND_STORE_URI"] == "postgresql://m"
     assert env["mlflow"]["MLFLOW_ARTIFACTS_DESTINATION"] == "s3://a"
@@ -345,7 +347,7 @@ def test_databases_and_artifacts_may_be_elsewhere(tmp_path):
 
 
 def test_a_line_of_the_flows_log_has_what_the_message_has_in_extra(tmp_path):
-    config = yaml.safe_load(logging_config(tmp_path / "flows.jsonl"))
+    config = yaml.safe_load(prefect_logging_config(tmp_path / "flows.jsonl"))
     assert all(
         "lines" in config["loggers"][name]["handlers"] for name in ("prefect.flow_runs", "prefect.task_runs")
     )
@@ -376,7 +378,7 @@ def test_ray_is_kept_in_the_stack_unless_its_sockets_paths_would_be_too_long(sho
     fits = short / ("x" * 12)  # 33 bytes and /ray: 37, and Ray's 70 make 107
     far = [short / ("x" * 13), short / ("y" * 60)]
     for folder in (fits, *far):
-        stack_services.write_settings(StackConfig(), folder)
+        stack_services.write_service_files(StackConfig(), folder)
     assert ray_folder(fits) == fits / "ray"
     found = [ray_folder(folder) for folder in far]
     try:
@@ -392,7 +394,7 @@ def test_ray_is_kept_in_the_stack_unless_its_sockets_paths_would_be_too_long(sho
 @pytest.mark.parametrize("others", ["link", "open", "gone", "file"])
 def test_a_temporary_folder_of_ray_that_others_may_have_is_not_used_again(short, others):
     far = short / ("x" * 40)
-    stack_services.write_settings(StackConfig(), far)
+    stack_services.write_service_files(StackConfig(), far)
     before = ray_folder(far).parent
     shutil.rmtree(before)
     (short / "theirs/ray/tmp").mkdir(parents=True)
@@ -406,11 +408,11 @@ def test_a_temporary_folder_of_ray_that_others_may_have_is_not_used_again(short,
     if others == "open":
         before.chmod(0o755)
     try:
-        stack.down(StackConfig(str(far)))
+        stack.stop_stack(StackConfig(str(far)))
         kept = before if others == "open" else short / "theirs"
         assert (kept / "ray/tmp/kept").exists()
-        stack_services.write_settings(StackConfig(), far)
-        assert ray_folder(far).parent != before and stack_services.is_private(ray_folder(far).parent)
+        stack_services.write_service_files(StackConfig(), far)
+        assert ray_folder(far).parent != before and stack_services.is_private_folder(ray_folder(far).parent)
     finally:
         shutil.rmtree(ray_folder(far).parent)
         shutil.rmtree(before, ignore_errors=True) if others == "open" else before.unlink(missing_ok=True)
@@ -421,7 +423,7 @@ def test_the_last_sessions_of_ray_are_kept(tmp_path):
     for folder in sessions:
         (folder / "logs").mkdir(parents=True)
     (tmp_path / "session_latest").symlink_to(sessions[-1])
-    stack._forget_sessions(tmp_path)
+    stack._remove_old_sessions(tmp_path)
     assert sorted(tmp_path.iterdir()) == [*sessions[2:], tmp_path / "session_latest"]
 
 
@@ -430,7 +432,7 @@ def test_rays_own_session_is_kept_though_its_clock_was_set_back(tmp_path):
     for folder in sessions:
         (folder / "logs").mkdir(parents=True)
     (tmp_path / "session_latest").symlink_to(sessions[0])
-    stack._forget_sessions(tmp_path)
+    stack._remove_old_sessions(tmp_path)
     assert sorted(tmp_path.glob("session_2*")) == [sessions[0], *sessions[3:]]
 
 
@@ -453,8 +455,8 @@ def test_a_port_that_is_taken_is_named_with_its_holder_and_nothing_starts(tmp_pa
                 rf"process {os.getpid()} \(.+\); end that, or choose another port$"
             ),
         ):
-            stack.up(config)
-        assert stack._holder(held["ray_port"].getsockname()[1]) == ""
+            stack.start_stack(config)
+        assert stack._port_holder_text(held["ray_port"].getsockname()[1]) == ""
     finally:
         for kept in held.values():
             kept.close()
@@ -471,14 +473,14 @@ def test_what_is_killed_is_said_with_the_last_lines_of_its_log(tmp_path, monkeyp
         },
     )  # where nobody answers
     folder = (tmp_path / ".stack").resolve()
-    assert stack.status(config)[1] is False
-    stack_services.write_settings(config, folder)
+    assert stack.stack_status(config)[1] is False
+    stack_services.write_service_files(config, folder)
     started = {name: sleeper(name, folder) for name in ("mlflow", "ray", "watch")}
-    until(lambda: all(d.last_lines(1) == ["it is up"] for d in started.values()))
+    until(lambda: all(d.last_log_lines(1) == ["it is up"] for d in started.values()))
     process = started["ray"].process()
     process.kill()
-    until(started["ray"].died)
-    output, healthy = stack.status(config)
+    until(started["ray"].has_died)
+    output, healthy = stack.stack_status(config)
     assert dict(re.findall(r"^(\w+) +(healthy|silent|died|down) ", output, re.M)) == {
         "prefect": "down",
         "mlflow": "silent",
@@ -504,7 +506,7 @@ def test_up_waits_for_what_starts_and_names_what_ends_or_never_answers(tmp_path,
         return len(looks) > 3
 
     starts = Service(sleeper("starts", tmp_path), {}, answers, "http://page")
-    stack._wait([starts], time.monotonic(), output.append)
+    stack._wait_until_healthy([starts], time.monotonic(), output.append)
     assert (
         len(looks) == 4
         and len(output) == 1
@@ -516,33 +518,33 @@ def test_up_waits_for_what_starts_and_names_what_ends_or_never_answers(tmp_path,
     )
     monkeypatch.setattr(stack, "PATIENCE_S", 0.1)
     never = Service(sleeper("never", tmp_path), {}, lambda: False)
-    until(lambda: never.daemon.last_lines(1) == ["it is up"])
+    until(lambda: never.daemon.last_log_lines(1) == ["it is up"])
     with pytest.raises(
         ShardCoreError,
         match=r"^never runs but does not answer after 0 s; "
         r".*logs/never.log ends with: it is up$",
     ):
-        stack._wait([never], time.monotonic() - 1)
+        stack._wait_until_healthy([never], time.monotonic() - 1)
     ends = Service(
         sleeper("ends", tmp_path, (sys.executable, "-c", "raise SystemExit('no such option')")),
         {},
         lambda: True,
     )
-    until(ends.daemon.died)
+    until(ends.daemon.has_died)
     with pytest.raises(ShardCoreError, match=r"^ends ended; .*logs/ends.log ends with: no such option$"):
-        stack._wait([ends], time.monotonic())
+        stack._wait_until_healthy([ends], time.monotonic())
 
 
 def test_down_ends_all_services_and_what_they_started(tmp_path, monkeypatch, sleeper):
     monkeypatch.chdir(tmp_path)
-    stack.down(StackConfig())
+    stack.stop_stack(StackConfig())
     assert not (tmp_path / ".stack").exists()
     started = [
         sleeper(name, tmp_path.resolve() / ".stack")
         for name in ("prefect", "mlflow", "ray", "worker", "watch")
     ]
     processes = [d.process() for d in started]
-    stack.down(StackConfig())
+    stack.stop_stack(StackConfig())
     assert not any(map(is_running, processes)) and not list(tmp_path.glob(".stack/*.pid"))
 
 
@@ -552,11 +554,11 @@ def test_what_a_killed_server_left_is_ended_and_the_flow_runs_of_a_worker_go_on(
     with services.reserve_port() as held:
         config = StackConfig(ray_port=held.getsockname()[1])
         for daemon, ports in zip(started, ({"ray_port": config.ray_port}, {}), strict=True):
-            until(daemon.leftovers)
+            until(daemon.leftover_processes)
             daemon.process().kill()
-            until(daemon.died)
-            stack._make_way(Service(daemon, ports, lambda: True), config)
-    assert [len(daemon.leftovers()) for daemon in started] == [0, 1]
+            until(daemon.has_died)
+            stack._require_free_ports(Service(daemon, ports, lambda: True), config)
+    assert [len(daemon.leftover_processes()) for daemon in started] == [0, 1]
 
 
 def test_deployments_are_made_once_until_something_changes(tmp_path, monkeypatch):
@@ -570,16 +572,16 @@ def test_deployments_are_made_once_until_something_changes(tmp_path, monkeypatch
     with pytest.raises(
         ShardCoreError, match=f"^prefect.yaml is not in {tmp_path}: the stack is started in the "
     ):
-        stack._deploy(StackConfig(), folder, {})
+        stack._deploy_if_changed(StackConfig(), folder, {})
     (tmp_path / "prefect.yaml").write_text("deployments: []")
     with pytest.raises(
         ShardCoreError,
         match=r"^prefect.yaml cannot be deployed; .*deploy.log ends with: "
         r"it failed because$",
     ):
-        stack._deploy(StackConfig(), folder, {"CODE": "1"})
+        stack._deploy_if_changed(StackConfig(), folder, {"CODE": "1"})
     for _ in range(2):
-        stack._deploy(StackConfig(), folder, {"WHO": "me"})
+        stack._deploy_if_changed(StackConfig(), folder, {"WHO": "me"})
     assert asked.read_text().splitlines() == [
         "-m prefect --no-prompt deploy --all",
         "-m prefect --no-prompt deploy --all me",
@@ -591,8 +593,8 @@ def test_deployments_are_made_once_until_something_changes(tmp_path, monkeypatch
         lambda: None,
     ):
         change()
-        stack._deploy(StackConfig(), folder, {})
-    stack._deploy(StackConfig(prefect_database="postgresql+asyncpg://p"), folder, {})
+        stack._deploy_if_changed(StackConfig(), folder, {})
+    stack._deploy_if_changed(StackConfig(prefect_database="postgresql+asyncpg://p"), folder, {})
     assert len(asked.read_text().splitlines()) == 5
 
 
@@ -616,9 +618,9 @@ def test_a_command_whose_reader_is_gone_ends_without_a_word(tmp_path, command):
 def test_run_leaves_a_stack_of_another_configuration_running(tmp_path, sleeper, monkeypatch):
     running = sleeper("ray", tmp_path)
     other = Service(Daemon("ray", ("sleep", "1"), dict(os.environ), tmp_path), {}, lambda: True)
-    monkeypatch.setattr(stack, "services", lambda *_: {"ray": other})
+    monkeypatch.setattr(stack, "stack_services", lambda *_: {"ray": other})
     with pytest.raises(ShardCoreError, match="ray .* runs with other settings"):
-        stack.run(StackConfig(folder=str(tmp_path)))
+        stack.run_stack(StackConfig(folder=str(tmp_path)))
     assert running.process() is not None
 
 
@@ -635,14 +637,14 @@ def test_run_starts_again_what_dies_and_ends_with_what_was_stopped(tmp_path, sle
     def look(_s):
         if len(begun) == 1:
             os.kill(found["ray"].daemon.process().pid, 9)
-            until(lambda: found["ray"].daemon.died())
+            until(lambda: found["ray"].daemon.has_died())
         else:
-            daemons.stop([found["watch"].daemon])
+            daemons.stop_daemons([found["watch"].daemon])
 
-    monkeypatch.setattr(stack, "up", up)
-    monkeypatch.setattr(stack, "services", lambda *_: found)
+    monkeypatch.setattr(stack, "start_stack", up)
+    monkeypatch.setattr(stack, "stack_services", lambda *_: found)
     # The module's own name: `until` sleeps too.
     monkeypatch.setattr(stack, "time", mock.Mock(sleep=look))
-    stack.run(StackConfig(folder=str(tmp_path)), said.append)
+    stack.run_stack(StackConfig(folder=str(tmp_path)), said.append)
     assert said == ["died, and are started again: ray"] and len(begun) == 2
     assert not [s for s in found.values() if s.daemon.process()]

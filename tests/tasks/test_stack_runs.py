@@ -108,7 +108,7 @@ class Project:
         return (self.folder / ".stack/token").read_text()
 
     def get(self, port, path, data=None, **headers):
-        return services.get(
+        return services.http_request(
             f"http://127.0.0.1:{self.ports[port]}{path}", headers, data, timeout_s=30
         ).decode()
 
@@ -219,7 +219,9 @@ def prometheus(metrics_port, folder):
             try:
                 query = urllib.parse.urlencode({"query": expression})
                 return bool(
-                    json.loads(services.get(f"http://{address}/api/v1/query?{query}"))["data"]["result"]
+                    json.loads(services.http_request(f"http://{address}/api/v1/query?{query}"))["data"][
+                        "result"
+                    ]
                 )
             except urllib.error.HTTPError as error:
                 # which it says while it starts

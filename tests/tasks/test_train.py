@@ -14,7 +14,7 @@ from prefect.logging import disable_run_logger
 from traced_jobs import factors_of, sample
 from tracking import tracked
 
-from flows.train import TrainConfig, data_version, lenders, train_model
+from flows.train import TrainConfig, data_version, lending_folders, train_model
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem, Setting
@@ -39,9 +39,9 @@ SAMPLES = list({s.id: s for s in compute_samples(cache_law, 260, noise=0.05)}.va
 
 def write(folder, compute, comm=()):
     folder.mkdir(parents=True)
-    dataset.write_compute(folder, compute, dataset.write_pool(folder, pool()))
+    dataset.write_compute_samples(folder, compute, dataset.write_pool(folder, pool()))
     if comm:
-        dataset.write_comm(folder, comm)
+        dataset.write_collective_samples(folder, comm)
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,7 @@ def test_the_run_holds_parameters_curves_metrics_figures_and_the_card(joined):
 def test_a_dataset_of_another_machine_lends_and_counts_nowhere(joined):
     _, run = joined
     model = neural.load("data/model")
-    own = [s for s in dataset.read_compute(MEASUREMENTS)]
+    own = [s for s in dataset.read_compute_samples(MEASUREMENTS)]
     assert sum(v for k, v in model.meta["samples"].items() if k.startswith("compute")) == len(own)
     inputs = {d.dataset.name: d.dataset.digest for d in run.inputs.dataset_inputs}
     version = files.digest(sorted(p.name for p in SHIPPED.iterdir()))
@@ -116,7 +116,7 @@ def test_a_dataset_of_another_machine_lends_and_counts_nowhere(joined):
 def test_a_model_is_evaluated_on_own_samples(joined):
     candidate = Candidate(neural.load("data/model"), [], MEASUREMENTS, EvaluateConfig(), None)
     metrics = judge_model(candidate, Path("data/evaluation"))
-    assert metrics == joined[0] and metrics["n_compute"] == len(accuracy.held_out(SAMPLES))
+    assert metrics == joined[0] and metrics["n_compute"] == len(accuracy.held_out_samples(SAMPLES))
     assert len(Path("data/evaluation/predictions.csv").read_text().splitlines()) == metrics["n_compute"] + 1
 
 
@@ -124,8 +124,8 @@ def test_shipped_samples_that_differ_in_hardware_only_lend_unasked(place):
     """One folder has another batch, and one is of another kind of device."""
     apart = compute_samples(cache_law, 60, dataclasses.replace(SETTING, hardware="cpu-apart"))
     write(Path("datasets/apart"), apart)
-    assert lenders(SETTING) == [SHIPPED]
-    assert lenders(apart[0].setting) == [Path("datasets/apart")]
+    assert lending_folders(SETTING) == [SHIPPED]
+    assert lending_folders(apart[0].setting) == [Path("datasets/apart")]
     shutil.rmtree("datasets/apart")
 
 
@@ -133,7 +133,7 @@ def test_shipped_samples_that_differ_in_hardware_only_lend_unasked(place):
 def test_traced_steps_of_jobs_join_unasked_and_are_on_record(joined):
     truth = corrected_model(neural.load("data/model"), factors_of(2.0, 2.0))
     for number in (1000, 2000):
-        traced_samples.append("datasets/jobs", sample(truth, number))
+        traced_samples.add_traced_sample("datasets/jobs", sample(truth, number))
     train(learning_curve=False)
     provenance = neural.load("data/model").meta["provenance"]
     assert list(provenance["lent"]) == ["datasets/x"]
@@ -146,7 +146,7 @@ def test_traced_steps_of_jobs_join_unasked_and_are_on_record(joined):
 @pytest.mark.long
 def test_without_datasets_and_learning_curve_there_is_neither(joined):
     metrics = train(learning_curve=False, datasets=())
-    assert metrics["n_compute"] == len(accuracy.held_out(SAMPLES))
+    assert metrics["n_compute"] == len(accuracy.held_out_samples(SAMPLES))
     assert (
         "lent" not in neural.load("data/model").meta["provenance"]
         and "Twice" not in Path("data/card.md").read_text()
@@ -174,14 +174,14 @@ def test_own_replays_tell_what_exchanges_take_in_steps(place):
             for c, comm in zip(costs, longer, strict=True)
         ]
 
-    replays.append(MEASUREMENTS, problem, made, SETTING, ReplayConfig(), replay)
+    replays.add_missing_replays(MEASUREMENTS, problem, made, SETTING, ReplayConfig(), replay)
     train(learning_curve=False, datasets=())
     found = neural.load("data/model")
     shutil.rmtree(MEASUREMENTS / dataset.REPLAYS)
     assert found.meta["steps"] == FEWEST_STEPS
-    assert collective_model.in_step(found.weights, collective_model.ALL_TO_ALL, "forward") == pytest.approx(
-        1.4, rel=1e-3
-    )
+    assert collective_model.step_factor(
+        found.weights, collective_model.ALL_TO_ALL, "forward"
+    ) == pytest.approx(1.4, rel=1e-3)
     output = "8: all-to-all forward 1.40, all-to-all backward 1.40"
     assert output in Path("data/card.md").read_text()
 
@@ -190,11 +190,11 @@ def test_the_stage_s_own_options_do_not_change_the_model(place):
     config = TrainConfig(**QUICK, datasets=("datasets/x",), learning_curve=False)
     same = {k: v for k, v in dataclasses.asdict(config).items() if k not in ("datasets", "learning_curve")}
     assert (
-        type(config.fit) is fit.FitConfig
-        and dataclasses.asdict(config.fit) == same
+        type(config.fit_config) is fit.FitConfig
+        and dataclasses.asdict(config.fit_config) == same
         and same["epochs"] == QUICK["epochs"]
     )
-    assert schema.build(TrainConfig, {"datasets": ["datasets/x"]}, "train").datasets == ("datasets/x",)
+    assert schema.build_record(TrainConfig, {"datasets": ["datasets/x"]}, "train").datasets == ("datasets/x",)
 
 
 @pytest.mark.parametrize(
@@ -234,4 +234,4 @@ def test_unknown_keys_stay_errors():
     with pytest.raises(
         ShardCoreError, match=re.escape("train has an unknown key 'dataset'; known are epochs")
     ):
-        schema.build(TrainConfig, {"dataset": []}, "train")
+        schema.build_record(TrainConfig, {"dataset": []}, "train")

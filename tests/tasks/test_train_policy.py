@@ -8,7 +8,7 @@ from laws import SETTING, trained
 from prefect.logging import disable_run_logger
 from tracking import tracked
 
-from flows.train_policy import TrainPolicyConfig, train_against
+from flows.train_policy import TrainPolicyConfig, train_against_cost_model
 from shardcore.core.access_statistics import Zipf
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.topology import Device, Topology
@@ -47,7 +47,9 @@ def place(tmp_path_factory):
 
 
 def run(**config) -> dict[str, float]:
-    return train_against.fn(paths.MODEL, paths.POOL, TrainPolicyConfig(**QUICK, **config), paths.POLICY)
+    return train_against_cost_model.fn(
+        paths.MODEL, paths.POOL, TrainPolicyConfig(**QUICK, **config), paths.POLICY
+    )
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +77,7 @@ def test_without_a_policy_it_cannot_be_published_by(place):
         match="there is no policy 'autoshard' for 'law'.*train_policy.algo"
         "rithm in params.yaml to it.*flows.promote",
     ):
-        policy_registry.champion_policy(registry.connect(), "autoshard", "law")
+        policy_registry.champion_policy(registry.connect_to_mlflow(), "autoshard", "law")
     with pytest.raises(ShardCoreError, match="'dreamshard' needs a policy 'dreamshard', and none was given"):
         Publisher(
             neural.load(paths.MODEL),
@@ -88,8 +90,8 @@ def test_without_a_policy_it_cannot_be_published_by(place):
 
 def test_it_is_registered_once_its_cost_model_is_and_plans_are_published_by_it(metrics):
     assert promote_policy.fn(paths.POLICY) is None  # its cost model has no version yet
-    client = registry.connect()
-    cost = registry.register(client, paths.MODEL, None, {})
+    client = registry.connect_to_mlflow()
+    cost = registry.register_model(client, paths.MODEL, None, {})
     assert promote_policy.fn(paths.POLICY) == promote_policy.fn(paths.POLICY) == "1"
     policy, version = policy_registry.champion_policy(client, "dreamshard_direct", "law")
     assert version.name == "shardcore-policy-dreamshard_direct-law"
@@ -114,8 +116,8 @@ def test_a_policy_from_elsewhere_is_registered_in_a_run_of_its_own(metrics, tmp_
             {**policy.meta, "metrics": {"test_cost": 0.5}},
         ),
     )
-    client = registry.connect()
-    registry.register(client, paths.MODEL, None, {})
+    client = registry.connect_to_mlflow()
+    registry.register_model(client, paths.MODEL, None, {})
     version = policy_registry.register_policy(client, tmp_path)
     found, _ = policy_registry.champion_policy(client, "dreamshard_direct", "law")
     assert found.meta["metrics"] == {"test_cost": 0.5}
@@ -124,7 +126,7 @@ def test_a_policy_from_elsewhere_is_registered_in_a_run_of_its_own(metrics, tmp_
 
 def test_it_is_off_by_default_and_then_leaves_an_empty_folder(metrics):
     params_here = Path(__file__).parents[2] / "params.yaml"
-    assert params.section("train_policy", TrainPolicyConfig, params_here).algorithm is None
+    assert params.read_section("train_policy", TrainPolicyConfig, params_here).algorithm is None
     assert run() == {} and not list(paths.POLICY.iterdir()) and promote_policy.fn(paths.POLICY) is None
 
 

@@ -15,7 +15,7 @@ from shardcore.io.measurements import ComputeRequest
 from shardcore.measure import supervise
 from shardcore.measure.device_bench import BenchSpec
 from shardcore.measure.kernels import KernelConfig
-from shardcore.measure.sampling.groups import GroupConfig, compute_request
+from shardcore.measure.sampling.groups import GroupConfig, draw_compute_request
 from shardcore.measure.supervise import Supervisor
 from tasks.ray_transport import RayFleet
 
@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.long, pytest.mark.usefixtures("cluster")]
 @pytest.fixture
 def requests(tables):
     live = [t for t in tables if t.pooling]
-    draws = (compute_request(live, i, SETTING, 0, GROUPS) for i in range(40))
+    draws = (draw_compute_request(live, i, SETTING, 0, GROUPS) for i in range(40))
     return list({dataset.compute_id(SETTING, r): r for r in draws}.values())[:24]
 
 

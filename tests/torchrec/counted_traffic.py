@@ -34,8 +34,8 @@ from shardcore.core.catalog import PRECISIONS
 from shardcore.core.topology import Topology
 from shardcore.io import writing
 from shardcore.step.kinds import Channel
-from shardcore.step.scopes import SCOPES, groups_in
-from shardcore.torchrec.settings import qcomms_of
+from shardcore.step.scopes import SCOPES, groups_in_topology
+from shardcore.torchrec.settings import qcomms_from_job
 from shardcore.torchrec.sharding_plan import to_torchrec
 
 _PARTS = {"SplitsAllToAllAwaitable": SPLITS, "KJTAllToAllTensorsAwaitable": INPUT}
@@ -76,14 +76,16 @@ class Count(TorchDispatchMode):
             group = args[1]
         else:
             into, source, group = args[:3]
-        what = _carried() or f"{self.way} {self._channel(name, group).words}"
+        what = _carried() or f"{self.way} {self._channel(name, group).description}"
         self.calls.setdefault(what, []).append(
             [sum(t.numel() * t.element_size() for t in _flat(tensors)) for tensors in (source, into)]
         )
 
     def _channel(self, name: str, group) -> Channel:
         ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(group))
-        scope = next(name for name in SCOPES if sorted(ranks) in map(sorted, groups_in(self.topology, name)))
+        scope = next(
+            name for name in SCOPES if sorted(ranks) in map(sorted, groups_in_topology(self.topology, name))
+        )
         return Channel(_COLLECTIVES[name], scope)
 
 
@@ -159,7 +161,7 @@ def _step(rank: int, model: Drawn, seed: int, folder: str) -> None:
 
     topology = model.problem.topology
     training.start_rank(rank, topology, folder)
-    codecs = get_qcomm_codecs_registry(qcomms_of(model.problem.job), device=torch.device("cpu"))
+    codecs = get_qcomm_codecs_registry(qcomms_from_job(model.problem.job), device=torch.device("cpu"))
     exported = to_torchrec(model.plan, model.problem, Model(model, "meta"), "cpu")
     sharded = training.sharded(Model(model, "cpu"), exported, "EXACT_SGD", 0.1, codecs)
     batch = _batch(model, seed, rank)

@@ -20,10 +20,10 @@ from shardcore.core.payloads import FP32_BYTES, MEASURED, payload_of
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import OUTPUT_BYTES, Placement, Plan, Problem, Shard, Table
 from shardcore.step.access import payload_bytes
-from shardcore.step.collectives import carried_as
-from shardcore.step.kinds import ID_CHANNELS, Channel, Layout, run_of, shards_on
-from shardcore.step.lower import lower, require_plan
-from shardcore.step.scopes import SCOPES, groups_in
+from shardcore.step.collectives import carried_payload
+from shardcore.step.kinds import ID_CHANNELS, Channel, Layout, layout_for_table, shards_by_device
+from shardcore.step.lower import lower, require_valid_plan
+from shardcore.step.scopes import SCOPES, groups_in_topology
 
 SHAPES = ((1, 2), (2, 2), (1, 4))
 """Hosts, and devices on each."""
@@ -139,7 +139,7 @@ def _coded(seed: int) -> Iterator[tuple[Drawn, str]]:
         if {there, back} <= {"fp32", "bf16"}:
             continue
         try:
-            require_plan(plan, made)
+            require_valid_plan(plan, made)
             yield Drawn(made, model.features, plan), ""
         except ShardCoreError as error:
             yield Drawn(made, model.features, plan), str(error)
@@ -228,7 +228,7 @@ def expected(model: Drawn, seed: int) -> list[Calls]:
     n, job = len(model.problem.topology), model.problem.job
     sent, received = input_bytes(model.plan, model.problem, given_lookups(model, seed))
     counts = count_bytes(model.plan, model.problem)
-    groups = {name: groups_in(model.problem.topology, name) for name in SCOPES}
+    groups = {name: groups_in_topology(model.problem.topology, name) for name in SCOPES}
     exchanges = [*pooled_exchanges(model), *sequence_exchanges(model, given_lookups(model, seed))]
     found = []
     for rank in range(n):
@@ -238,15 +238,15 @@ def expected(model: Drawn, seed: int) -> list[Calls]:
             # All ranks of a group take part if any has something.
             if not there[list(group)].any():
                 continue
-            for way in channel.row.ways:
-                cast = carried_as(channel.row, way, getattr(job, f"{way}_payload"))
+            for way in channel.definition.ways:
+                cast = carried_payload(channel.definition, way, getattr(job, f"{way}_payload"))
                 enters, leaves = there, back
                 if samples and way == "forward":
                     enters = padded_bytes(there, cast, samples)
                     leaves = _dealt(channel, enters, groups)
                 # What enters on the way there leaves on the way back.
                 pair = (enters, leaves) if way == "forward" else (leaves, enters)
-                mine.setdefault(f"{way} {channel.words}", []).append(
+                mine.setdefault(f"{way} {channel.description}", []).append(
                     [payload_bytes(n_bytes[rank], cast) for n_bytes in pair]
                 )
         found.append(in_order(mine))
@@ -266,7 +266,7 @@ def pooled_exchanges(model: Drawn) -> Iterator[Exchange]:
         Plan(tuple(p for p in model.plan.placements if not p.shard.table.sequence)),
         replace(model.problem, tables=pooled),
     )
-    groups = {name: groups_in(model.problem.topology, name) for name in SCOPES}
+    groups = {name: groups_in_topology(model.problem.topology, name) for name in SCOPES}
     for channel, there in zip(work.channels, work.traffic, strict=True):
         # The workload's ids are those that statistics make us expect.
         if channel in ID_CHANNELS or not there.any():
@@ -307,9 +307,9 @@ def sequence_exchanges(model: Drawn, lookups: Lookups) -> Iterator[Exchange]:
     for placement in model.plan.placements:
         table = placement.shard.table
         if table.sequence:
-            run = run_of(placement.kind, table), placement.shard.width < table.dim
+            run = layout_for_table(placement.kind, table), placement.shard.width < table.dim
             mine = found.setdefault(run, np.zeros((2, len(model.problem.topology))))
-            for device, shard in shards_on(placement):
+            for device, shard in shards_by_device(placement):
                 asked = OUTPUT_BYTES * shard.width * lookups(shard)
                 mine[0, device] += asked.sum()
                 mine[1] += asked
@@ -329,4 +329,4 @@ def in_order(calls: Mapping[str, Iterable[Sequence[float]]]) -> Calls:
 
 def _is_summed(name: str) -> bool:
     """Ids are several tensors. DDP makes buckets of gradients."""
-    return name in (SPLITS, INPUT) or Channel("all_reduce").words in name
+    return name in (SPLITS, INPUT) or Channel("all_reduce").description in name

@@ -41,7 +41,7 @@ from shardcore.step.sharding_groups import GroupedPlan, Grouping, problem_of_gro
 from shardcore.torchrec.dmp_collection import to_dmp_collection
 from shardcore.torchrec.fields import FIELDS, HONOURED, PRICED, REFUSED, field_defaults
 from shardcore.torchrec.planner import ShardCorePlanner, problem_for
-from shardcore.torchrec.settings import job_of
+from shardcore.torchrec.settings import job_from_qcomms
 
 ROWS, DIM, LOCAL_BATCH, DEVICES, PER_HOST = 100_000, 64, 64, 4, 2
 LOOKUPS = {"f0": 5.0, "f1": 3.0, "f2": 2.0}
@@ -189,7 +189,7 @@ def topology_values() -> dict[str, tuple[Any, Obeys | None]]:
         ),
         "ssd_cap": (GIB, None),
         "local_world_size": (DEVICES, lambda o: len(o.planner.topology.hosts) == 1),
-        "pod_size": (2, lambda o: o.planner.topology.joins("within_pod")),
+        "pod_size": (2, lambda o: o.planner.topology.joins_devices("within_pod")),
         "hbm_mem_bw": (1e9, None),
         "ddr_mem_bw": (1e9, None),
         "ssd_mem_bw": (1e9, None),
@@ -369,7 +369,7 @@ def _of_config(record: str, field: str) -> tuple[Outcome, Outcome, Obeys | None]
 
 def _of_qcomms(field: str) -> tuple[Outcome, Outcome, Obeys | None]:
     config = QCommsConfig(**qcomms_values()[field])
-    job = job_of(config)
+    job = job_from_qcomms(config)
     sharder = EmbeddingBagCollectionSharder(qcomm_codecs_registry=get_qcomm_codecs_registry(config))
     outcome = planned(sharders=[sharder])
     if outcome.planner.problem.job != job:

@@ -31,7 +31,7 @@ from shardcore.core.catalog import OPTIMIZERS
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.step.kinds import LAYOUTS
-from shardcore.step.sharding_groups import GroupedPlan, Grouping, members, problem_of_group
+from shardcore.step.sharding_groups import GroupedPlan, Grouping, devices_of_groups, problem_of_group
 from shardcore.torchrec.dmp_collection import read_dmp_collection, to_dmp_collection, write_dmp_collection
 
 LEARNING_RATE, EPS, BATCH = 0.5, 1e-8, 4
@@ -79,7 +79,7 @@ def grouped(given: Problem, grouping: Grouping) -> GroupedPlan:
         whole = (column(t, 0) for t in (a, b, c, e))
         return GroupedPlan(grouping, Plan((*whole, replica(d, own.topology))), own)
     # The last kind is that of the largest units.
-    of_units = [(k.name, k.possible_in(own.topology)[-1:]) for k in LAYOUTS.values() if k.rows_over]
+    of_units = [(k.name, k.possible_groups(own.topology)[-1:]) for k in LAYOUTS.values() if k.rows_over]
     over_unit = [Placement(kind, Shard.whole(e), group) for kind, groups in of_units for group in groups]
     placements = [
         column(a, 1),
@@ -327,7 +327,9 @@ def compare(
 
 def _apart(given: Problem, plan: GroupedPlan, run: Run, trained: Sequence[Sequence[dict[str, Any]]]) -> Apart:
     rank_of = {device: rank for rank, device in enumerate(given.topology.ranks)}
-    each = [[rank_of[device] for device in group] for group in members(given.topology, plan.grouping)]
+    each = [
+        [rank_of[device] for device in group] for group in devices_of_groups(given.topology, plan.grouping)
+    ]
     group_of = {rank: number for number, ranks in enumerate(each) for rank in ranks}
     cut = plan.grouping.size > 1
     strips = {

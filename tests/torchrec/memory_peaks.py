@@ -65,7 +65,7 @@ def main() -> None:
         fullest, off = int(np.argmax(row["peak_bytes"])), peaks.off(row, "used_bytes")
         each += off
         kinds = ", ".join(row["kinds"]) + ("; sequences" if row["sequences"] else "")
-        peak = memory.gib(row["peak_bytes"][fullest])
+        peak = memory.size_text(row["peak_bytes"][fullest])
         shown.append((row["problem"], kinds, row["phases"][fullest], peak, f"{off[fullest]:+.1%}"))
     print(report.text_table(("plan", "kinds", "phase", "peak of the fullest", "counted"), shown))
     within = sum(-below <= share <= above for share in each)

@@ -388,7 +388,7 @@ def counted_of(problem: Problem, plan: Plan, steps_bytes: Sequence[Sequence[int]
         "sequences": any(t.sequence for t in problem.tables),
         "peak_bytes": [max(each) for each in steps_bytes],
         "used_bytes": memory.used_bytes(plan, problem),
-        "phases": [device.phase for device in memory.by_part(plan, problem)],
+        "phases": [device.phase for device in memory.memory_by_part(plan, problem)],
     }
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
-from shardcore.step.kinds import even_rows
+from shardcore.step.kinds import even_row_ranges
 from shardcore.torchrec.modules import collections_of_model
 from shardcore.torchrec.moves.rows import DenseOptimizer, parts_on_rank
 from shardcore.torchrec.sharding_plan import to_torchrec
@@ -146,15 +146,15 @@ def whole_tables(given: Problem, rng: np.random.Generator) -> Plan:
 def _drawn(
     t: Table, on: Topology, rng: np.random.Generator, cuts: list[tuple[int, int]] | None = None
 ) -> list[Placement]:
-    n, per_host = len(on), len(on.on_hosts[0])
+    n, per_host = len(on), len(on.devices_by_host[0])
     whole = [(0, t.dim)]
     kinds = ["whole", "columns"] if cuts is None else ["whole"] if cuts == whole else ["columns"]
-    if n > 1 and even_rows(t.rows, n) and "whole" in kinds:
+    if n > 1 and even_row_ranges(t.rows, n) and "whole" in kinds:
         kinds.append("row")
     # TorchRec replicates no sequences on a CPU. Dense optimizers keep state of FP16 in FP16.
     if n > 1 and not t.sequence and t.precision == "fp32" and "whole" in kinds:
         kinds.append("data_parallel")
-    if len(on.hosts) > 1 and not t.sequence and even_rows(t.rows, per_host):
+    if len(on.hosts) > 1 and not t.sequence and even_row_ranges(t.rows, per_host):
         kinds.append("host_row")
     kind = str(rng.choice(kinds))
     if kind in ("row", "data_parallel"):
@@ -166,7 +166,7 @@ def _drawn(
             kind = "columns"
         else:
             return [
-                Placement(kind, Shard(t, 0, t.rows, lo, hi), tuple(on.on_hosts[h]))
+                Placement(kind, Shard(t, 0, t.rows, lo, hi), tuple(on.devices_by_host[h]))
                 for h, (lo, hi) in zip(hosts, parts, strict=True)
             ]
     # A rank has one shard of a table, and exports order parts by rank, so that they stay as they are drawn.

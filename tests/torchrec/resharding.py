@@ -363,17 +363,19 @@ def follow(
         "reason": follower.events[-1].reason,
         "apart": jobs.apart(job.whole(), still.whole()),
         "own plan": moving.plan_to_json(job.model.plan) == own,
-        "decision": store.last(root, given.name).outcome,
+        "decision": store.last_decision(root, given.name).outcome,
         "report": [asdict(x) for x in followed.read_reports(root, given.name)],
-        "versions": sorted(d.current for d in store.history(root, given.name) if d.outcome == "first"),
+        "versions": sorted(
+            d.current for d in store.decision_history(root, given.name) if d.outcome == "first"
+        ),
     }
 
 
 def _publish(root: str, given: Any, plan: Any, ms: float | None) -> None:
     """ms: of a step under the plan; 10 under the one before."""
-    last = store.last(root, given.name)
-    version = store.add(root, given, plan, {"total_ms": ms or 10.0})
-    store.record(
+    last = store.last_decision(root, given.name)
+    version = store.add_version(root, given, plan, {"total_ms": ms or 10.0})
+    store.record_decision(
         root,
         Decision(
             problem=given.name,

@@ -34,9 +34,9 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.decisions.driver import decide
 from shardcore.search.decisions.row_units import RowUnits
-from shardcore.step.kinds import LAYOUTS, choices_of_rows, row_unit_of
+from shardcore.step.kinds import LAYOUTS, row_unit_choices, row_unit_of
 from shardcore.step.lower import lower
-from shardcore.step.sharding_groups import Grouping, groupings, sizes
+from shardcore.step.sharding_groups import Grouping, group_sizes, possible_groupings
 
 MOST_RANKS = 16
 UNEVEN, SHUFFLED, IN_GROUPS, SEARCHED, PODS = 0.15, 0.3, 0.15, 0.5, 0.9
@@ -68,7 +68,7 @@ def drawn_topology(rng: np.random.Generator) -> Topology:
 def plans_of(given: Problem, rng: np.random.Generator, sequence: bool) -> tuple[Problem, list[Plan]]:
     """Two plans, and the problem with their unit of rows: one of both that it may have, or that of a search."""
     if sequence or rng.random() >= SEARCHED:
-        unit, plans = str(rng.choice(choices_of_rows(given.topology))), []
+        unit, plans = str(rng.choice(row_unit_choices(given.topology))), []
     else:
         model = AnalyticModel(Setting("any", given.global_batch)).for_problem(given)
         plans = [decide(given, model, [RowUnits()], SHARDERS["anneal"], budget=Budget(evals=300)).plan]
@@ -87,7 +87,7 @@ def impossible(given: Problem, rng: np.random.Generator) -> Plan | None:
     if not kinds or len(topology) == 1:
         return None
     kind, table = kinds[rng.integers(len(kinds))], pooled[rng.integers(len(pooled))]
-    some = next(iter(topology.on_units(ROWS_OVER[kind.rows_over])))
+    some = next(iter(topology.devices_by_unit(ROWS_OVER[kind.rows_over])))
     others = [p for p in plan.placements if p.shard.table is not table]
     return Plan((*others, Placement(kind.name, Shard.whole(table), some)))
 
@@ -95,7 +95,11 @@ def impossible(given: Problem, rng: np.random.Generator) -> Plan | None:
 def of_groups(topology: Topology, rng: np.random.Generator) -> Grouping | None:
     """A division into groups of several devices. None: there is none."""
     given = replace(grouped_training.problem(1, 1), topology=topology, global_batch=len(topology))
-    able = [g for g in groupings(given, int(rng.integers(1, 4)), sizes(given)) if 1 < g.size < len(topology)]
+    able = [
+        g
+        for g in possible_groupings(given, int(rng.integers(1, 4)), group_sizes(given))
+        if 1 < g.size < len(topology)
+    ]
     return able[rng.integers(len(able))] if able else None
 
 

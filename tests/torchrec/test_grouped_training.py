@@ -17,7 +17,7 @@ sys.path.append(str(Path(__file__).parent))
 
 import grouped_training as training
 
-from shardcore.step.sharding_groups import Grouping, replicas
+from shardcore.step.sharding_groups import Grouping, replica_devices
 
 ROUNDING = 1e-5
 
@@ -27,7 +27,7 @@ def require_trained(n_hosts: int, per_host: int, groupings: list[Grouping]) -> N
     optimizers = ("exact_sgd", "rowwise_adagrad")
     found = iter(training.compare(given, groupings, optimizers))
     for grouping in groupings:
-        of_rank = {r: alike for alike in replicas(given.topology, grouping) for r in alike}
+        of_rank = {r: alike for alike in replica_devices(given.topology, grouping) for r in alike}
         for optimizer in optimizers:
             apart = next(found)
             assert apart.replicas < ROUNDING, (grouping, optimizer)

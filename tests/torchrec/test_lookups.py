@@ -14,7 +14,7 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Setting, Table
 from shardcore.cost.analytic import AnalyticModel
-from shardcore.step.access import distinct_values
+from shardcore.step.access import bag_count
 from shardcore.torchrec.planner import ShardCorePlanner, problem_for
 
 TWO = Topology((Device(2**30),) * 2)
@@ -89,7 +89,7 @@ def test_rows_are_divided_over_a_host_only_whole():
         return made.plan(model()).plan["m"], made.problem
 
     plain, problem = plan(None)
-    assert "host_row" not in problem.kinds_of["t0"]
+    assert "host_row" not in problem.allowed_kinds["t0"]
     assert {s.sharding_type for s in plain.values()} == {"table_wise"}
     assert plan(["table_row_wise"])[0]["t0"].sharding_type == "table_row_wise"
     with pytest.raises(ShardCoreError, match="table 't0' of module 'm' runs grid_shard, .*VBE.*allow ano"):
@@ -113,7 +113,7 @@ def test_outputs_are_those_of_each_features_stride():
     for lookups in (batch(2, 8), iter([batch(2, 8)])):
         problem, unpriced = plan(lookups)
         assert [t.strides for t in problem.tables] == [(0.25,), (1.0,)]
-        assert [distinct_values(t, problem.global_batch) for t in problem.tables] == [2, 8]
+        assert [bag_count(t, problem.global_batch) for t in problem.tables] == [2, 8]
         assert not any("VBE" in line for line in unpriced)
     alike = KeyedJaggedTensor(
         keys=["f0", "f1"], values=torch.arange(16), lengths=torch.ones(16, dtype=torch.int64)
@@ -131,7 +131,7 @@ def test_constraints_give_batches_and_poolings_of_features():
     }
     problem, _ = plan(None, asked)
     assert [(t.strides, t.pooling) for t in problem.tables] == [((1.5,), 7.5), ((), 3.0)]
-    assert not any("data_parallel" in kinds for kinds in problem.kinds_of.values())
+    assert not any("data_parallel" in kinds for kinds in problem.allowed_kinds.values())
     # Strides of data are measured, so they come first.
     assert [t.strides for t in plan(batch(2, 8), asked)[0].tables] == [(0.25,), (1.0,)]
 

@@ -84,7 +84,7 @@ def test_managed_collision_takes_what_its_modules_hold(made):
     # Identities of MPZCH are a buffer and a parameter, of one storage.
     real = sum(x.numel() * x.element_size() for x in {x.data_ptr(): x for x in tensors}.values())
     plan = Plan((Placement("row", Shard.whole(table), (0, 1)),))
-    counted = memory.by_part(plan, problem)[0].parts["weights"] - ROWS // 2 * 8 * 4
+    counted = memory.memory_by_part(plan, problem)[0].parts["weights"] - ROWS // 2 * 8 * 4
     assert counted == real
     collision = table.managed_collision
     assert (collision.routing, collision.input_size) == (

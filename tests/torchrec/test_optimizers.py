@@ -172,9 +172,9 @@ def test_state_is_counted_as_fbgemm_allocates_it(optimizer, device):
     """Bytes of all tensors that an op keeps, within 5%. On the meta device it is CUDA's op."""
     tables = tuple(Table(f"t{i}", rows, dim, 1.0) for i, (rows, dim) in enumerate(((20_000, 32), (9000, 64))))
     problem = Problem("p", tables, Topology((Device(GIB),)), 8, optimizer)
-    parts = memory.by_part(Plan(tuple(Placement("column", Shard.whole(t), (0,)) for t in tables)), problem)[
-        0
-    ].parts
+    parts = memory.memory_by_part(
+        Plan(tuple(Placement("column", Shard.whole(t), (0,)) for t in tables)), problem
+    )[0].parts
     place = (
         (EmbeddingLocation.HOST, ComputeDevice.CPU)
         if device == "cpu"

@@ -43,7 +43,7 @@ def test_a_job_leaves_its_newest_traced_steps(job):
     _, _, folder = job
     # Traced were the steps 7 and 8, 13 and 14, and 19 and 20. One is kept, until another is whole. The rank that
     # removes old ones may be first or last to write.
-    names = [path.name for path in job_folder.traced_steps(folder)]
+    names = [path.name for path in job_folder.complete_step_folders(folder)]
     assert names in (["step-00000014", "step-00000020"], ["step-00000020"])
     assert not list(folder.rglob(".*"))
 
@@ -51,7 +51,7 @@ def test_a_job_leaves_its_newest_traced_steps(job):
 @pytest.mark.long
 def test_a_job_leaves_its_plan_and_the_lookups_of_all_ranks(job):
     given, plan, folder = job
-    step = job_folder.read_step(job_folder.traced_steps(folder)[-1])
+    step = job_folder.read_step(job_folder.complete_step_folders(folder)[-1])
     assert training.held(step.plan, 2) == training.held(plan, 2)
     assert {t.name: (t.rows, t.dim) for t in step.problem.tables} == {
         t.name: (t.rows, t.dim) for t in given.tables
@@ -66,7 +66,7 @@ def test_a_job_leaves_its_plan_and_the_lookups_of_all_ranks(job):
 @pytest.mark.long
 def test_a_jobs_lookups_are_those_of_the_planner(job, tmp_path):
     given, _, folder = job
-    step = job_folder.read_step(job_folder.newest_step(folder))
+    step = job_folder.read_step(job_folder.newest_step_folder(folder))
     found = problem_for(
         training.Model("meta", sequence=True), given.topology, step.problem.global_batch, folder
     )
@@ -84,7 +84,7 @@ def test_a_jobs_lookups_are_those_of_the_planner(job, tmp_path):
 @pytest.mark.long
 def test_a_jobs_traces_tell_its_parts(job):
     _, _, folder = job
-    read = traced_job.read(folder)
+    read = traced_job.read_job_traces(folder)
     assert read.traced.backend == "gloo" and len(read.traced.steps) == 2
     assert read.problem is not None and read.plan is not None
     for step in read.traced.steps:
@@ -93,7 +93,7 @@ def test_a_jobs_traces_tell_its_parts(job):
             assert rank.ms["lookup_forward"] > 0 and rank.ms["lookup_backward"] > 0 and rank.ms["ids"] > 0
             assert sum(rank.ms.values()) == pytest.approx(rank.total_ms)
             assert {x.role for x in rank.exchanges} >= {"ids", "outputs", "gradients"}
-        assert traced_factors.mismatches(lower(read.plan, read.problem, fits=False), step) == []
+        assert traced_factors.describe_mismatches(lower(read.plan, read.problem, fits=False), step) == []
 
 
 @pytest.mark.parametrize(

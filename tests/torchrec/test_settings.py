@@ -43,11 +43,17 @@ from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.io import files
 from shardcore.search import Budget
-from shardcore.step.kinds import WHOLE_ROWS, shards_on
-from shardcore.step.memory import MIB, host_bytes, own_cache_mib, resident_bytes
+from shardcore.step.kinds import WHOLE_ROWS, shards_by_device
+from shardcore.step.memory import MIB, host_tier_bytes, private_cache_mib, resident_bytes
 from shardcore.torchrec.plan_files import read_qcomms, read_torchrec, write_torchrec
 from shardcore.torchrec.planner import ShardCorePlanner
-from shardcore.torchrec.settings import job_of, kernel_settings, payloads_of_sharders, qcomms_of, unpriced
+from shardcore.torchrec.settings import (
+    job_from_qcomms,
+    kernel_settings,
+    payloads_of_sharders,
+    qcomms_from_job,
+    unpriced_plan_lines,
+)
 from shardcore.torchrec.sharding_plan import from_torchrec, to_torchrec
 
 MODULE = training.Model()
@@ -187,12 +193,12 @@ def test_quantised_collectives_are_kept_in_the_file(tmp_path):
 
 def test_what_a_price_leaves_out_is_named():
     sharder = sender()
-    assert unpriced(to_torchrec(whole(), GIVEN, MODULE), [EmbeddingBagCollectionSharder()]) == []
-    said = unpriced(tiered(), [sharder])
+    assert unpriced_plan_lines(to_torchrec(whole(), GIVEN, MODULE), [EmbeddingBagCollectionSharder()]) == []
+    said = unpriced_plan_lines(tiered(), [sharder])
     assert len(said) == 6
     leave = "replicas (data_parallel) of 'b' leave the fused optimizer: a dense optimizer of the job has to train them"
     assert said[0].startswith(f"{leave}; they are priced as if updated in backward, and its step")
-    assert unpriced(tiered(), [sharder], dense_update=True)[0] == leave
+    assert unpriced_plan_lines(tiered(), [sharder], dense_update=True)[0] == leave
     said = said[1:]
     assert said[0].startswith(
         "table 'a' of module 'left' is priced as fused, in device memory; "
@@ -203,15 +209,18 @@ def test_what_a_price_leaves_out_is_named():
         "forward, fp32 backward; it sends fp16 forward, bf16 backward"
     )
     adam = replace(GIVEN, optimizer="adam", job=Job(replica_optimizer="adagrad"))
-    assert "fused optimizer (adam): a dense optimizer of the job (adagrad)" in unpriced(tiered(), [], adam)[0]
-    assert "the job (adam) has to train" in unpriced(tiered(), [], replace(adam, job=Job()))[0]
+    assert (
+        "fused optimizer (adam): a dense optimizer of the job (adagrad)"
+        in unpriced_plan_lines(tiered(), [], adam)[0]
+    )
+    assert "the job (adam) has to train" in unpriced_plan_lines(tiered(), [], replace(adam, job=Job()))[0]
     of_plan = said[:3]
     plain = to_torchrec(whole(), GIVEN, MODULE)
     as_sent = Job(forward_payload="fp16", backward_payload="bf16")
     sending = replace(GIVEN, job=as_sent)
-    assert unpriced(tiered(), [sharder], sending)[1:] == of_plan
-    assert len(unpriced(tiered(), [sharder], replace(GIVEN, job=Job(forward_payload="fp16")))) == 6
-    assert unpriced(plain, [EmbeddingBagCollectionSharder()], sending) == [
+    assert unpriced_plan_lines(tiered(), [sharder], sending)[1:] == of_plan
+    assert len(unpriced_plan_lines(tiered(), [sharder], replace(GIVEN, job=Job(forward_payload="fp16")))) == 6
+    assert unpriced_plan_lines(plain, [EmbeddingBagCollectionSharder()], sending) == [
         f"pooled_embeddings_{op} of EmbeddingBagCollectionSharder is priced with fp16 forward, bf16 backward; it "
         "sends fp32 forward, fp32 backward"
         for op in ("all_to_all", "reduce_scatter")
@@ -235,11 +244,11 @@ def test_the_payloads_of_sharders_are_priced():
 
     assert (
         planned([sharder]).problem.job
-        == job_of(QCOMMS)
+        == job_from_qcomms(QCOMMS)
         == Job(forward_payload="fp16", backward_payload="bf16")
     )
     # Sharders that take no module of the model do not count.
-    assert planned([EmbeddingCollectionSharder(), sharder]).problem.job == job_of(QCOMMS)
+    assert planned([EmbeddingCollectionSharder(), sharder]).problem.job == job_from_qcomms(QCOMMS)
     # A job that is given counts as given. Sharders that differ are told apart.
     for said in (
         planned([sharder], Job()).unpriced,
@@ -281,24 +290,24 @@ def test_the_sharder_of_a_wrapper_sends_as_the_one_within():
 )
 def test_codecs_with_scales_are_payloads(qcomms, payloads):
     """Also where TorchRec sends others in a reduce-scatter, and back to a config."""
-    sharders, job = [sender(qcomms)], job_of(qcomms)
+    sharders, job = [sender(qcomms)], job_from_qcomms(qcomms)
     assert tuple(job.payloads.values()) == payloads == payloads_of_sharders(sharders)
-    assert job_of(qcomms_of(job)) == job
+    assert job_from_qcomms(qcomms_from_job(job)) == job
     given = replace(GIVEN, job=job)
     plain = to_torchrec(whole(), GIVEN, MODULE)
-    assert not [line for line in unpriced(plain, sharders, given) if "is priced with" in line]
+    assert not [line for line in unpriced_plan_lines(plain, sharders, given) if "is priced with" in line]
 
 
 def test_payloads_that_no_price_has_are_refused_by_name():
     odd = QCommsConfig(CommType.FP8, CommType.FP16, fp8_quantize_dim=6)
     with pytest.raises(ShardCoreError, match="QCommsConfig has forward_precision fp8-6; priced are fp32"):
-        job_of(odd)
+        job_from_qcomms(odd)
 
 
 def test_index_deduplication_of_sharders_is_told():
     plain = to_torchrec(whole(), GIVEN, MODULE)
-    assert unpriced(plain, [EmbeddingCollectionSharder()]) == []
-    assert unpriced(plain, [EmbeddingCollectionSharder(use_index_dedup=True)]) == [
+    assert unpriced_plan_lines(plain, [EmbeddingCollectionSharder()]) == []
+    assert unpriced_plan_lines(plain, [EmbeddingCollectionSharder(use_index_dedup=True)]) == [
         "EmbeddingCollectionSharder has use_index_dedup, which sends each id once; ids are priced as if it sent all"
     ]
 
@@ -382,7 +391,7 @@ def test_memory_of_tables_on_ssd_is_that_of_the_ops_that_torchrec_makes(kind):
             placements.append(Placement("column", whole, (0,)))
     plan = Plan(tuple(placements))
     theirs = to_torchrec(plan, problem, module, "cuda")
-    held = {s.table.name: s for p in plan.placements for d, s in shards_on(p) if d == 0}
+    held = {s.table.name: s for p in plan.placements for d, s in shards_by_device(p) if d == 0}
     on_ssd = {name for name, s in held.items() if s.table.in_host_memory}
     ops = built(theirs, problem, 0)
     assert sorted(names for names, _ in ops) == sorted([name] for name in on_ssd)
@@ -392,7 +401,7 @@ def test_memory_of_tables_on_ssd_is_that_of_the_ops_that_torchrec_makes(kind):
         [(state, _, dtype)] = EmbOptimType.EXACT_ROWWISE_ADAGRAD.ssd_state_splits([(shard.rows, shard.width)])
         expected = rows * (a_row + 2 * torch.int64.itemsize), state.dev_size * dtype.itemsize
         assert resident_bytes(WHOLE_ROWS, shard, problem) == expected, name
-        assert host_bytes(shard, problem) == shard.rows * a_row
+        assert host_tier_bytes(shard, problem) == shard.rows * a_row
         # A whole set, or whole MiB, may be more than was asked for.
         assert abs(rows * a_row - shard.table.load_factor * shard.rows * a_row) <= max(MIB, ASSOC * a_row)
 
@@ -410,7 +419,7 @@ def test_settings_of_tables_on_ssd_stay_and_are_written_again_the_same():
     assert {n: s.key_value_params for n, s in again.plan[""].items()} == {
         n: s.key_value_params for n, s in of_module.items()
     }
-    assert not unpriced(again, [], problem)
+    assert not unpriced_plan_lines(again, [], problem)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
@@ -442,7 +451,7 @@ def test_memory_of_kv_zch_is_that_of_its_op_and_its_blocks(optimizer, precision)
         compute_kernel=EmbeddingComputeKernel(table.kernel),
         use_virtual_table=True,
         total_num_buckets=20,
-        fused_params={"max_l1_cache_size": own_cache_mib(shard)},
+        fused_params={"max_l1_cache_size": private_cache_mib(shard)},
     )
     [[group]] = group_tables([[virtual]])
     arguments = _populate_ssd_tbe_params(group)
@@ -462,7 +471,7 @@ def test_memory_of_kv_zch_is_that_of_its_op_and_its_blocks(optimizer, precision)
     on_device = sum(state.dev_size for state, _, _ in theirs.ssd_state_splits([(10, 68)], {}, True))
     cached = arguments["cache_sets"] * ASSOC * (row * each + 2 * torch.int64.itemsize)
     assert resident_bytes(WHOLE_ROWS, shard, problem) == (cached, on_device)
-    assert host_bytes(shard, problem) == 2_000_000 * (header + row * each)
+    assert host_tier_bytes(shard, problem) == 2_000_000 * (header + row * each)
 
 
 def test_hash_tables_of_other_kernels_are_not_exported():
@@ -484,7 +493,7 @@ def test_hash_tables_of_other_kernels_are_not_exported():
 def test_output_types_are_refused_wherever_they_arrive(field, precision):
     """Codecs are read as their config is."""
     config = QCommsConfig(precision, precision, **{field: SparseType.BF16})
-    for read in (lambda: job_of(config), lambda: payloads_of_sharders([sender(config)])):
+    for read in (lambda: job_from_qcomms(config), lambda: payloads_of_sharders([sender(config)])):
         with pytest.raises(ShardCoreError, match="output_dtype .*outputs are priced in FP32 at both ends"):
             read()
 
@@ -497,5 +506,5 @@ def test_operations_without_a_codec_send_fp32():
         "fp32",
         "fp32",
     )
-    said = unpriced(to_torchrec(whole(), GIVEN, MODULE), [some], GIVEN)
+    said = unpriced_plan_lines(to_torchrec(whole(), GIVEN, MODULE), [some], GIVEN)
     assert [line.split()[0] for line in said] == ["pooled_embeddings_all_to_all"]

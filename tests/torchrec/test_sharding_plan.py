@@ -23,7 +23,7 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.io import files
-from shardcore.step.ways import consolidate
+from shardcore.step.ways import consolidate_placements
 from shardcore.torchrec.modules import tables_of_model
 from shardcore.torchrec.plan_files import plan_from_json, plan_to_json, read_torchrec, write_torchrec
 from shardcore.torchrec.sharding_plan import from_torchrec, to_torchrec, torchrec_sharding
@@ -172,7 +172,7 @@ def test_grid_has_one_part_per_device():
 def test_each_kind_goes_to_torchrec_and_comes_back(placement, theirs):
     given = training.problem(2, 2)
     a, *others = given.tables
-    plan = Plan(consolidate([*placement(a, given.topology), *(column(t, 1) for t in others)]))
+    plan = Plan(consolidate_placements([*placement(a, given.topology), *(column(t, 1) for t in others)]))
     exported = to_torchrec(plan, given, training.Model())
     assert exported.plan["left"]["a"].sharding_type == theirs
     assert from_torchrec(exported, given, training.Model()).placements == plan.placements

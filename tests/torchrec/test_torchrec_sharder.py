@@ -15,7 +15,7 @@ from shardcore.core.types import Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.search import SHARDERS, Budget
 from shardcore.step.lower import lower
-from shardcore.step.memory import held_bytes, table_bytes
+from shardcore.step.memory import table_peak_bytes, usable_bytes
 from shardcore.torchrec import baseline as peer
 from shardcore.torchrec.baseline import BudgetedProposer, TorchRecConfig
 
@@ -82,7 +82,7 @@ def test_it_is_told_of_devices_host_by_host_and_of_the_models_rates():
     theirs = peer._TorchRecProblem(problem, MODEL, [])
     assert theirs.ranks == (0, 2, 1, 3) and theirs.per_host == 2
     topology = theirs.topology()
-    assert [d.storage.hbm for d in topology.devices] == [held_bytes(problem)[d] for d in (0, 2, 1, 3)]
+    assert [d.storage.hbm for d in topology.devices] == [usable_bytes(problem)[d] for d in (0, 2, 1, 3)]
     assert topology.intra_host_bw == 3e6  # bytes per ms
     options = theirs.enumerator(topology, theirs.constraints(theirs.types, None)).enumerate(
         theirs.module, theirs.sharders
@@ -93,7 +93,7 @@ def test_it_is_told_of_devices_host_by_host_and_of_the_models_rates():
         ours_ms
     )
     bytes_of = {o.name: o.shards[0].storage.hbm for o in whole}
-    assert bytes_of == {f"t{i}": table_bytes(t, problem) for i, t in enumerate(tables)}
+    assert bytes_of == {f"t{i}": table_peak_bytes(t, problem) for i, t in enumerate(tables)}
 
 
 @installed

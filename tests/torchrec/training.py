@@ -37,9 +37,16 @@ from shardcore.core.links import host_names
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.io.writing import write_atomic
-from shardcore.step.kinds import LAYOUTS, even_rows, layout_of_torchrec, pod_size, possible_groups, shards_on
+from shardcore.step.kinds import (
+    LAYOUTS,
+    even_row_ranges,
+    layout_of_torchrec,
+    pod_size,
+    possible_groups,
+    shards_by_device,
+)
 from shardcore.step.lower import lower
-from shardcore.step.ways import consolidate
+from shardcore.step.ways import consolidate_placements
 from shardcore.torchrec.modules import tables_of_model
 from shardcore.torchrec.plan_files import plan_from_json, plan_to_json
 from shardcore.torchrec.sharding_plan import from_torchrec, to_torchrec
@@ -134,7 +141,7 @@ def _draw(t: Table, on: Topology, rng: np.random.Generator) -> list[Placement]:
         return [column(t, int(rng.integers(n)), lo, hi) for lo, hi in _columns(t, rng)]
     if kind == "everywhere" and n > 1:
         return [replica(t, on)]
-    if kind == "rows" and n > 1 and even_rows(t.rows, n):
+    if kind == "rows" and n > 1 and even_row_ranges(t.rows, n):
         return [row(t, on)]
     for by_unit in (x for x in LAYOUTS.values() if x.rows_over and kind in ("host", "grid")):
         if groups := possible_groups(by_unit, t.rows, on, None):
@@ -158,7 +165,7 @@ def held(plan: Plan, n_devices: int) -> list[dict[str, tuple[str, int]]]:
     """Meaning of a plan for each device: per table its kind and cells, whichever they are."""
     found = [{} for _ in range(n_devices)]
     for p in plan.placements:
-        for d, shard in shards_on(p):
+        for d, shard in shards_by_device(p):
             _, cells = found[d].get(shard.table.name, ("", 0))
             found[d][shard.table.name] = (p.kind, cells + shard.rows * shard.width)
     return found
@@ -177,7 +184,7 @@ def lost(plan: Plan, given: Problem, module: nn.Module, rng: np.random.Generator
     checks = {
         "what a device holds": held(ours, n) == held(plan, n),
         "the file": plan_from_json(plan_to_json(theirs)) == theirs,
-        "consolidation": ours.placements == consolidate(ours.placements),
+        "consolidation": ours.placements == consolidate_placements(ours.placements),
         "TorchRec's plan": to_torchrec(ours, given, module) == theirs,
         "our plan": from_torchrec(to_torchrec(ours, given, module), given, module) == ours,
     }
@@ -285,7 +292,7 @@ def set_host(rank: int, topology: Topology) -> None:
 
     comm._INTRA_PG = comm._CROSS_PG = None
     n, device = len(topology), topology.ranks[rank]
-    on_host = next(devices for devices in topology.on_hosts if device in devices)
+    on_host = next(devices for devices in topology.devices_by_host if device in devices)
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(n),
@@ -433,7 +440,7 @@ def _other_ops(model, exported, given: Problem, rank: int) -> str:
         wanted = {
             op.kind: sorted((names[s.table.name].name, s.rows, s.width) for s in op.shards)
             for op in lower(plan, given).ops[given.topology.ranks[rank]]
-            if op.run.collection == path
+            if op.layout.collection == path
         }
         found: dict[str, list] = {}
         for lookup in module._lookups:

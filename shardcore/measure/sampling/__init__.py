@@ -26,10 +26,10 @@ MOST_RANKS = 1 << 10
 """Most ranks of a collective, which is still drawn within a second."""
 
 
-def different(
+def distinct_requests(
     draw: Callable[[int], Request], identify: Callable[[Request], str], n: int | None
 ) -> Iterator[tuple[str, Request]]:
-    """The first n different requests of draw(0), draw(1), ..., with their ids. n None: all of them.
+    """The first n distinct requests of draw(0), draw(1), ..., with their ids; all of them if n is None.
 
     A tiny pool may have fewer than n.
     """

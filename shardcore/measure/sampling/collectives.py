@@ -19,10 +19,10 @@ _FP32 = 0.75
 """Share of draws in FP32. Others are in FP16 or BF16, as TorchRec can send outputs and gradients."""
 
 
-def comm_request(
+def draw_collective_request(
     index: int, ranks: int, batch: int, seed: int = 0, max_start_ms: float = 20.0, hosts: int = 1
 ) -> CollectiveRequest:
-    """Collective `index` among ranks on `hosts` hosts.
+    """Draw the random collective number `index` among ranks on some hosts, to be measured.
 
     Loads follow NeuroShard: 1 to 30 tables per rank, of random dims. Half of the draws have a log-uniform
     number of tables, because plans have many small exchanges. Each table goes to a random rank with

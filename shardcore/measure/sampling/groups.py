@@ -66,10 +66,11 @@ class GroupConfig(Record):
         )
 
 
-def compute_request(
+def draw_compute_request(
     pool: Sequence[Table], index: int, setting: Setting, seed: int = 0, config: GroupConfig | None = None
 ) -> ComputeRequest:
-    """Group `index` of a setting: a random one, a data-parallel one, or a device's op in a plan."""
+    """Draw the group of shards number `index` to measure as one op: random, data-parallel, or a device's op of a
+    plan."""
     config = config or GroupConfig()
     require(bool(pool), "the pool has no tables to draw from")
     rng = np.random.default_rng([1, seed, index])
@@ -80,22 +81,22 @@ def compute_request(
         batch = max(1, setting.batch // int(rng.choice(DEVICES)))
         most = min(config.max_shard_bytes, REPLICATED_BYTES)
         config = dataclasses.replace(config, row_ranges=0.0, max_shard_bytes=most)
-        return ComputeRequest(_random_group(pool, rng, setting, config), batch)
-    shards = _planned_group(pool, rng, setting, config) if kind < config.planned else ()
+        return ComputeRequest(_draw_random_group(pool, rng, setting, config), batch)
+    shards = _draw_planned_group(pool, rng, setting, config) if kind < config.planned else ()
     if not shards:
         # Another stream, so that groups without a side are those of earlier versions.
-        narrowest, widest = _side(np.random.default_rng([8, seed, index]), config)
-        shards = _random_group(pool, rng, setting, config, narrowest, widest)
+        narrowest, widest = _draw_width_range(np.random.default_rng([8, seed, index]), config)
+        shards = _draw_random_group(pool, rng, setting, config, narrowest, widest)
     smaller = int(rng.choice(DEVICES)) if rng.random() < config.smaller_batches else 1
     batch = max(1, setting.batch // smaller)
     # Another stream, so that all other groups are those of earlier versions.
     if np.random.default_rng([9, seed, index]).random() < config.sequences:
-        shards = _as_sequences(shards, batch, config) or shards
+        shards = _to_sequences(shards, batch, config) or shards
     return ComputeRequest(shards, batch)
 
 
-def _as_sequences(shards: Sequence[Shard], batch: int, config: GroupConfig) -> tuple[Shard, ...]:
-    """The shards of the first one's width, as sequences. Empty if all have outputs beyond max_shard_bytes."""
+def _to_sequences(shards: Sequence[Shard], batch: int, config: GroupConfig) -> tuple[Shard, ...]:
+    """Shards as unpooled sequences, those of the first shard's width; empty if all have too large outputs."""
     unpooled = [dataclasses.replace(s, table=dataclasses.replace(s.table, sequence=True)) for s in shards]
     small = [s for s in unpooled if output_bytes(s, batch) <= config.max_shard_bytes]
     # FBGEMM's op of sequences has one width.
@@ -105,7 +106,7 @@ def _as_sequences(shards: Sequence[Shard], batch: int, config: GroupConfig) -> t
 def reference_request(
     pool: Sequence[Table], setting: Setting, config: GroupConfig | None = None
 ) -> ComputeRequest:
-    """The reference op, which runs throughout to show the machine's slowdown.
+    """The reference op of a pool, which runs throughout a measurement to show the machine's slowdown.
 
     It has typical shards of the pool, and is large enough to slow down as other ops do.
     """
@@ -114,15 +115,15 @@ def reference_request(
     config = config or GroupConfig()
     chosen = rng.integers(len(pool), size=_REFERENCE_SHARDS).tolist()
     tables = [dataclasses.replace(pool[i], precision=setting.precision) for i in chosen]
-    return ComputeRequest(tuple(_shard(t, rng, config) for t in tables), setting.batch)
+    return ComputeRequest(tuple(_draw_shard(t, rng, config) for t in tables), setting.batch)
 
 
-def _planned_group(
+def _draw_planned_group(
     pool: Sequence[Table], rng: np.random.Generator, setting: Setting, config: GroupConfig
 ) -> tuple[Shard, ...]:
-    """The shards of a device in a plan, without those that exceed the config. Empty if none is left."""
-    planned = placements.planned(pool, rng, setting)
-    of_devices = placements.place(*planned) if planned else None
+    """Draw the shards of one device in a plan, without shards that exceed the config; empty if none is left."""
+    planned = placements.draw_planned_problem(pool, rng, setting)
+    of_devices = placements.place_shards(*planned) if planned else None
     if not of_devices:
         return ()
     # Devices without shards run no op.
@@ -132,15 +133,15 @@ def _planned_group(
     return tuple(small[: config.max_shards])
 
 
-def _side(rng: np.random.Generator, config: GroupConfig) -> tuple[int, int]:
-    """Least and most columns of the shards of a random group."""
+def _draw_width_range(rng: np.random.Generator, config: GroupConfig) -> tuple[int, int]:
+    """Draw the smallest and largest number of columns for the shards of a random group."""
     whole = (MIN_WIDTH, config.max_width)
     if rng.random() >= config.one_sided or config.max_width <= _NARROW:
         return whole
     return (MIN_WIDTH, _NARROW) if rng.random() < 0.5 else (_NARROW + MIN_WIDTH, config.max_width)
 
 
-def _random_group(
+def _draw_random_group(
     pool: Sequence[Table],
     rng: np.random.Generator,
     setting: Setting,
@@ -148,7 +149,7 @@ def _random_group(
     narrowest: int = MIN_WIDTH,
     widest: int = MOST_DIM,
 ) -> tuple[Shard, ...]:
-    """1 to max_shards shards of the pool's tables, with replacement, at random widths.
+    """Draw 1 to max_shards shards of the pool's tables, with replacement, at random widths.
 
     Three quarters of the groups have at most 15. NeuroShard draws groups so; here shards are also cut as a
     search cuts.
@@ -160,18 +161,18 @@ def _random_group(
             shards.append(shards[int(rng.integers(len(shards)))])
         else:
             table = dataclasses.replace(pool[int(rng.integers(len(pool)))], precision=setting.precision)
-            shards.append(_shard(table, rng, config, narrowest, widest))
+            shards.append(_draw_shard(table, rng, config, narrowest, widest))
     return tuple(shards)
 
 
-def _shard(
+def _draw_shard(
     table: Table,
     rng: np.random.Generator,
     config: GroupConfig,
     narrowest: int = MIN_WIDTH,
     most: int = MOST_DIM,
 ) -> Shard:
-    """A shard of a table, of `narrowest` to `most` columns. A large table may be narrower."""
+    """Draw a shard of a table, of `narrowest` to `most` columns; fewer for a large table."""
     element_bytes = PRECISION_BYTES[table.precision]
     lo, hi = 0, table.rows
     if rng.random() < config.row_ranges and table.rows >= 64:

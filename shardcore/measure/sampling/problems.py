@@ -13,7 +13,7 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import MIN_WIDTH, OUTPUT_BYTES, PRECISION_BYTES, Problem, Setting, Table
 from shardcore.core.validation import MOST_DEVICES, MOST_DIM, MOST_TABLES, Record, require, within
-from shardcore.step.memory import local_batch_bytes, table_bytes
+from shardcore.step.memory import local_batch_bytes, table_peak_bytes
 
 DIMS = (4, 8, 16, 32, 64, 128)
 """Dims that NeuroShard gives each table of its pool."""
@@ -52,11 +52,11 @@ def draw_problem(
     setting: Setting,
     seed: int = 0,
     config: ProblemConfig | None = None,
-    bytes_of: Callable[[Table, Problem, int], int] = table_bytes,
+    bytes_of: Callable[[Table, Problem, int], int] = table_peak_bytes,
 ) -> Problem:
-    """Problem `index` of a setting: tables of the pool without replacement, each at a random dim of DIMS.
+    """Draw problem number `index` of a setting: tables of the pool without replacement, each at a random dim.
 
-    bytes_of: bytes of a table's columns (see `sized`), if not those of a plan with its local batch.
+    bytes_of: bytes of a table's columns (see `with_sized_devices`), if not those of a plan with its local batch.
     """
     config = config or ProblemConfig()
     # Tables without lookups take no time, so placing them is no problem.
@@ -72,13 +72,15 @@ def draw_problem(
         dataclasses.replace(live[i], dim=int(rng.choice(dims)), precision=setting.precision)
         for i in rng.choice(len(live), n, replace=False)
     )
-    # Devices of one byte for now: their memory follows from the tables (`sized`).
+    # Devices of one byte for now: their memory follows from the tables (`with_sized_devices`).
     topology = Topology((Device(1),) * config.devices)
     drawn = Problem(f"pool-{seed}-{index:02d}", tables, topology, setting.batch, setting.optimizer)
-    return sized(drawn, config.slack, bytes_of, local_batch_bytes(drawn) if bytes_of is table_bytes else 0)
+    return with_sized_devices(
+        drawn, config.slack, bytes_of, local_batch_bytes(drawn) if bytes_of is table_peak_bytes else 0
+    )
 
 
-def sized(
+def with_sized_devices(
     drawn: Problem, slack: float, bytes_of: Callable[[Table, Problem, int], int], more: int = 0
 ) -> Problem:
     """The problem on equal devices that together have `slack` times the bytes of its tables.
@@ -93,8 +95,8 @@ def sized(
     return dataclasses.replace(drawn, topology=Topology((device,) * len(drawn.topology)))
 
 
-def drawn_bytes(table: Table, drawn: Problem, width: int) -> int:
-    """Bytes as draws of samples count them: weights, state of row-wise Adagrad, outputs and their gradients.
+def sample_table_bytes(table: Table, drawn: Problem, width: int) -> int:
+    """Bytes of a table's columns as drawn samples count them: weights, optimizer state, outputs and their gradients.
 
     Plans count memory more exactly by now. Draws do not, so that the wanted samples stay as they were.
     """

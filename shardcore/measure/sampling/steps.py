@@ -11,9 +11,9 @@ import numpy as np
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import MIN_WIDTH, PRECISION_BYTES, Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.core.validation import MOST_BYTES, require
-from shardcore.measure.sampling.placements import deal_columns
+from shardcore.measure.sampling.placements import cut_columns
 from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
-from shardcore.step.kinds import WHOLE_ROWS, Layout, even_share, kinds_on_all_devices
+from shardcore.step.kinds import WHOLE_ROWS, Layout, even_row_share, kinds_on_all_devices
 
 _SHARED = ((False, False), (True, False), (False, True), (False, False), (True, False), (True, True))
 """Plans of a problem: True if some tables have divided rows, and if some are replicated. Others are cut by columns."""
@@ -31,21 +31,21 @@ Plans = list[tuple[str, Plan]]
 """Plans of a problem, each with the names of the kinds of its tables."""
 
 
-def first_step_plans(
+def draw_first_step_plans(
     pool: Sequence[Table], n: int, setting: Setting, devices: int, max_table_bytes: int, seed: int = 0
 ) -> list[tuple[Problem, Plans]]:
-    """The first n plans of all problems' step_plans, by problem."""
+    """Draw the first n plans whose steps are measured, by problem."""
     problems: list[tuple[Problem, Plans]] = []
     while (missing := n - sum(len(plans) for _, plans in problems)) > 0:
-        drawn, plans = step_plans(pool, len(problems), setting, devices, max_table_bytes, seed)
+        drawn, plans = draw_step_plans(pool, len(problems), setting, devices, max_table_bytes, seed)
         problems.append((drawn, plans[:missing]))
     return problems
 
 
-def step_plans(
+def draw_step_plans(
     pool: Sequence[Table], index: int, setting: Setting, devices: int, max_table_bytes: int, seed: int = 0
 ) -> tuple[Problem, Plans]:
-    """Problem `index` whose steps are measured, with its plans.
+    """Draw problem number `index` whose steps are measured, with its random plans.
 
     Plans are random, so loads are uneven, and every collective runs with many bytes and with few. A problem
     without tables small enough to replicate has fewer plans. `devices` must divide the batch.
@@ -54,7 +54,7 @@ def step_plans(
     """
     rng = np.random.default_rng([4, seed, index])
     # Tables that fit, by dim. Fewer do at larger ones.
-    fitting = {dim: step_tables(pool, setting, max_table_bytes, dim) for dim in (MIN_WIDTH, *_STEP_DIMS)}
+    fitting = {dim: fitting_tables(pool, setting, max_table_bytes, dim) for dim in (MIN_WIDTH, *_STEP_DIMS)}
     require(
         bool(fitting[MIN_WIDTH]),
         f"none of the pool's {len(pool)} tables has lookups and fits {max_table_bytes >> 20} MiB at a dim of "
@@ -69,25 +69,25 @@ def step_plans(
     # Any random plan must fit: these steps measure time, not memory.
     room = Device(MOST_BYTES)
     drawn = dataclasses.replace(drawn, name=f"steps-{seed}-{index:02}", topology=Topology((room,) * devices))
-    return drawn, random_plans(drawn, rng)
+    return drawn, draw_random_plans(drawn, rng)
 
 
-def random_plans(drawn: Problem, rng: np.random.Generator) -> Plans:
-    """Random plans of a problem, with several kinds of sharding each. Devices need room for any plan."""
+def draw_random_plans(drawn: Problem, rng: np.random.Generator) -> Plans:
+    """Draw random plans of a problem, with several kinds of sharding each. Devices need room for any plan."""
     small = [t for t in drawn.tables if t.bytes <= _COPIED_BYTES]
-    dividing, replicating = _sharing(drawn.topology)
+    dividing, replicating = _shared_kinds(drawn.topology)
     plans = []
     for divides, replicates in _SHARED:
         # Without small tables nothing can be replicated.
         if small or not replicates:
             kinds = [dividing] * divides + [replicating] * replicates
             names = ", ".join(kind.name for kind in (WHOLE_ROWS, *kinds))
-            plans.append((names, _step_plan(drawn, kinds, small, rng)))
+            plans.append((names, _draw_step_plan(drawn, kinds, small, rng)))
     return plans
 
 
-def _sharing(topology: Topology) -> tuple[Layout, Layout]:
-    """The topology's first kind that divides rows, and its first that replicates."""
+def _shared_kinds(topology: Topology) -> tuple[Layout, Layout]:
+    """The topology's first kind of sharding that divides rows, and its first that replicates tables."""
     dividing, replicating = (
         # On one device no kind divides rows or replicates, and WHOLE_ROWS stands in.
         next((k for k in kinds_on_all_devices(topology) if k.divides_rows == divides), WHOLE_ROWS)
@@ -96,45 +96,47 @@ def _sharing(topology: Topology) -> tuple[Layout, Layout]:
     return dividing, replicating
 
 
-def step_tables(
+def fitting_tables(
     pool: Sequence[Table], setting: Setting, max_table_bytes: int, dim: int = MIN_WIDTH
 ) -> list[Table]:
-    """The pool's tables that have lookups and are small enough for a step at this dim."""
+    """Tables of the pool that have lookups and are small enough, at some dim, for measured steps."""
     row_bytes = dim * PRECISION_BYTES[setting.precision]
     return [t for t in pool if t.pooling > 0 and t.rows * row_bytes <= max_table_bytes]
 
 
-def _step_plan(
+def _draw_step_plan(
     drawn: Problem, sharing: Sequence[Layout], small: Sequence[Table], rng: np.random.Generator
 ) -> Plan:
-    """A random plan with some tables of the kinds of `sharing`, and the others by columns.
+    """Draw a random plan with some tables of the kinds of `sharing`, and the remaining tables cut by columns.
 
     small: tables of which up to three are replicated, if a kind of `sharing` replicates.
     """
     everywhere = drawn.topology.ranks
-    dividing, replicating = _sharing(drawn.topology)
+    dividing, replicating = _shared_kinds(drawn.topology)
     chosen = rng.permutation(len(small))[: rng.integers(1, 4)] if replicating in sharing else ()
     copied = {small[i].name for i in chosen}
     placements: list[Placement] = []
     for table in drawn.tables:
         if table.name in copied:
             placements.append(Placement(replicating.name, Shard.whole(table), everywhere))
-        elif dividing in sharing and rng.random() < _DIVIDED and even_share(table.rows, len(everywhere)):
+        elif dividing in sharing and rng.random() < _DIVIDED and even_row_share(table.rows, len(everywhere)):
             placements.append(Placement(dividing.name, Shard.whole(table), everywhere))
         else:
-            cut = _cut_columns(table, everywhere, rng)
+            cut = _draw_column_shards(table, everywhere, rng)
             placements += [Placement(WHOLE_ROWS.name, shard, (device,)) for device, shard in cut]
     # Sorted, so that plans are equal whatever the order of their tables.
     placements.sort(key=lambda p: (p.shard.table.name, p.shard.row_lo, p.shard.col_lo))
     return Plan(tuple(placements))
 
 
-def _cut_columns(table: Table, devices: Sequence[int], rng: np.random.Generator) -> list[tuple[int, Shard]]:
-    """The table in one to three shards of random widths, on random devices."""
+def _draw_column_shards(
+    table: Table, devices: Sequence[int], rng: np.random.Generator
+) -> list[tuple[int, Shard]]:
+    """Draw a cut of a table into one to three column-wise shards of random widths, on random devices."""
     units = table.dim // MIN_WIDTH
     n_shards = min(units, len(devices), int(rng.choice([1, 2, 3], p=[0.6, 0.3, 0.1])))
     # Distinct cuts in units of MIN_WIDTH, so that no shard is empty.
     cuts = [0, *sorted(rng.choice(np.arange(1, units), n_shards - 1, replace=False)), units]
     widths = [int(hi - lo) * MIN_WIDTH for lo, hi in itertools.pairwise(cuts)]
     chosen = map(int, rng.choice(devices, n_shards, replace=False))
-    return deal_columns(table, dict(zip(chosen, widths, strict=True)))
+    return cut_columns(table, dict(zip(chosen, widths, strict=True)))

@@ -24,7 +24,7 @@ JUMP = 0.05
 
 @dataclass(frozen=True)
 class Offset:
-    """A rank's clock minus the first rank's, in ms; spread_ms: interquartile range of what collectives say."""
+    """Clock offset of a rank from the first rank in ms, with the interquartile range of its estimates."""
 
     ms: float
     spread_ms: float
@@ -33,7 +33,8 @@ class Offset:
 def match_collectives(
     collectives: Mapping[int, Sequence[Collective]],
 ) -> tuple[list[dict[int, Collective]], list[str]]:
-    """Collectives of a step by rank, those of all ranks together, and words on kinds that do not match.
+    """Match the collectives of a traced step across ranks. Returns matched groups by rank, and texts on kinds that do
+    not match.
 
     Ranks start collectives of a kind and role in the same order. Only kinds that all ranks ran equally often
     match.
@@ -54,13 +55,13 @@ def match_collectives(
     return groups, unequal
 
 
-def kinds(steps: Sequence[StepSpans]) -> dict[int, Counter[tuple[str, str]]]:
-    """Counts of each kind of collective that a rank ran, by number of the step."""
+def collective_counts_by_step(steps: Sequence[StepSpans]) -> dict[int, Counter[tuple[str, str]]]:
+    """Count of each kind of collective that a rank ran, by step number."""
     return {step.number: Counter((c.collective, c.role) for c in step.collectives) for step in steps}
 
 
-def offsets(groups: Sequence[Mapping[int, Collective]], ranks: Sequence[int]) -> dict[int, Offset]:
-    """Offsets of the ranks' clocks in a step. Without collectives that match, none but the first rank's."""
+def clock_offsets(groups: Sequence[Mapping[int, Collective]], ranks: Sequence[int]) -> dict[int, Offset]:
+    """Clock offsets of the ranks in a traced step, from the ends of matched collectives."""
     first, *others = ranks
     found = {first: Offset(0.0, 0.0)}
     for rank in others:
@@ -72,10 +73,10 @@ def offsets(groups: Sequence[Mapping[int, Collective]], ranks: Sequence[int]) ->
     return found
 
 
-def mark_begins(
+def set_last_begins(
     groups: Sequence[Mapping[int, Collective]], clock: Mapping[int, Offset], world_size: int
 ) -> None:
-    """Set when the last rank of each collective began, by the clock of each rank.
+    """Set `began_ms` of matched collectives: the time when the last rank entered, by each rank's clock.
 
     Where a clock is not known, the transfer takes as long on all ranks as on the one where it is shortest.
     """

@@ -19,12 +19,12 @@ from pathlib import Path
 import numpy as np
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.validation import MOST_DEVICES, shown
+from shardcore.core.validation import MOST_DEVICES, short_repr
 from shardcore.io.kineto import SUFFIXES, KinetoFile
 from shardcore.io.schema import Faults
 from shardcore.io.traced_steps import UNNAMED, RankStep, TracedExchange, TracedJob, TracedStep
 from shardcore.measure.traces import clocks
-from shardcore.measure.traces.rank import RankTrace, StepSpans, read_rank
+from shardcore.measure.traces.rank import RankTrace, StepSpans, read_rank_trace
 
 _MOST_NAMES = 20
 _TRANSFER = "transfer"
@@ -34,7 +34,7 @@ _RANK = re.compile(r"(?:rank|worker)[-_]?(\d+)", re.I)
 
 
 def trace_files(folder: str | Path) -> list[Path]:
-    """Trace files in a folder and its subfolders, by name. Raises ShardCoreError where there are none."""
+    """Profiler trace files in a folder and its subfolders, by name. Raises ShardCoreError where there are none."""
     folder = Path(folder)
     if folder.is_file():
         return [folder]
@@ -46,8 +46,8 @@ def trace_files(folder: str | Path) -> list[Path]:
     return paths
 
 
-def read_job(folder: str | Path, world_size: int | None = None) -> TracedJob:
-    """The steps that all readable traces of a folder have.
+def read_traced_job(folder: str | Path, world_size: int | None = None) -> TracedJob:
+    """Read a job's profiler traces: the steps that all readable traces of a folder have.
 
     world_size: ranks of the job. None: as the traces say.
 
@@ -57,21 +57,21 @@ def read_job(folder: str | Path, world_size: int | None = None) -> TracedJob:
     remarks, digests, errors = [], {}, []
     for path in trace_files(folder):
         try:
-            trace = read_rank(KinetoFile(path))
+            trace = read_rank_trace(KinetoFile(path))
         except ShardCoreError as error:
             errors.append(error)
             continue
-        rank = trace.rank if trace.rank is not None else _rank_in(path, len(traces))
+        rank = trace.rank if trace.rank is not None else _rank_from_path(path, len(traces))
         if rank in traces:
             # Later traces of a rank, of the same job, replace earlier ones.
             remarks.append(f"rank {rank} has several traces; the last one counts")
         traces[rank] = trace
-        digests[rank] = _digest(path)
+        digests[rank] = _file_digest(path)
         remarks += [f"trace of rank {rank} {remark}" for remark in trace.remarks]
     if not traces:
         raise Faults(faults=errors)
     remarks += map(str, errors)
-    traces = _whole(traces, remarks)
+    traces = _drop_incomplete_steps(traces, remarks)
     sizes = {s for s in (world_size, *(trace.world_size for trace in traces.values())) if s}
     if len(sizes) > 1:
         raise ShardCoreError(
@@ -90,9 +90,9 @@ def read_job(folder: str | Path, world_size: int | None = None) -> TracedJob:
             f"{'; '.join(f'{r}: {[s.number for s in t.steps]}' for r, t in sorted(traces.items())[:4])}"
         )
     if more := sorted({step.number for t in traces.values() for step in t.steps} - set(numbers)):
-        remarks.append(f"steps {shown(more)} do not count, as not all ranks have them")
-    steps = _steps(dict(sorted(traces.items())), numbers, size, remarks)
-    if missing := steps[-1].missing_ranks:
+        remarks.append(f"steps {short_repr(more)} do not count, as not all ranks have them")
+    steps = _align_steps(dict(sorted(traces.items())), numbers, size, remarks)
+    if missing := steps[-1].missing_ranks_text:
         remarks.append(
             f"traces of {len(traces)} of {size} ranks: {missing} missing; "
             "waiting for missing ranks counts as transfer"
@@ -106,15 +106,15 @@ def read_job(folder: str | Path, world_size: int | None = None) -> TracedJob:
     )
 
 
-def _whole(traces: dict[int, RankTrace], remarks: list[str]) -> dict[int, RankTrace]:
-    """Traces without incomplete steps of ranks whose file was cut short.
+def _drop_incomplete_steps(traces: dict[int, RankTrace], remarks: list[str]) -> dict[int, RankTrace]:
+    """Rank traces without the incomplete steps of files that were cut short.
 
     A step is complete if it has the collectives that it has in whole traces.
     """
-    whole = [clocks.kinds(t.steps) for t in traces.values() if not t.cut_short]
+    whole = [clocks.collective_counts_by_step(t.steps) for t in traces.values() if not t.cut_short]
     kept = {}
     for rank, trace in traces.items():
-        own = clocks.kinds(trace.steps)
+        own = clocks.collective_counts_by_step(trace.steps)
         if trace.cut_short and whole:
             steps = [s for s in trace.steps if all(own[s.number] == of.get(s.number) for of in whole)]
             if not steps:
@@ -125,9 +125,10 @@ def _whole(traces: dict[int, RankTrace], remarks: list[str]) -> dict[int, RankTr
     return kept
 
 
-def _steps(
+def _align_steps(
     traces: dict[int, RankTrace], numbers: Sequence[int], size: int, remarks: list[str]
 ) -> list[TracedStep]:
+    """Traced steps of a job with the ranks' clocks aligned. Adds remarks on what cannot be aligned."""
     steps, before = [], {}
     on_gpu = any(trace.on_gpu for trace in traces.values())
     for number in numbers:
@@ -137,7 +138,7 @@ def _steps(
             remarks.append(
                 f"ranks differ in collectives: {', '.join(unequal)}; these are not aligned, and not corrected"
             )
-        clock = clocks.offsets(groups, list(traces))
+        clock = clocks.clock_offsets(groups, list(traces))
         length_ms = max(s.end_ms - s.begin_ms for s in spans.values())
         for rank, offset in list(clock.items()):
             if offset.spread_ms > clocks.MOST_SPREAD * length_ms:
@@ -152,31 +153,33 @@ def _steps(
                     "is aligned alone"
                 )
             before[rank] = offset.ms
-        clocks.mark_begins(groups, clock, size)
-        steps.append(TracedStep(number, tuple(rank_step(rank, s, on_gpu) for rank, s in spans.items()), size))
+        clocks.set_last_begins(groups, clock, size)
+        steps.append(
+            TracedStep(number, tuple(divide_rank_step(rank, s, on_gpu) for rank, s in spans.items()), size)
+        )
     return steps
 
 
-def rank_step(rank: int, spans: StepSpans, on_gpu: bool) -> RankStep:
-    """Divide a rank's step among its parts. The begins of its collectives are known as far as they ever are."""
+def divide_rank_step(rank: int, spans: StepSpans, on_gpu: bool) -> RankStep:
+    """Divide the time of a rank's traced step among the step's parts."""
     # While a GPU idles, the host launches what comes next.
     idle = [
         (s.begin_ms, s.end_ms, _HOST + s.part if on_gpu and s.part != UNNAMED else s.part) for s in spans.host
     ]
     work = [s for s in (spans.device if on_gpu else spans.host) if s.works]
-    transfers = [(c.transfer_from_ms, c.end_ms) for c in spans.collectives]
-    painted, exposed_ms, shared_ms = _painted(
+    transfers = [(c.transfer_begin_ms, c.end_ms) for c in spans.collectives]
+    painted, exposed_ms, shared_ms = _exclusive_ms(
         [
             (spans.begin_ms, spans.end_ms, UNNAMED),
             *idle,
-            *((c.begin_ms, c.transfer_from_ms, "waiting") for c in spans.collectives),
+            *((c.begin_ms, c.transfer_begin_ms, "waiting") for c in spans.collectives),
             *((*transfer, _TRANSFER) for transfer in transfers),
             *((s.begin_ms, s.end_ms, s.part) for s in work),
         ],
         transfers,
         (spans.begin_ms, spans.end_ms),
     )
-    ms = _sums(
+    ms = _sums_by_name(
         [
             *(
                 (f"{c.role}_transfer", value)
@@ -187,7 +190,7 @@ def rank_step(rank: int, spans: StepSpans, on_gpu: bool) -> RankStep:
         ]
     )
     host_ms = {part.removeprefix(_HOST): ms for part, ms in painted.items() if part.startswith(_HOST)}
-    names = _sums(
+    names = _sums_by_name(
         [(s.name, s.end_ms - s.begin_ms) for s in (*spans.host, *spans.device) if s.part == UNNAMED]
     )
     kernels = [
@@ -199,8 +202,8 @@ def rank_step(rank: int, spans: StepSpans, on_gpu: bool) -> RankStep:
             c.collective,
             c.role,
             c.n_bytes,
-            c.transfer_from_ms - c.begin_ms,
-            c.end_ms - c.transfer_from_ms,
+            c.transfer_begin_ms - c.begin_ms,
+            c.end_ms - c.transfer_begin_ms,
             value,
             shared,
             c.is_aligned,
@@ -215,24 +218,25 @@ def rank_step(rank: int, spans: StepSpans, on_gpu: bool) -> RankStep:
         exchanges,
         dict(sorted(names.items(), key=lambda x: -x[1])[:_MOST_NAMES]),
         host_ms,
-        _sums(kernels) if on_gpu else {},
+        _sums_by_name(kernels) if on_gpu else {},
     )
 
 
-def _sums(values: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """The sum of the values of each name."""
+def _sums_by_name(values: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Sum of the values of each name."""
     sums: dict[str, float] = defaultdict(float)
     for name, value in values:
         sums[name] += value
     return dict(sums)
 
 
-def _painted(
+def _exclusive_ms(
     layers: Iterable[tuple[float, float, str]],
     transfers: Sequence[tuple[float, float]],
     within_ms: tuple[float, float],
 ) -> tuple[dict[str, float], list[float], list[float]]:
-    """ms of each part between two moments, [C] ms of each transfer, and [C] ms of these that others share.
+    """Exclusive time of each step part in a window, [C] exposed ms of each transfer, and [C] ms of these with other
+    transfers in flight.
 
     Later layers cover earlier ones.
 
@@ -273,13 +277,13 @@ def _painted(
     )
 
 
-def _rank_in(path: Path, otherwise: int) -> int:
-    """The rank in the name of a file or of its folder. Files without one are counted."""
+def _rank_from_path(path: Path, otherwise: int) -> int:
+    """Rank number in the name of a trace file or its folder; `otherwise` if there is none."""
     match = _RANK.search(path.name) or _RANK.search(path.parent.name)
     return int(match[1]) if match else otherwise
 
 
-def _digest(path: Path) -> str:
-    """16 hex digits of a file's SHA-256."""
+def _file_digest(path: Path) -> str:
+    """First 16 hex digits of a file's SHA-256."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:16]

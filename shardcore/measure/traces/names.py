@@ -22,7 +22,7 @@ GLOO = re.compile(r"gloo:")
 
 @dataclass(frozen=True)
 class Name:
-    """A row: a pattern of names, and the part of TRACED_PARTS.
+    """Pattern of event names in a trace, and the step part (of TRACED_PARTS) that they belong to.
 
     works: False where a frame waits, or only contains others. Its own time is that of collectives in flight.
     """
@@ -32,33 +32,34 @@ class Name:
     works: bool = True
 
 
-def _row(part: str, *patterns: str, works: bool = True) -> Name:
+def _make_name(part: str, *patterns: str, works: bool = True) -> Name:
+    """Make a Name of several patterns."""
     return Name(re.compile("|".join(patterns)), part, works)
 
 
 NAMES = (
     # Waits come first: their names also hold those of what they wait for.
-    _row(
+    _make_name(
         "outputs",
         r"EmbeddingBagCollectionAwaitable|EmbeddingCollectionAwaitable|PooledEmbeddingsAwaitable",
         r"SequenceEmbeddingsAwaitable|VariableBatchPooled\w*Awaitable",
         r"^(All2All_Pooled|All2All_Seq|ReduceScatter|All2All_VPooled|Variable_Batch)\w*_Wait$",
         works=False,
     ),
-    _row(
+    _make_name(
         "gradients",
         r"(All2All|ReduceScatter|AllGather|Variable)\w*_ReqBackward",
         works=False,
     ),
-    _row("ids", r"Splits\w*Awaitable|KJT\w*Awaitable|KJTList\w*", works=False),
+    _make_name("ids", r"Splits\w*Awaitable|KJT\w*Awaitable|KJTList\w*", works=False),
     # Input distribution. (Pooled) outputs have recats as well, under names of their own.
-    _row(
+    _make_name(
         "ids",
         r"sparse_data_dist|all2all_data:|\[splits_dist\]|\[input_dist\]|runtime_forward_assemble_KJT",
         r"recat_permute_gen|input_dist|KJTAllToAll",
         works=False,
     ),
-    _row(
+    _make_name(
         "ids",
         r"permute_(1D|2D)_|block_bucketize|bucketize_sparse|keyed_jagged",
         r"fbgemm::permute_(sparse|sequence)|asynchronous_(batched_complete|complete|inclusive|exclusive)_cumsum",
@@ -66,14 +67,14 @@ NAMES = (
         r"_batched_complete_cumsum_kernel|(delinearize_unique_index|unique_indices_length|compute_hash_size)_kernel",
     ),
     # Gradients of lookups, with the sort of ids and the fused optimizer.
-    _row(
+    _make_name(
         "lookup_backward",
         r"SplitLookupFunction|LookupFunction_\w+_Op|(split|dense|ssd)_embedding\w*_backward",
         r"embedding_backward_\w*|linearize_index|transpose_embedding_input|grad_mean_(vbe_)?kernel",
         r"embedding\w*_grad_indice_weights|split_(embedding\w*|rowwise_adagrad_)update|embedding_inplace_update",
         r"find_long_segments|EmbeddingBagBackward",
     ),
-    _row(
+    _make_name(
         "lookup_forward",
         r"\[lookup\]",
         r"(split|dense|ssd)_embedding\w*_(forward|lookup)|embedding\w*_codegen_lookup|embedding_bag\b",
@@ -82,33 +83,33 @@ NAMES = (
         r"int_nbit_split_embedding",
     ),
     # Exchange of outputs and of their gradients.
-    _row(
+    _make_name(
         "gradients",
         r"(All2All|ReduceScatter|AllGather|Variable)\w*_WaitBackward|alltoall_bwd|reduce_scatter_bwd",
         r"recat_(embedding_grad_output|copy_async_kernel)",
         r"PermutePooledEmbs\w*Backward|CppNode<fbgemm_gpu::PermutePooledEmbs|CppNode<\w*permute_pooled",
         r"PermuteMultiEmbedding\w*Backward|CppNode<.*(permute_multi_embedding|PermuteMultiEmbedding|KTRegroup)",
     ),
-    _row(
+    _make_name(
         "outputs",
         r"permute_(duplicate_)?pooled_embs|permute_multi_emb|\[output_dist\]|alltoall_fwd|reduce_scatter_fwd",
         r"(All2All|ReduceScatter|AllGather|Variable)\w*_Req$|regroup_keyed_tensor|kt_regroup|recat_pooled",
         r"merge_pooled_embeddings|reorder_batched",
     ),
     # Around the embeddings.
-    _row(
+    _make_name(
         "optimizer", r"Optimizer\.(step|zero_grad)#|multi_tensor_apply|FusedAdam|## zero_grad", r"_fused_adam"
     ),
-    _row("optimizer", r"## optimizer", works=False),
-    _row(
+    _make_name("optimizer", r"## optimizer", works=False),
+    _make_name(
         "data",
         r"enumerate\(DataLoader\)|_DataLoaderIter|Memcpy HtoD|copy_batch_to_gpu|next_batch|wait_for_batch",
         works=False,
     ),
-    _row("dense_backward", r"autograd::engine|Backward\d*$|AccumulateGrad|torch::distributed::reducer"),
-    _row("dense_backward", r"## backward", works=False),
-    _row("dense_forward", r"## forward|DistributedDataParallel\.forward|nn\.Module:", works=False),
-    _row("host", r"^## ", works=False),
+    _make_name("dense_backward", r"autograd::engine|Backward\d*$|AccumulateGrad|torch::distributed::reducer"),
+    _make_name("dense_backward", r"## backward", works=False),
+    _make_name("dense_forward", r"## forward|DistributedDataParallel\.forward|nn\.Module:", works=False),
+    _make_name("host", r"^## ", works=False),
 )
 """Frames and kernels. A name is that of the first row that matches."""
 
@@ -135,19 +136,19 @@ RUN_AS = {"reduce_scatter": ("reduce_scatter", "all_reduce"), "broadcast": ("bro
 
 
 @cache
-def name_of(name: str) -> Name | None:
-    """The row of a frame or kernel. None where no row knows it."""
+def match_name(name: str) -> Name | None:
+    """Name pattern that matches a traced frame or kernel; None if unknown."""
     return next((row for row in NAMES if row.pattern.search(name)), None)
 
 
 @cache
-def collective_of(name: str) -> str | None:
-    """The collective that a name means. None where it means none."""
+def match_collective(name: str) -> str | None:
+    """Collective that a traced event's name means; None if the event is no collective."""
     return next((collective for collective, pattern in COLLECTIVES if pattern.search(name)), None)
 
 
-def role_of(collective: str, part: str) -> str:
-    """The role of a collective that starts in a part of the step (TracedExchange.role)."""
+def collective_role(collective: str, part: str) -> str:
+    """Role of a traced collective (TracedExchange.role), from the step part that starts the collective."""
     if part in ("ids", "outputs", "gradients"):
         return part
     return "reduce" if collective == "all_reduce" else "other"

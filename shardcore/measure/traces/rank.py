@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.validation import MOST_BYTES, shown
+from shardcore.core.validation import MOST_BYTES, short_repr
 from shardcore.io.kineto import KinetoFile, TraceEvent
-from shardcore.io.schema import is_whole
+from shardcore.io.schema import is_whole_number
 from shardcore.io.traced_steps import UNNAMED
 from shardcore.measure.traces.names import (
     DENSE_KERNELS,
@@ -25,9 +25,9 @@ from shardcore.measure.traces.names import (
     RUN_AS,
     STARTS_COLLECTIVE,
     STEP,
-    collective_of,
-    name_of,
-    role_of,
+    collective_role,
+    match_collective,
+    match_name,
 )
 
 MOST_STEPS = 8
@@ -47,7 +47,7 @@ _ELEMENT_BYTES = {
 
 
 class Span(NamedTuple):
-    """A span of time with the part that it is of.
+    """A span of time in a trace, with the step part that it belongs to.
 
     works: False for the host's own time in frames that wait or contain.
     name: of what is not recognised, or of what the host does.
@@ -62,7 +62,7 @@ class Span(NamedTuple):
 
 @dataclass
 class Collective:
-    """A collective of a rank.
+    """A collective of one rank in a trace.
 
     began_ms: when the last rank of it began, by this rank's clock. -inf where no other rank's trace has it.
     is_aligned: True if all ranks of the job have it, so that this is known.
@@ -77,14 +77,14 @@ class Collective:
     is_aligned: bool = False
 
     @property
-    def transfer_from_ms(self) -> float:
-        """Begin of the transfer in ms: at the last rank's begin, within its span."""
+    def transfer_begin_ms(self) -> float:
+        """Begin of the transfer in ms: when the last rank has entered, within the collective's span."""
         return min(max(self.began_ms, self.begin_ms), self.end_ms)
 
 
 @dataclass
 class StepSpans:
-    """A step of a rank: spans of the host's main thread, of the device, and collectives in the order of their start."""
+    """One rank's traced step: spans of the host's main thread and of the device, and collectives by start time."""
 
     number: int
     begin_ms: float
@@ -96,7 +96,7 @@ class StepSpans:
 
 @dataclass
 class RankTrace:
-    """The steps of a trace file.
+    """The steps in one rank's trace file.
 
     rank, world_size: None where it does not say.
     cut_short: True if its last events are missing.
@@ -112,11 +112,13 @@ class RankTrace:
 
     @property
     def on_gpu(self) -> bool:
+        """True if the trace has GPU events."""
         return any(step.device for step in self.steps)
 
 
-def read_rank(file: KinetoFile) -> RankTrace:
-    """Read a trace file's last MOST_STEPS steps. Raises ShardCoreError where it has no events of ops."""
+def read_rank_trace(file: KinetoFile) -> RankTrace:
+    """Read the last MOST_STEPS steps of a rank's trace file. Raises ShardCoreError where the file has no events of
+    ops."""
     remarks: list[str] = []
     annotations: dict[int, list[TraceEvent]] = defaultdict(list)
     first, last = math.inf, -math.inf
@@ -136,7 +138,9 @@ def read_rank(file: KinetoFile) -> RankTrace:
     if file.malformed:
         remarks.append(f"has {file.malformed} events without a name or a possible time")
     if several := [number for number, events in annotations.items() if len(events) > 1]:
-        remarks.append(f"has several ProfilerSteps of number {shown(several)}: the longest of each counts")
+        remarks.append(
+            f"has several ProfilerSteps of number {short_repr(several)}: the longest of each counts"
+        )
     longest = {n: max(events, key=lambda e: e.end_ms - e.begin_ms) for n, events in annotations.items()}
     windows = _cut_overlaps({n: (e.begin_ms, e.end_ms) for n, e in longest.items()}, remarks)
     if not windows:
@@ -163,15 +167,15 @@ def read_rank(file: KinetoFile) -> RankTrace:
         itertools.chain.from_iterable(f.starts for f in host.values()), key=lambda start: start.begin_ms
     )
     device, collectives = _device_spans(kernels, launches)
-    collectives += _of_gloo(threads, starts)
+    collectives += _gloo_collectives(threads, starts)
     collectives.sort(key=lambda x: x[0])
     steps = [
         StepSpans(
             number,
             from_ms,
             to_ms,
-            _within(host[main].spans if main in host else [], from_ms, to_ms),
-            _within(device, from_ms, to_ms),
+            _clip_spans(host[main].spans if main in host else [], from_ms, to_ms),
+            _clip_spans(device, from_ms, to_ms),
             [c for start, c in collectives if from_ms <= start < to_ms],
         )
         for number, (from_ms, to_ms) in chosen.items()
@@ -187,12 +191,12 @@ def read_rank(file: KinetoFile) -> RankTrace:
         )
     if not any(step.collectives for step in steps):
         remarks.append("has no collectives: of exchanges it tells nothing")
-    told = file.distributed
+    told = file.distributed_info
     devices = file.header.get("deviceProperties")
     names = [d.get("name") for d in devices if isinstance(d, dict)] if isinstance(devices, list) else []
     return RankTrace(
-        told["rank"] if is_whole(told.get("rank")) else None,
-        told["world_size"] if is_whole(told.get("world_size")) else None,
+        told["rank"] if is_whole_number(told.get("rank")) else None,
+        told["world_size"] if is_whole_number(told.get("world_size")) else None,
         str(told.get("backend", "")),
         str(names[0]) if names else "cpu",
         steps,
@@ -204,7 +208,7 @@ def read_rank(file: KinetoFile) -> RankTrace:
 def _cut_overlaps(
     windows: Mapping[int, tuple[float, float]], remarks: list[str]
 ) -> dict[int, tuple[float, float]]:
-    """Steps of which none overlaps the next: each ends where the next one begins.
+    """Time windows of steps made disjoint: each ends where the next begins.
 
     Where some overlap, the last one is left out, as nothing tells its end.
     """
@@ -218,13 +222,14 @@ def _cut_overlaps(
     if not longer:
         return dict(windows)
     remarks.append(
-        f"has ProfilerSteps that overlap the next one, by ms: {shown(longer)}. Each counts until the next one begins, "
-        f"and the last one, {ordered[-1][0]}, does not count"
+        f"has ProfilerSteps that overlap the next one, by ms: {short_repr(longer)}. "
+        f"Each counts until the next one begins, and the last one, {ordered[-1][0]}, does not count"
     )
     return {n: (begin, min(end, after)) for n, (begin, end), after in pairs if after > begin}
 
 
-def _within(spans: Iterable[Span], from_ms: float, to_ms: float) -> list[Span]:
+def _clip_spans(spans: Iterable[Span], from_ms: float, to_ms: float) -> list[Span]:
+    """Spans of time clipped to a window."""
     return [
         s._replace(begin_ms=max(s.begin_ms, from_ms), end_ms=min(s.end_ms, to_ms))
         for s in spans
@@ -236,7 +241,7 @@ def _within(spans: Iterable[Span], from_ms: float, to_ms: float) -> list[Span]:
 
 
 class _Start(NamedTuple):
-    """The host's start of a collective, and the part of the step in which it starts."""
+    """The host's launch of a collective, and the step part that contains the launch."""
 
     begin_ms: float
     end_ms: float
@@ -257,7 +262,7 @@ _OUTSIDE = _Frame(math.inf, "host", False, "outside of frames", None)
 
 
 class _Frames:
-    """The nested frames of a thread.
+    """The nested frames (ops and annotations) of a traced thread.
 
     spans: its time, each in the innermost frame.
     launches: what was around the launch of a kernel, by its correlation.
@@ -271,35 +276,36 @@ class _Frames:
         stack, self._at_ms = [_OUTSIDE], -math.inf
         for e in sorted(events, key=lambda e: (e.begin_ms, -e.end_ms)):
             while stack[-1].end_ms <= e.begin_ms:
-                self._spend(frame := stack.pop(), frame.end_ms)
-            self._spend(stack[-1], e.begin_ms)
+                self._add_time(frame := stack.pop(), frame.end_ms)
+            self._add_time(stack[-1], e.begin_ms)
             correlation = e.args.get("correlation")
             if isinstance(correlation, int):
                 self.launches[correlation] = stack[-1]
-            stack.append(self._frame(e, stack[-1]))
+            stack.append(self._make_frame(e, stack[-1]))
         while len(stack) > 1:
-            self._spend(frame := stack.pop(), frame.end_ms)
+            self._add_time(frame := stack.pop(), frame.end_ms)
 
-    def _spend(self, frame: _Frame, until_ms: float) -> None:
-        """Add the time up to a moment, which was spent in a frame."""
+    def _add_time(self, frame: _Frame, until_ms: float) -> None:
+        """Add the time up to `until_ms` to the spans, as spent in a frame."""
         if until_ms > self._at_ms > -math.inf:
             self.spans.append(Span(self._at_ms, until_ms, frame.part, frame.works, frame.name))
         self._at_ms = max(self._at_ms, until_ms)
 
-    def _frame(self, e: TraceEvent, around: _Frame) -> _Frame:
+    def _make_frame(self, e: TraceEvent, around: _Frame) -> _Frame:
+        """Frame of a trace event nested in another frame, with its step part."""
         start = around.start
         named = str(e.args.get("Collective name", e.name))
-        if STARTS_COLLECTIVE.match(e.name) and (start or collective_of(named)):
+        if STARTS_COLLECTIVE.match(e.name) and (start or match_collective(named)):
             if start is None:
-                collective = collective_of(named) or "other"
-                start = _Start(e.begin_ms, e.end_ms, collective, around.part, _entered_bytes(e))
+                collective = match_collective(named) or "other"
+                start = _Start(e.begin_ms, e.end_ms, collective, around.part, _input_bytes(e))
                 self.starts.append(start)
-            elif not start.n_bytes and (n_bytes := _entered_bytes(e)):
+            elif not start.n_bytes and (n_bytes := _input_bytes(e)):
                 # The op of a list of tensors has no sizes; what it calls has.
                 start = start._replace(n_bytes=n_bytes)
                 self.starts[-1] = start
             return _Frame(e.end_ms, around.part, False, e.name, start)
-        row = name_of(e.name)
+        row = match_name(e.name)
         if STEP.match(e.name) and around.part in ("host", UNNAMED):
             # The step's own Python between ops. Nothing says what it does.
             return _Frame(e.end_ms, UNNAMED, False, "Python outside of ops and annotations", None)
@@ -317,8 +323,8 @@ class _Frames:
         return _Frame(e.end_ms, part, works, e.name, around.start)
 
 
-def _entered_bytes(e: TraceEvent) -> int:
-    """Bytes that a rank enters into a collective, MOST_BYTES at most. 0 where its event does not say."""
+def _input_bytes(e: TraceEvent) -> int:
+    """Input bytes of a rank's collective, at most MOST_BYTES; 0 where the trace event does not say."""
     count, kind = e.args.get("In msg nelems"), e.args.get("dtype")
     if isinstance(count, int) and isinstance(kind, str) and kind in _ELEMENT_BYTES:
         return min(max(count, 0) * _ELEMENT_BYTES[kind], MOST_BYTES)
@@ -344,31 +350,32 @@ def _entered_bytes(e: TraceEvent) -> int:
 def _device_spans(
     kernels: Iterable[TraceEvent], launches: dict[int, _Frame]
 ) -> tuple[list[Span], list[tuple[float, Collective]]]:
-    """Spans of kernels, and collectives among them with their start by the host."""
+    """Spans of GPU kernels, and NCCL collectives with the time of their launch by the host."""
     spans, collectives = [], []
     for e in kernels:
         correlation = e.args.get("correlation")
         around = launches.get(correlation) if isinstance(correlation, int) else None
-        collective = collective_of(e.name) if NCCL_KERNEL.match(e.name) else None
+        collective = match_collective(e.name) if NCCL_KERNEL.match(e.name) else None
         if collective or (around and around.start and NCCL_KERNEL.match(e.name)):
             start = around.start if around else None
             collectives.append(
-                _run_of(e, start or _Start(e.begin_ms, e.end_ms, collective or "other", "", 0))
+                _collective_run(e, start or _Start(e.begin_ms, e.end_ms, collective or "other", "", 0))
             )
             continue
-        spans.append(Span(e.begin_ms, e.end_ms, _part_of_kernel(e, around), True, e.name))
+        spans.append(Span(e.begin_ms, e.end_ms, _kernel_part(e, around), True, e.name))
     return spans, collectives
 
 
-def _run_of(e: TraceEvent, start: _Start) -> tuple[float, Collective]:
-    """The collective that a kernel or thread of gloo ran, after its start by the host."""
+def _collective_run(e: TraceEvent, start: _Start) -> tuple[float, Collective]:
+    """Collective of a kernel or gloo thread's event, with the time of its launch by the host."""
     return start.begin_ms, Collective(
-        start.collective, role_of(start.collective, start.part), start.n_bytes, e.begin_ms, e.end_ms
+        start.collective, collective_role(start.collective, start.part), start.n_bytes, e.begin_ms, e.end_ms
     )
 
 
-def _part_of_kernel(e: TraceEvent, around: _Frame | None) -> str:
-    row = name_of(e.name)
+def _kernel_part(e: TraceEvent, around: _Frame | None) -> str:
+    """Step part that a GPU kernel belongs to."""
+    row = match_name(e.name)
     if row and row.part != "dense_backward":
         return row.part
     if around and around.part not in ("host", UNNAMED):
@@ -376,10 +383,10 @@ def _part_of_kernel(e: TraceEvent, around: _Frame | None) -> str:
     return "dense_forward" if DENSE_KERNELS.search(e.name) else UNNAMED
 
 
-def _of_gloo(
+def _gloo_collectives(
     threads: dict[tuple, list[TraceEvent]], starts: Sequence[_Start]
 ) -> list[tuple[float, Collective]]:
-    """Collectives that gloo's threads ran, each with its start by the host.
+    """Collectives that gloo's threads ran, each with the time of its launch by the host.
 
     Gloo runs what a group was given in that order. So a collective is that of the first start which has none
     yet. A reduce-scatter that gloo runs as an all-reduce keeps its name.
@@ -392,11 +399,11 @@ def _of_gloo(
         waiting[start.collective].append(start)
     collectives = []
     for e in runs:
-        kind = collective_of(e.name) or "other"
+        kind = match_collective(e.name) or "other"
         queues = [queue for name, queue in waiting.items() if queue and kind in RUN_AS.get(name, (name,))]
         first = min(queues, key=lambda queue: queue[0].begin_ms, default=None)
         # It was started before it ran.
         started = first is not None and first[0].begin_ms <= e.begin_ms
         start = first.popleft() if first and started else _Start(e.begin_ms, e.end_ms, kind, "", 0)
-        collectives.append(_run_of(e, start._replace(n_bytes=start.n_bytes or _entered_bytes(e))))
+        collectives.append(_collective_run(e, start._replace(n_bytes=start.n_bytes or _input_bytes(e))))
     return collectives

@@ -7,29 +7,36 @@ from dataclasses import dataclass, replace
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
-from shardcore.step.kinds import WHOLE_ROWS, Group, device_names, layout_of, possible_groups, shards_on
-from shardcore.step.ways import division, searched_tables
+from shardcore.step.kinds import (
+    WHOLE_ROWS,
+    Group,
+    device_names,
+    layout_of_kind,
+    possible_groups,
+    shards_by_device,
+)
+from shardcore.step.ways import row_division, searched_tables
 
 
 def rebind_tables(plan: Plan, problem: Problem) -> Plan:
-    """The plan with the problem's tables instead, by name. Statistics and shapes may differ.
+    """Plan with its tables replaced by the problem's tables of the same names. Statistics and shapes may differ.
 
     Shards of all rows keep all rows. New columns go to the part that had a table's last ones, and parts
     without columns are left out. A table that the problem lacks, or whose part cannot be kept, is left as it
     is. `lower` then refuses the plan.
     """
     tables = {t.name: t for t in problem.tables}
-    rebound = (_rebound(p, tables.get(p.shard.table.name, p.shard.table)) for p in plan.placements)
+    rebound = (_rebind_placement(p, tables.get(p.shard.table.name, p.shard.table)) for p in plan.placements)
     return Plan(tuple(placement for several in rebound for placement in several), plan.provenance)
 
 
-def _rebound(placement: Placement, table: Table) -> Sequence[Placement]:
-    """A placement with another shape of its table: one, or none if all of its columns are gone."""
+def _rebind_placement(placement: Placement, table: Table) -> Sequence[Placement]:
+    """Placement for a new shape of its table, as a list of one; empty if all of its columns are gone."""
     shard, was = placement.shard, placement.shard.table
     if (table.rows, table.dim) == (was.rows, was.dim):
         return [replace(placement, shard=replace(shard, table=table))]
     # TorchRec needs the parts of a sequence equally wide.
-    if not shard.full_rows or (table.sequence and table.dim != was.dim and shard.width < was.dim):
+    if not shard.has_all_rows or (table.sequence and table.dim != was.dim and shard.width < was.dim):
         return [placement]
     # The last part takes new columns. If columns are gone, others end with the table.
     high = table.dim if shard.col_hi == was.dim else min(shard.col_hi, table.dim)
@@ -64,12 +71,12 @@ class Reshard:
                 )
 
     @property
-    def limited(self) -> bool:
-        """Tell if there is a limit."""
+    def has_limit(self) -> bool:
+        """True if the tables or bytes that may move are limited."""
         return self.tables is not None or self.bytes is not None
 
-    def old_places(self, problem: Problem) -> OldPlaces:
-        """Places of the problem's tables in the plan, without those of `fixed_placements`.
+    def tables_in_old_plan(self, problem: Problem) -> OldPlaces:
+        """Problem's tables as the old plan places them, without tables of `fixed_placements`.
 
         Raises ShardCoreError if the plan places only some cells of a table.
         Raises it too if a shard of whole rows is on several devices.
@@ -82,19 +89,19 @@ class Reshard:
                 had[p.shard.table.name].append(p)
         old = OldPlaces([], {}, [])
         for name, placements in had.items():
-            _require_whole(tables[name], placements, problem)
+            _require_all_cells_placed(tables[name], placements, problem)
             # Constraints go before the plan: a table that it has where it may not be is placed anew.
-            free = name not in problem.whole and name not in problem.pinned
-            shared = len(placements) == 1 and _may_be_shared(placements[0], problem)
-            if not placements or not (free or shared or _allowed_there(placements, problem)):
+            free = name not in problem.uncut_tables and name not in problem.pinned_devices
+            shared = len(placements) == 1 and _may_group_share_table(placements[0], problem)
+            if not placements or not (free or shared or _are_placements_allowed(placements, problem)):
                 old.new.append(tables[name])
-            elif all(layout_of(p.kind) is WHOLE_ROWS for p in placements):
+            elif all(layout_of_kind(p.kind) is WHOLE_ROWS for p in placements):
                 old.placed.extend((p.shard, p.devices[0]) for p in placements)
             elif shared:
                 old.shared.setdefault((placements[0].kind, placements[0].devices), []).append(tables[name])
             # Divided rows that no group may share here stay row ranges, each on its device.
-            elif placements == [division(tables[name], problem)]:
-                old.placed.extend((shard, d) for d, shard in shards_on(placements[0]))
+            elif placements == [row_division(tables[name], problem)]:
+                old.placed.extend((shard, d) for d, shard in shards_by_device(placements[0]))
             else:
                 old.new.append(tables[name])
         # -1: still to be placed.
@@ -122,8 +129,8 @@ class OldPlaces:
     new: list[Table]
 
 
-def _require_whole(table: Table, placements: Sequence[Placement], problem: Problem) -> None:
-    """Raise ShardCoreError unless the plan places all of a table, on devices that exist."""
+def _require_all_cells_placed(table: Table, placements: Sequence[Placement], problem: Problem) -> None:
+    """Raise ShardCoreError unless a plan places all cells of a table, on devices that exist."""
     cells = sum(p.shard.rows * p.shard.width for p in placements)
     if placements and cells != table.rows * table.dim:
         raise ShardCoreError(
@@ -132,7 +139,7 @@ def _require_whole(table: Table, placements: Sequence[Placement], problem: Probl
         )
     for p in placements:
         has = f"the plan to start from has {p.shard.label}"
-        if layout_of(p.kind) is WHOLE_ROWS and len(p.devices) > 1:
+        if layout_of_kind(p.kind) is WHOLE_ROWS and len(p.devices) > 1:
             raise ShardCoreError(f"{has} by {p.kind} on {device_names(p.devices)}; such a shard lives on one")
         if not set(p.devices) <= set(problem.topology.ranks):
             raise ShardCoreError(
@@ -140,20 +147,22 @@ def _require_whole(table: Table, placements: Sequence[Placement], problem: Probl
             )
 
 
-def _may_be_shared(placement: Placement, problem: Problem) -> bool:
-    """Tell if a placement's group exists, and constraints let it share the table in this way."""
-    layout, table = layout_of(placement.kind), placement.shard.table
-    if table.name in problem.pinned or table.name in problem.bundle_of:
+def _may_group_share_table(placement: Placement, problem: Problem) -> bool:
+    """Tell if a placement's group of devices exists, and constraints let the group share the table by the placement's
+    kind.
+    """
+    layout, table = layout_of_kind(placement.kind), placement.shard.table
+    if table.name in problem.pinned_devices or table.name in problem.group_by_table:
         return False
     groups = possible_groups(layout, table.rows, problem.topology, None)
-    cuts = layout.divides_rows and (table.ordered or table.name in problem.whole)
+    cuts = layout.divides_rows and (table.ordered or table.name in problem.uncut_tables)
     return placement.devices in groups and not cuts
 
 
-def _allowed_there(placements: Sequence[Placement], problem: Problem) -> bool:
-    """Tell if constraints still allow a table where the plan has it."""
+def _are_placements_allowed(placements: Sequence[Placement], problem: Problem) -> bool:
+    """Tell if constraints still allow a table's placements in a plan."""
     name = placements[0].shard.table.name
     on_one = len(placements) == 1 and len(placements[0].devices) == 1
-    return (on_one or name not in problem.whole) and all(
+    return (on_one or name not in problem.uncut_tables) and all(
         set(p.devices) <= set(problem.allowed_devices(name)) for p in placements
     )

@@ -31,12 +31,12 @@ from shardcore.step.engine.arrays import (
     WEIGHT,
     SearchProblem,
 )
-from shardcore.step.engine.problem import engine_fields
-from shardcore.step.kinds import Group, run_of
+from shardcore.step.engine.problem import search_problem_fields
+from shardcore.step.kinds import Group, layout_for_table
 from shardcore.step.lower import traffic_of_outputs
-from shardcore.step.memory import held_bytes
+from shardcore.step.memory import usable_bytes
 from shardcore.step.options import Options
-from shardcore.step.ways import placements_of, required_division
+from shardcore.step.ways import placements_of_bundles, required_row_division
 
 LARGE = 1 << 19
 """Strips × devices of a large problem."""
@@ -58,29 +58,31 @@ class SearchSpace:
     divided: np.ndarray
 
     @property
-    def shared_bytes(self) -> np.ndarray:
-        """[Y, S] estimated memory of a strip on each device of a group."""
-        return self.cache.bytes[self.fixed.shared[0]]
+    def shared_strip_bytes(self) -> np.ndarray:
+        """[Y, S] estimated memory of each strip on each device of a group that shares the strip, by layout."""
+        return self.cache.peak_bytes[self.fixed.shared[0]]
 
-    def pair(self, kind: str, devices: Group, table: Table) -> tuple[int, int]:
-        """A table's strip, and the number of the group that shares it by a kind."""
-        return self.cache.strip_by_name[table.name], self.cache.groups.index((run_of(kind, table), devices))
+    def strip_and_group(self, kind: str, devices: Group, table: Table) -> tuple[int, int]:
+        """Numbers of a table's strip, and of the device group that shares the table by a kind."""
+        return self.cache.strip_by_name[table.name], self.cache.groups.index(
+            (layout_for_table(kind, table), devices)
+        )
 
-    def sharing(self, pairs: np.ndarray) -> np.ndarray:
-        """[N, 2] strips that groups share, and the divided strips that are not among them."""
+    def with_divided_strips(self, pairs: np.ndarray) -> np.ndarray:
+        """[N, 2] pairs of a strip and its group: the given pairs, and the strips whose rows are always divided."""
         # A divided strip that `pairs` already give a group keeps that one.
         tables = [self.cache.table(s) for s in self.divided if s not in pairs[:, 0]]
-        ways = [required_division(table, self.cache.problem) for table in tables]
-        always = [self.pair(way.kind, way.devices, way.shard.table) for way in ways]
+        ways = [required_row_division(table, self.cache.problem) for table in tables]
+        always = [self.strip_and_group(way.kind, way.devices, way.shard.table) for way in ways]
         return np.concatenate([pairs, np.array(always, dtype=np.int64).reshape(-1, 2)])
 
     @property
-    def as_it_is(self) -> SearchProblem:
-        """The space in which the same tables stay shared by the same groups."""
+    def problem_without_sharing_moves(self) -> SearchProblem:
+        """Search problem in which tables shared by groups of devices stay as they are."""
         return self.fixed._replace(may_share=np.zeros_like(self.fixed.may_share))
 
-    def among_groups(self, group: np.ndarray) -> SearchProblem:
-        """The space in which the same tables stay shared, but may move to another group of their layout.
+    def problem_with_moves_among_groups(self, group: np.ndarray) -> SearchProblem:
+        """Search problem in which the same tables stay shared, but may move to another group of their layout.
 
         group: [S] the group that shares a strip, -1 for none.
         """
@@ -94,31 +96,33 @@ class SearchSpace:
         return fixed._replace(may_share=may)
 
     @property
-    def whole_bytes(self) -> np.ndarray:
+    def whole_strip_bytes(self) -> np.ndarray:
         """[S] estimated bytes of each strip uncut."""
-        return self.cache.bytes[self.fixed.whole_options()]
+        return self.cache.peak_bytes[self.fixed.options_of_whole_strips()]
 
     @property
-    def choice(self) -> np.ndarray:
-        """[S] number of devices to choose from. 0 everywhere if nothing is pinned."""
+    def allowed_device_counts(self) -> np.ndarray:
+        """[S] number of devices where each strip may be. 0 everywhere if no table is pinned."""
         return self.fixed.allowed.sum(1) if len(self.fixed.allowed) else np.zeros(len(self.cache))
 
-    def keys(self, shards: Sequence[Shard]) -> np.ndarray:
-        """[N, 2] strips and units of shards. Of a bundle, all tables or none have to be among them."""
-        return np.array(self.cache.keys(shards), dtype=np.int64).reshape(-1, 2)
+    def shard_keys(self, shards: Sequence[Shard]) -> np.ndarray:
+        """[N, 2] strip and units of each shard. All tables of a bundle, or none, have to be given."""
+        return np.array(self.cache.shard_keys(shards), dtype=np.int64).reshape(-1, 2)
 
     def placements(self, held: np.ndarray, group: np.ndarray) -> list[Placement]:
-        """Placements of held [S, D] units, and of the strips that groups share, group [S]."""
+        """Placements of strips' units on devices, held [S, D], and of strips that groups share, group [S]."""
         strips, devices = np.nonzero(held)
         keys = list(zip(strips.tolist(), held[strips, devices].tolist(), strict=True))
-        placements = placements_of(self.cache.bundles(keys), devices.tolist(), self.cache.problem)
+        placements = placements_of_bundles(
+            self.cache.deal_bundles(keys), devices.tolist(), self.cache.problem
+        )
         for s in np.flatnonzero(group >= 0).tolist():
             layout, on = self.cache.groups[group[s]]
             placements.append(Placement(layout.name, Shard.whole(self.cache.table(s)), on))
         return placements
 
-    def collectives(self, ops: np.ndarray, compute_ms: np.ndarray) -> CommCost:
-        """The collectives of steps, priced by the model itself: rates of the search are its tangents.
+    def collective_cost(self, ops: np.ndarray, compute_ms: np.ndarray) -> CommCost:
+        """Cost of the collectives of steps, priced by the cost model itself, not by the search's linear rates.
 
         ops: [..., D, N, V] as State.ops. compute_ms: [..., D].
         """
@@ -129,22 +133,24 @@ class SearchSpace:
         return self.cache.model.comm(traffic_of_outputs(outputs, problem, ids), compute_ms, problem.topology)
 
     def cost_ms(self, ops: np.ndarray, ms: np.ndarray) -> np.ndarray:
-        """[...] ms of steps, as the model itself prices plans. ops: [..., D, N, V]. ms: [..., D, N, A] as State.ms."""
+        """[...] ms of steps, priced as the cost model prices plans. ops: [..., D, N, V]. ms: [..., D, N, A] as
+        State.ms.
+        """
         of_devices = ms.sum(-2) / self.cache.speed[:, None]
         compute_ms, fetched_ms = of_devices[..., LOAD], of_devices[..., FETCHED:].sum(-1)
-        return step_ms(compute_ms, self.collectives(ops, compute_ms), self.cache.problem.job, fetched_ms)
+        return step_ms(compute_ms, self.collective_cost(ops, compute_ms), self.cache.problem.job, fetched_ms)
 
 
-def without_ranges(shards: Sequence[Shard], problem: Problem) -> tuple[list[Shard], list[Table]]:
-    """The shards with divided tables made whole, and these tables.
+def merge_row_ranges(shards: Sequence[Shard], problem: Problem) -> tuple[list[Shard], list[Table]]:
+    """Shards with row ranges of a table merged into the whole table, and the list of merged tables.
 
     All row ranges run in one op. So this is not done if any such table is pinned, or its rows are ordered.
     The row ranges then stay shards like others.
     """
-    tables = list(dict.fromkeys(s.table for s in shards if not s.full_rows))
-    if any(t.ordered or t.name in problem.pinned for t in tables):
+    tables = list(dict.fromkeys(s.table for s in shards if not s.has_all_rows))
+    if any(t.ordered or t.name in problem.pinned_devices for t in tables):
         return list(shards), []
-    return [*(s for s in shards if s.full_rows), *map(Shard.whole, tables)], tables
+    return [*(s for s in shards if s.has_all_rows), *map(Shard.whole, tables)], tables
 
 
 def search_space(
@@ -155,7 +161,7 @@ def search_space(
     by_rows: Sequence[Table] = (),
     cut: bool = True,
 ) -> SearchSpace:
-    """The space of `shards`, which have to be all strips of the cache. Its rates of exchanges are 0.
+    """Search space whose strips are cut as `shards`, which have to be all strips of the cache. Exchange rates are 0.
 
     everywhere: whether groups may share whole tables.
     halves: whether columns may only be halved.
@@ -165,14 +171,14 @@ def search_space(
     all_strips, divided = range(len(cache)), [cache.strip_by_name[t.name] for t in by_rows]
     # The search itself checks that a shard has several units.
     may_split = np.array([cut and cache.may_split(s) for s in all_strips], dtype=bool)
-    if is_large(cache):
-        may_split &= _worth_cutting(cache, shards)
+    if is_large_problem(cache):
+        may_split &= _strips_to_cut(cache, shards)
     # Every number of units of every strip, [sum of sizes].
     strips = np.repeat(all_strips, cache.size)
     units = np.concatenate([np.arange(1, n + 1) for n in cache.size])
     # Encode only the shards that a search can reach: encoding takes most of the time.
     used = may_split[strips] | cache.is_range[strips] | (units == cache.size[strips])
-    cache.need(strips[used], units[used])
+    cache.make_shards(strips[used], units[used])
     # Encodings may have taken long: report, or end if the time is over.
     tick()
     layouts = range(len(cache.layouts))
@@ -181,7 +187,7 @@ def search_space(
     )
     head = cache.model.compiled()
     fixed = SearchProblem(
-        **engine_fields(cache, everywhere or bool(by_rows)),
+        **search_problem_fields(cache, everywhere or bool(by_rows)),
         may_split=may_split,
         may_share=may_share.reshape(-1, len(cache)),
         halves=halves,
@@ -190,42 +196,42 @@ def search_space(
     return SearchSpace(cache, fixed, np.array(divided, dtype=np.int64))
 
 
-def is_large(cache: Options) -> bool:
-    """Tell if the problem has so many shards that the search has to be selective."""
+def is_large_problem(cache: Options) -> bool:
+    """Tell if a problem has so many strips and devices that the search has to be selective."""
     return len(cache) * len(cache.speed) > LARGE
 
 
-def _worth_cutting(cache: Options, shards: Sequence[Shard]) -> np.ndarray:
-    """[S] bool: strips that `shards` cut already, or that are costly or large enough to cut.
+def _strips_to_cut(cache: Options, shards: Sequence[Shard]) -> np.ndarray:
+    """[S] bool: strips that are cut already, or that are costly or large enough to cut.
 
     All others stay whole and fill gaps. Their shards would take most of the time and memory.
     """
     n, strips = len(cache.speed), np.arange(len(cache))
-    cache.need(strips, cache.size)
-    whole = cache.numbers(strips, cache.size)
-    added_ms, n_bytes = cache.alone[whole, ADDED_MS], cache.bytes[whole]
+    cache.make_shards(strips, cache.size)
+    whole = cache.option_numbers(strips, cache.size)
+    added_ms, n_bytes = cache.alone[whole, ADDED_MS], cache.peak_bytes[whole]
     # Reserved bytes may leave devices less than nothing.
-    least_bytes = _WORTH * max(0.0, np.mean(held_bytes(cache.problem)))
+    least_bytes = _WORTH * max(0.0, np.mean(usable_bytes(cache.problem)))
     # The mean cost of a device is an n-th of the sum.
     worth = (added_ms * n > _WORTH * added_ms.sum()) | (n_bytes > least_bytes)
     # What memory forces to be cut stays so, however cheap it is.
-    cut = np.array([s for s, units in cache.keys(shards) if units < cache.size[s]], dtype=np.int64)
+    cut = np.array([s for s, units in cache.shard_keys(shards) if units < cache.size[s]], dtype=np.int64)
     worth[cut] = True
     return worth
 
 
-def keeping(space: SearchSpace, held: np.ndarray, reshard: Reshard, new: Sequence[Table]) -> SearchSpace:
-    """The space in which only as much may move from held [S, D] as `reshard` allows.
+def limit_moves(space: SearchSpace, held: np.ndarray, reshard: Reshard, new: Sequence[Table]) -> SearchSpace:
+    """Search space in which no more may move from the old plan, held [S, D], than `reshard` allows.
 
     The `new` tables may go anywhere. Row ranges stay: TorchRec runs them only on all devices.
     """
     free, cache, limits = {t.name for t in new}, space.cache, {}
-    if reshard.limited:
+    if reshard.has_limit:
         # No limit is a limit that no plan reaches.
         most_tables, most_bytes = (
             np.iinfo(np.int64).max if x is None else x for x in (reshard.tables, reshard.bytes)
         )
-        units = [cache.bundles([(s, 1)])[0] for s in range(len(cache))]
+        units = [cache.deal_bundles([(s, 1)])[0] for s in range(len(cache))]
         # [S] bytes of weights of a unit. 0 for new tables, which move freely.
         weight = [sum(s.bytes for s in unit) * (unit[0].table.name not in free) for unit in units]
         limits = {

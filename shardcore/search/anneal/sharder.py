@@ -38,12 +38,12 @@ from shardcore.search.anneal.reshard import Reshard, rebind_tables
 from shardcore.search.anneal.search_space import LARGE
 from shardcore.search.anneal.starts import Start, Starts
 from shardcore.search.budget import Meter
-from shardcore.search.state.column_parts import ColumnParts, in_parts, parts_of_plan
-from shardcore.search.state.feasible import feasible_shards, fitting
-from shardcore.search.state.shards import CONCESSION, priced
+from shardcore.search.state.column_parts import ColumnParts, parts_of_plan, with_tables_in_parts
+from shardcore.search.state.feasible import feasible_shards, find_fitting_plan
+from shardcore.search.state.shards import CONCESSION, priced_plan
 from shardcore.search.ties import sort_by_cost
 from shardcore.step.engine.arrays import ADDED_MS, LOAD, LOG, OVER
-from shardcore.step.engine.pointers import packed
+from shardcore.step.engine.pointers import pack_record
 
 SPACES = ("all", "columns", "halves")
 """Spaces of plans: anything; tables whole or cut by columns; the same, with halved columns only."""
@@ -59,7 +59,7 @@ _HOPEFUL = 1.5
 _TRIALS_A_STRIP, _FEWEST, _MOST = 20, 500, 20_000
 """Trials of each start in the first round: so many for each strip, within limits."""
 _FEWEST_RECUT = 2_000
-"""Fewest trials of a start in rounds that also cool recut plans (Starts.recut). These share as many."""
+"""Fewest trials of a start in rounds that also cool recut plans (Starts.recut_starts). These share as many."""
 _OF_BEST = 0.5
 """Trials of the best plan in a round, relative to those of all starts together."""
 _HALVED = 0.5
@@ -115,16 +115,16 @@ class Search:
         self._waiting: list[Start] = []
         self._first_trials = int(np.clip(_TRIALS_A_STRIP * len(problem.tables), _FEWEST, _MOST))
         self._seed, self._chains, self._counting = seed, count(), Lock()
-        self._threads = meter.budget.most_threads
+        self._threads = meter.budget.max_threads
         self._ended = len(problem.topology) == 1  # there is nothing to try, or no budget left
 
     @property
     def best_ms(self) -> float:
-        """Cost of the best plan, infinite before the first."""
+        """Cost of the best plan so far; infinite before the first plan."""
         return np.inf if self.best is None else self.best.ms
 
-    def rounds(self, space: str, reshard: Reshard | None = None) -> Iterator[int]:
-        """Search a space. Yield the number of the round that ends, until the budget does.
+    def run_rounds(self, space: str, reshard: Reshard | None = None) -> Iterator[int]:
+        """Search a space in rounds, until the budget ends. Yields the number of each round after the round.
 
         reshard: a plan to improve, and how much may move.
 
@@ -137,11 +137,13 @@ class Search:
             plan = rebind_tables(reshard.plan, self.problem)
             parts = parts_of_plan(plan, self.problem)
             maker = Starts(parts, self.model, self.meter)
-            self._note([maker.resharded(replace(reshard, plan=parts.split(plan)), space)])
+            self._queue_starts(
+                [maker.start_from_reshard(replace(reshard, plan=parts.split_plan(plan)), space)]
+            )
         # Fresh starts would move more than the limits.
-        fresh = not (reshard and reshard.limited)
+        fresh = not (reshard and reshard.has_limit)
         if fresh:
-            self._make(space, maker)
+            self._make_starts(space, maker)
         starts, by_columns = list[Start](), list[Start]()
         trials = self._first_trials
         for number in count():
@@ -150,7 +152,7 @@ class Search:
             if number > 0 and self.best is not None:
                 # Successive halving: the better half of the starts goes on, each with twice the trials.
                 trials *= 2
-                by_columns = by_columns or [start for start in starts if start.by_columns][:1]
+                by_columns = by_columns or [start for start in starts if start.has_columns_only][:1]
                 starts = starts[: int(np.ceil(len(starts) * _HALVED))]
                 columns = self._best_by_columns
                 if columns is not None and columns.ms > self._columns_limit * self.best_ms:
@@ -160,120 +162,121 @@ class Search:
                     starts, columns = by_columns or starts, None
                 # The best plan goes on in its whole space, not in the part in which its start began.
                 best = replace(self.best, fixed=self.best.space.fixed)
-                chains.append(self._chain(best, int(trials * max(1.0, len(starts) * _OF_BEST)), _WARM))
+                chains.append(self._make_chain(best, int(trials * max(1.0, len(starts) * _OF_BEST)), _WARM))
             # Trials seldom lead from shared tables to columns, and plans by columns need more trials than others.
             # So the best of these goes on while it may become the best of all.
             before_ms = columns.ms if columns else 0.0
             if columns is not None:
                 columns = replace(columns)
-                chains.append(self._chain(columns, trials, _WARM))
+                chains.append(self._make_chain(columns, trials, _WARM))
             # Trials seldom lead to another number of parts of a costly table, and long chains lead away from it again.
             if trials >= _FEWEST_RECUT and number > 0 and fresh and self.best is not None:
-                recut = self.best.maker.recut(self.best)
-                chains += [self._chain(start, trials // len(recut), _HOT) for start in recut]
+                recut = self.best.maker.recut_starts(self.best)
+                chains += [self._make_chain(start, trials // len(recut), _HOT) for start in recut]
             # Each from its first plan again: the best plan of all rounds is in `best`.
-            chains += [self._chain(start, trials, _HOT) for start in starts]
-            more = list(islice(cycle(chains), -len(chains) % self.meter.budget.threads_to_fill))
-            chains += [self._chain(chain.start, trials, chain.hot) for chain in more]
-            self._cool(*chains)
+            chains += [self._make_chain(start, trials, _HOT) for start in starts]
+            more = list(islice(cycle(chains), -len(chains) % self.meter.budget.threads_to_keep_busy))
+            chains += [self._make_chain(chain.start, trials, chain.hot) for chain in more]
+            self._run_chains(*chains)
             if columns is not None:
                 self._columns_limit = max(1.0, (before_ms / max(columns.ms, 1e-300)) ** _ROUNDS_AHEAD)
             yield number
-            if self._ended or not self.meter.left():
+            if self._ended or not self.meter.has_budget_left():
                 return
 
-    def add(self, placements: Iterable[Placement], space: str) -> None:
-        """Let the next round improve a plan by columns that another search found."""
-        self._note([self.starts.of_plan(list(placements), space)])
+    def add_plan(self, placements: Iterable[Placement], space: str) -> None:
+        """Add a plan by columns, from another search, to the plans that the next round improves."""
+        self._queue_starts([self.starts.start_from_plan(list(placements), space)])
 
-    def cut(self, cuts: Mapping[str, Sequence[int]]) -> None:
-        """Let the next round also improve plans with some tables in parts, once these had a first round.
+    def add_starts_with_cut_tables(self, cuts: Mapping[str, Sequence[int]]) -> None:
+        """Make starts with some tables cut into parts, anneal them once, and add them to those that the next round
+        improves.
 
         cuts: columns before which to cut tables, by name.
         """
         waiting, self._waiting = self._waiting, []
         with suppress(Infeasible):
-            self._make("all", Starts(in_parts(self.problem, cuts), self.model, self.meter))
-            self._cool(*(self._chain(start, self._first_trials, _HOT) for start in self._waiting))
+            self._make_starts("all", Starts(with_tables_in_parts(self.problem, cuts), self.model, self.meter))
+            self._run_chains(*(self._make_chain(start, self._first_trials, _HOT) for start in self._waiting))
         self._waiting += waiting
 
-    def _make(self, space: str, maker: Starts) -> None:
-        """Make the starts of a space. In the whole space, those by columns come first, but for sequences.
+    def _make_starts(self, space: str, maker: Starts) -> None:
+        """Make the starts of a search space. In the whole space, starts by columns come first, except for sequences.
 
         Raises Infeasible if there are none.
         """
         # A problem without a plan is refused before all else.
-        self.meter.report("finding shards that fit")
+        self.meter.report_progress("finding shards that fit")
         shards, whole_space = feasible_shards(maker.problem), space == "all"
         # By columns alone, sequences may take fifty times as long, and so may a few tables on very many devices. So a
         # short budget also has another plan.
         n_devices, sequences = len(self.problem.topology), any(t.sequence for t in self.problem.tables)
         first = (sequences and len(shards) * n_devices <= LARGE) or n_devices > _MANY_DEVICES
         if first and whole_space:
-            self._note(maker.starts_with_shared(shards))
+            self._queue_starts(maker.starts_with_shared_tables(shards))
         # Data-parallel tables may still fit where columns do not: outputs can take more than rows.
-        before_s = self.meter.seconds()
+        before_s = self.meter.elapsed_s()
         with suppress(Infeasible) if whole_space else nullcontext():
-            if self.best is None or self.meter.left():
-                self._note(maker.by_columns("columns" if whole_space else space, shards))
+            if self.best is None or self.meter.has_budget_left():
+                self._queue_starts(maker.starts_by_columns("columns" if whole_space else space, shards))
         # Very many tables take long to encode. Then a plan in time is worth more than one of the whole space.
-        has_time = self.meter.left() and self.meter.has_time(self.meter.seconds() - before_s)
+        has_time = self.meter.has_budget_left() and self.meter.has_time(self.meter.elapsed_s() - before_s)
         if whole_space and not first and (self.best is None or has_time):
-            self._note(maker.starts_with_shared(shards))
+            self._queue_starts(maker.starts_with_shared_tables(shards))
         if self.best is None:
-            fitting(maker.problem)
+            find_fitting_plan(maker.problem)
         # Improving a hopeless start would waste its share of the budget.
         self._waiting = [start for start in self._waiting if start.ms <= _HOPEFUL * self.best_ms]
 
-    def _note(self, starts: Iterable[Start]) -> None:
-        """Let the next round improve starts."""
-        self.meter.report("making plans to start from", self.best_ms)
+    def _queue_starts(self, starts: Iterable[Start]) -> None:
+        """Queue starts for the next round, and keep their plans if cheapest."""
+        self.meter.report_progress("making plans to start from", self.best_ms)
         # Only once there is a plan may the budget cut this short.
-        with suppress(OutOfTime), self.meter.enforced() if self.best else nullcontext():
+        with suppress(OutOfTime), self.meter.enforced_deadline() if self.best else nullcontext():
             for start in starts:
-                self._keep(start, self._cheapest(start, [start.state]))
-                self.meter.report("making plans to start from", self.best_ms)
+                self._keep_cheapest_plan(start, self._cheapest_plans(start, [start.state]))
+                self.meter.report_progress("making plans to start from", self.best_ms)
                 self._waiting.append(start)
 
-    def _chain(self, start: Start, trials: int, hot: float) -> Chain:
+    def _make_chain(self, start: Start, trials: int, hot: float) -> Chain:
         n_stages = int(np.clip(trials // _STAGE, 1, _STAGES))
         return Chain(start, n_stages, max(1, trials // n_stages), hot, next(self._chains))
 
-    def _cool(self, *chains: Chain) -> None:
-        """Run chains on the budget's threads, and keep the cheapest plans that they meet.
+    def _run_chains(self, *chains: Chain) -> None:
+        """Run annealing chains on the budget's threads, and keep the cheapest plans found.
 
         Compiled code holds no interpreter lock. What is found does not depend on the number of threads.
         """
         afforded: list[tuple[Chain, int]] = []
         for chain in chains:
             # Never a part of a stage: a larger budget then goes through the same stages, and more.
-            n_stages = self.meter.affordable(chain.stages, chain.trials)
+            n_stages = self.meter.affordable_repeats(chain.stages, chain.trials)
             self.meter.reserved += n_stages * chain.trials
             afforded.append((chain, n_stages))
             if n_stages < chain.stages:
                 break
         threads = min(self._threads, len(afforded))
         found = (
-            self._in_threads(threads, afforded)
+            self._run_chains_in_threads(threads, afforded)
             if threads > 1
             else [self._run_chain(*one) for one in afforded]
         )
         self.meter.reserved = 0
         for (chain, _), (plans, done) in zip(afforded, found, strict=True):
             self._ended = self._ended or done < chain.stages
-            self._keep(chain.start, plans)
+            self._keep_cheapest_plan(chain.start, plans)
 
-    def _in_threads(
+    def _run_chains_in_threads(
         self, threads: int, afforded: Sequence[tuple[Chain, int]]
     ) -> list[tuple[list[Start], int]]:
-        """Run chains, and return what each found, in their order. Meanwhile this thread reports."""
+        """Run annealing chains in threads. Returns what each chain found, in order. Reports progress meanwhile."""
         with ThreadPoolExecutor(threads) as pool:
             futures = [pool.submit(self._run_chain, *one) for one in afforded]
             try:
                 while (state := wait(futures, _REPORT_S)).not_done:
                     for future in state.done:
                         future.result()  # raises what its chain did
-                    self.meter.report("annealing", self.best_ms)
+                    self.meter.report_progress("annealing", self.best_ms)
             except BaseException:
                 # Chains that run end after their stage, and no other begins.
                 self._ended = True
@@ -282,67 +285,67 @@ class Search:
         return [future.result() for future in futures]
 
     def _run_chain(self, chain: Chain, n_stages: int) -> tuple[list[Start], int]:
-        """The cheapest plans of the first stages of a chain, and the number of stages that there was time for.
+        """Cheapest plans of the first stages of an annealing chain, and the number of stages for which there was time.
 
         Candidates are the plan after each stage, and the best plan that was met.
         """
-        start, state, met, done = chain.start, copy_of(chain.start.state), list[State](), 0
+        start, state, met, done = chain.start, copy_state(chain.start.state), list[State](), 0
         # Pages of the log that no change reaches take no memory.
         state = state._replace(log=np.empty((_LOG, 3), np.int32))
         state.random[...] = (
             np.random.SeedSequence([self._seed, chain.number]).generate_state(1, np.uint64) | 1
         )
         # Packed once, for it takes as long as hundreds of trials.
-        problem, words = packed(start.fixed), packed(state)
+        problem, words = pack_record(start.fixed), pack_record(state)
         # Relative to a device's share: relative to the whole cost, many devices ran too hot.
-        mean_ms = compiled.refresh(self.head, problem, words) / len(self.problem.topology)
+        mean_ms = compiled.refresh_state(self.head, problem, words) / len(self.problem.topology)
         while done < n_stages and not self._ended and self.meter.has_time(0.0):
             # One geometric cooling over all stages, and each stage a part of it.
             hot_ms, cold_ms = (
                 mean_ms * chain.hot * (_COLD / chain.hot) ** (x / chain.stages) for x in (done, done + 1)
             )
-            self.meter.report("annealing", self.best_ms)
+            self.meter.report_progress("annealing", self.best_ms)
             compiled.anneal(self.head, problem, words, chain.trials, hot_ms, cold_ms)
-            met.append(copy_of(state))
+            met.append(copy_state(state))
             done += 1
             with self._counting:
                 self.meter.evals += chain.trials
                 self.meter.reserved -= chain.trials
             if sum(plan.held.nbytes for plan in met) > _MOST_BYTES // self._threads:
-                met = [plan.state for plan in self._cheapest(start, met)]
+                met = [plan.state for plan in self._cheapest_plans(start, met)]
         if done == chain.stages:
-            # After the last stage the state is any plan. `refresh` leads it back to the best one met.
-            compiled.refresh(self.head, problem, words)
-            met.append(copy_of(state))
-        return self._cheapest(start, met), done
+            # After the last stage the state is any plan. `refresh_state` leads it back to the best one met.
+            compiled.refresh_state(self.head, problem, words)
+            met.append(copy_state(state))
+        return self._cheapest_plans(start, met), done
 
-    def _cheapest(self, start: Start, states: Sequence[State]) -> list[Start]:
-        """The cheapest plan that a start led to, and the cheapest one that may be the best of all."""
+    def _cheapest_plans(self, start: Start, states: Sequence[State]) -> list[Start]:
+        """Cheapest plan that a start led to, and the cheapest plan that TorchRec can run."""
         if not states:
             return []
         by_cost = sort_by_cost(
             [
                 replace(start, state=state, ms=ms)
-                for state, ms in zip(states, self._exact_ms(start, states), strict=True)
+                for state, ms in zip(states, self._model_costs_ms(start, states), strict=True)
             ],
             lambda plan: plan.ms,
         )
-        return [by_cost[0], *islice((plan for plan in by_cost if plan.may_run), 1)]
+        return [by_cost[0], *islice((plan for plan in by_cost if plan.is_runnable), 1)]
 
-    def _keep(self, start: Start, plans: Sequence[Start]) -> None:
-        """Keep the cheapest of the plans that a start led to, if it is the cheapest so far."""
+    def _keep_cheapest_plan(self, start: Start, plans: Sequence[Start]) -> None:
+        """Keep the cheapest of the plans that a start led to, if no plan so far is cheaper."""
         for plan in plans:
             start.ms = min(start.ms, plan.ms)
             # A space in which nothing may be shared has plans by columns only.
-            if start.by_columns and (
+            if start.has_columns_only and (
                 self._best_by_columns is None or is_less(plan.ms, self._best_by_columns.ms)
             ):
                 self._best_by_columns = plan
-            if is_less(plan.ms, self.best_ms) and plan.may_run:
+            if is_less(plan.ms, self.best_ms) and plan.is_runnable:
                 self.best = plan
 
-    def _exact_ms(self, start: Start, states: Sequence[State]) -> list[float]:
-        """Costs of plans by the model itself, not by the linear exchanges."""
+    def _model_costs_ms(self, start: Start, states: Sequence[State]) -> list[float]:
+        """Costs of plans priced by the cost model itself, not by linear exchanges."""
         # Of many plans at once, for a call of the model takes as long as thousands of trials.
         n_devices = len(self.problem.topology)
         ops = np.stack([state.ops[:n_devices] for state in states])
@@ -350,8 +353,8 @@ class Search:
         return start.space.cost_ms(ops, ms).tolist()
 
 
-def simplify(plan: Plan, problem: Problem, model: CostModel, seed: int, meter: Meter) -> Plan:
-    """A plan with its tables in fewer parts, at most CONCESSION dearer. The same plan if none is found.
+def simplify_plan(plan: Plan, problem: Problem, model: CostModel, seed: int, meter: Meter) -> Plan:
+    """Plan with its tables in fewer parts, at most CONCESSION dearer. The same plan if none is found.
 
     At first all tables that cost little become whole. Then the narrowest part of all joins the widest of its table.
     Each time parts and tables move, without being cut, until the plan costs little enough again. If it does not, the
@@ -360,12 +363,12 @@ def simplify(plan: Plan, problem: Problem, model: CostModel, seed: int, meter: M
     meter: has the trials and seconds that this may take.
     """
     search, limit_ms = Search(problem, model, meter, seed), (1 + CONCESSION) * plan.provenance["predicted_ms"]
-    with suppress(OutOfTime, ShardCoreError), meter.enforced():
-        start = best = search.starts.of_plan(plan.placements, "columns")
+    with suppress(OutOfTime, ShardCoreError), meter.enforced_deadline():
+        start = best = search.starts.start_from_plan(plan.placements, "columns")
         uncut, cache = start.fixed._replace(may_split=np.zeros_like(start.fixed.may_split)), start.space.cache
         # [S] whether the whole table costs little.
         is_cheap = (
-            uncut.alone[uncut.whole_options(), ADDED_MS]
+            uncut.alone[uncut.options_of_whole_strips(), ADDED_MS]
             < _CHEAP * start.state.devices[: len(problem.topology), LOAD].mean()
         )
         # Parts of a sequence have to stay equally wide.
@@ -383,26 +386,28 @@ def simplify(plan: Plan, problem: Problem, model: CostModel, seed: int, meter: M
             s, d = np.nonzero(narrower & is_cheap[:, None])
             if number:
                 s, d = np.divmod([np.where(narrower, columns, np.inf).argmin()], n_devices)
-            state, units = copy_of(best.state), best.state.held[s, d]
-            compiled.place(
+            state, units = copy_state(best.state), best.state.held[s, d]
+            compiled.place_shards(
                 uncut, state, np.stack([s, d, -units, s, widest[s], units], 1, dtype=np.int64).reshape(-1, 3)
             )
-            compiled.refresh(search.head, uncut, state)
+            compiled.refresh_state(search.head, uncut, state)
             search.best, stays[s] = None, number > 0
             if len(s) and state.value[OVER] == 0:
-                trials = _TRIALS_JOINED if number else meter.affordable(3 * _TRIALS_WHOLE, 1) // 3
-                search._cool(search._chain(replace(start, state=state, fixed=uncut), trials, _WARM))
+                trials = _TRIALS_JOINED if number else meter.affordable_repeats(3 * _TRIALS_WHOLE, 1) // 3
+                search._run_chains(
+                    search._make_chain(replace(start, state=state, fixed=uncut), trials, _WARM)
+                )
             if search.best is not None and search.best.ms <= limit_ms:
                 best, stays[s] = search.best, False
                 # Of a cheaper plan, fewer parts may not cost what it has saved.
                 limit_ms = min(limit_ms, (1 + CONCESSION) * best.ms)
         if best is not start:
-            return priced(best.placements, problem, model, fits=True, **plan.provenance)
+            return priced_plan(best.placements, problem, model, fits=True, **plan.provenance)
     return plan
 
 
-def copy_of(state: State) -> State:
-    """A copy of a plan, without its log: that leads back to the best plan that the original met."""
+def copy_state(state: State) -> State:
+    """Copy of a search state, without its log of changes."""
     copy = State(*(array.copy() for array in state._replace(log=state.log[:0])))
     copy.number[LOG] = 0
     return copy

@@ -2,9 +2,10 @@
 
 An op's shards slow each other down, the more the larger its load. Ops of a load may have little of one
 feature or of another, but not of all: tables that bring few lookups for their load bring many rows, and so
-on. So branch and bound over boxes of features gives the least rates (`least_rates`).
+on. So branch and bound over boxes of features gives the least rates (`op_rates_lower_bound`).
 
-Shapes: N shards, I items (options.items_of), F features; G intervals of load, W loads, B boxes, P weights of pairs.
+Shapes: N shards, I items (options.tables_placed_as_one), F features; G intervals of load, W loads, B boxes, P weights
+of pairs.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class Curve:
     ends: np.ndarray
     slowdown: np.ndarray
 
-    def lines_below(self, most_ms: float, launch_ms: float) -> list[tuple[float, float]]:
-        """Slopes, and ms at 0, of lines in load that are not above any op's ms, nor above 0 at no load.
+    def lines_below_op_ms(self, most_ms: float, launch_ms: float) -> list[tuple[float, float]]:
+        """Slopes and intercepts (ms at load 0) of lines that are nowhere above an op's ms at its load.
 
         most_ms: of an op without its launch. There are no lines below ops that have no time.
         """
@@ -61,26 +62,27 @@ class Curve:
         return [(slope, min(0.0, float((ms - slope * load).min()))) for slope in slopes.tolist()]
 
 
-def op_curve(codes: np.ndarray, item: np.ndarray, usual: np.ndarray, model: CostModel) -> Curve:
-    """The curve of ops. Any loads give valid bounds. Those at the rates of a usual op give near ones.
+def op_slowdown_curve(codes: np.ndarray, item: np.ndarray, usual: np.ndarray, model: CostModel) -> Curve:
+    """Curve of the least slowdown of ops by load. Any loads give valid bounds; loads at the rates of a usual op give
+    tight ones.
 
     codes: [N, F] of all shards. item: [N] their items, rising. An op has at most one shard of an item.
     usual: [F] features of a usual op.
     """
     # Loads count at the least rates of a usual load, so that such an op's slowdown is near 1.
     rates = model.rates(usual)
-    [rates] = least_rates(model, codes, codes @ rates, item, np.array([usual @ rates]))
+    [rates] = op_rates_lower_bound(model, codes, codes @ rates, item, np.array([usual @ rates]))
     load = codes @ rates
     # Slowdowns change fast near a usual load, so intervals there are a few per cent.
     inner = max(float(usual @ rates), 1e-12) * np.geomspace(_FROM, _TO, _INTERVALS - 1)
-    top = max(float(np.maximum.reduceat(load, _firsts(item)).sum()), 1e-12) * (1 + 1e-9)
+    top = max(float(np.maximum.reduceat(load, _first_shards(item)).sum()), 1e-12) * (1 + 1e-9)
     ends = np.concatenate([[0.0], inner[inner < top], [top]])
     own, busy = model.rates(codes), load > 0
     # Rates of an interval hold for all ops in it, as they are those at its lower end. A shard counts at these, or
     # at those of its own features if they are higher. One interval after the other: together they are too many.
     slowdown = [
         ((np.maximum(own, least) * codes).sum(-1)[busy] / load[busy]).min(initial=np.inf)
-        for least in least_rates(model, codes, load, item, ends[:-1])
+        for least in op_rates_lower_bound(model, codes, load, item, ends[:-1])
     ]
     slowdown = np.array(slowdown) if busy.any() else np.ones(len(ends) - 1)
     # An op of a later interval has at least the load of all earlier ones, so their slowdowns hold, too.
@@ -88,15 +90,15 @@ def op_curve(codes: np.ndarray, item: np.ndarray, usual: np.ndarray, model: Cost
     return Curve((own * codes).sum(1), load, ends, np.maximum.accumulate(slowdown))
 
 
-def _firsts(item: np.ndarray) -> np.ndarray:
-    """[I] the first shard of each item."""
+def _first_shards(item: np.ndarray) -> np.ndarray:
+    """[I] index of the first shard of each item."""
     return np.flatnonzero(np.diff(item, prepend=-1))
 
 
-def least_rates(
+def op_rates_lower_bound(
     model: CostModel, codes: np.ndarray, load: np.ndarray, item: np.ndarray, wanted: np.ndarray
 ) -> np.ndarray:
-    """[W, F] rates no higher than those of any op whose shards' loads sum to `wanted` [W] or more.
+    """[W, F] lower bounds on the rates of ops whose shards' loads sum to `wanted` [W] or more.
 
     In a box of features, rates are no lower than at its lower corner. The box with the lowest rates is divided
     next, at the middle of the feature that raises them most. Below the middle, other features are at least what
@@ -113,24 +115,24 @@ def least_rates(
     unit = np.where(codes.mean(0) > 0, codes.mean(0), 1.0)
     codes = codes / unit
     # An op of more load has no less of anything than a part of it that has just this load.
-    low = least_sums(codes, load, item, wanted)
+    low = least_feature_sums(codes, load, item, wanted)
     # The most of a feature is the least of its negative.
-    high = -least_sums(-codes, load, item, wanted)
+    high = -least_feature_sums(-codes, load, item, wanted)
     if (model.rates(low * unit) == model.rates(high * unit)).all():
         return model.rates(low * unit)
     n_loads, n_features = low.shape
     # [P, W, F, F] the least of feature i + weight × feature j, as pairs[p, w, j, i].
     sums = ((codes[:, None] + x * codes[:, :, None]).reshape(len(codes), -1) for x in _WEIGHTS)
-    pairs = np.stack([least_sums(of_pairs, load, item, wanted) for of_pairs in sums])
+    pairs = np.stack([least_feature_sums(of_pairs, load, item, wanted) for of_pairs in sums])
     pairs = pairs.reshape(len(_WEIGHTS), n_loads, n_features, n_features)
 
-    def ms(low: np.ndarray, high: np.ndarray) -> np.ndarray:
-        """[...] ms of the mean shard in boxes: the value to raise. inf for boxes without ops."""
+    def box_ms(low: np.ndarray, high: np.ndarray) -> np.ndarray:
+        """[...] ms of the mean shard in boxes of features, to maximise. inf for boxes without ops."""
         empty = (low > high + 2 * _TRACE).any(-1)
         return np.where(empty, np.inf, model.rates(low * unit) @ unit)
 
     # All boxes: [B, W, F], and their ms [B, W].
-    lows, highs, values = low[None], high[None], ms(low, high)[None]
+    lows, highs, values = low[None], high[None], box_ms(low, high)[None]
     each, feature = np.arange(n_loads), np.arange(n_features)
     for _ in range(_DIVISIONS):
         # [W] for each load its own box: the one that limits its bound.
@@ -143,24 +145,26 @@ def least_rates(
         below, above = np.maximum(low[:, None], left), np.tile(low[:, None], (1, n_features, 1))
         below[:, feature, feature], above[:, feature, feature] = low, middle
         # The lower of both parts limits the rates: the best division raises it most.
-        j = np.minimum(ms(below, high[:, None]), ms(above, high[:, None])).argmax(1)
+        j = np.minimum(box_ms(below, high[:, None]), box_ms(above, high[:, None])).argmax(1)
         upper = high.copy()
         upper[each, j] = middle[each, j]
         # The box below takes the place of the one that is divided.
         lows[box, each], highs[box, each] = below[each, j], upper
-        values[box, each] = ms(below[each, j], upper)
+        values[box, each] = box_ms(below[each, j], upper)
         lows, highs = np.concatenate([lows, above[None, each, j]]), np.concatenate([highs, high[None]])
-        values = np.concatenate([values, ms(above[each, j], high)[None]])
+        values = np.concatenate([values, box_ms(above[each, j], high)[None]])
     # An op is in some box, so the least rates of all boxes hold. Empty boxes do not count.
     return np.where(np.isfinite(values)[..., None], model.rates(lows * unit), np.inf).min(0)
 
 
-def least_sums(values: np.ndarray, load: np.ndarray, item: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """[W, J] the least sums of each of `values` [N, J] that ops have whose loads sum to `wanted` [W].
+def least_feature_sums(
+    values: np.ndarray, load: np.ndarray, item: np.ndarray, wanted: np.ndarray
+) -> np.ndarray:
+    """[W, J] lower bounds on sums of `values` [N, J] over an op's shards whose loads sum to `wanted` [W].
 
     A fractional knapsack: it takes load first from items that bring least of the value.
     """
-    first = _firsts(item)
+    first = _first_shards(item)
     # Relaxed: the most load of any shard of an item, at the least value a load of any.
     room = np.maximum.reduceat(load, first)
     each = np.minimum.reduceat(values / load[:, None], first)

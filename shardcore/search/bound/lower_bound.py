@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from shardcore.core.types import Problem
 from shardcore.cost.model import CostModel
-from shardcore.search.bound.options import runs_of, shared_layouts, space_words
+from shardcore.search.bound.options import layouts_shared_by_groups, runs_of_problem, space_description
 from shardcore.search.bound.program import Program
 from shardcore.step.kinds import Layout
 
@@ -45,8 +45,10 @@ class Bound:
     space: str
 
 
-def bound(problem: Problem, model: CostModel, shared: Sequence[Layout] | None = None) -> Bound | None:
-    """A bound over plans that cut tables by columns, or let groups of devices share them.
+def prove_lower_bound(
+    problem: Problem, model: CostModel, shared: Sequence[Layout] | None = None
+) -> Bound | None:
+    """Lower bound on the cost of plans that cut tables by columns, or let groups of devices share them.
 
     shared: the kinds of sharing to consider; None for all.
 
@@ -55,12 +57,14 @@ def bound(problem: Problem, model: CostModel, shared: Sequence[Layout] | None = 
     problem.require_setting(model.setting)
     if (lower := model.lower) is None:
         return None
-    runs = runs_of(problem, lower, shared_layouts(problem.topology) if shared is None else shared)
+    runs = runs_of_problem(
+        problem, lower, layouts_shared_by_groups(problem.topology) if shared is None else shared
+    )
     program = Program(problem, lower, runs)
-    proved_ms, even_ms = program.least_ms()
+    proved_ms, even_ms = program.lower_bound_ms()
     limit = "the work of all tables, divided evenly"
     if proved_ms > even_ms * (1 + _MORE):
-        item = program.dearest()
+        item = program.costliest_item()
         shown = ", ".join(repr(t.name) for t in item[:3]) + ", ..." * (len(item) > 3)
         limit = (
             f"tables {shown}: kept together on one device they take more than an even share of all"
@@ -69,4 +73,4 @@ def bound(problem: Problem, model: CostModel, shared: Sequence[Layout] | None = 
             "and its parts together cost more"
         )
     # Subtract a trace for rounding errors.
-    return Bound(proved_ms * (1 - _ROUNDING) + problem.job.dense_ms, limit, space_words(problem, runs))
+    return Bound(proved_ms * (1 - _ROUNDING) + problem.job.dense_ms, limit, space_description(problem, runs))

@@ -18,16 +18,16 @@ from shardcore.core.topology import Topology
 from shardcore.core.types import MIN_WIDTH, Problem, Shard, Table
 from shardcore.cost.model import CostModel
 from shardcore.step.access import output_bytes
-from shardcore.step.exchange_lines import has_concave_exchanges, total_line
-from shardcore.step.id_bytes import received_bytes
-from shardcore.step.kinds import CHANNELS, LAYOUTS, WHOLE_ROWS, Channel, Layout, even_share
-from shardcore.step.scopes import WORLD, groups_of
+from shardcore.step.exchange_lines import has_concave_exchanges, total_linear_cost
+from shardcore.step.id_bytes import received_id_bytes
+from shardcore.step.kinds import CHANNELS, LAYOUTS, WHOLE_ROWS, Channel, Layout, even_row_share
+from shardcore.step.scopes import WORLD, group_members
 from shardcore.tables.host_rows import with_highest_load_factors
 
 MOST_SHARDS = 150_000
 """With more possible shards, only widths of powers of two are considered."""
 _EVEN_BYTES, _LEAST_BYTES, _STEP, _ROUNDING = 2.0**24, 2.0**-10, 2.0**-20, 1e-9
-"""Bytes of a device at which exchanges are priced, and how near two such points are (`_points`)."""
+"""Bytes of a device at which exchanges are priced, and how near two such points are (`_line_end_points`)."""
 _POINTS, _SEVERAL = 200, 4
 """Bytes of one device at which exchanges are priced, up to as many as several shards like the largest have."""
 _TRACE = 1e-9
@@ -38,7 +38,8 @@ _TRACE = 1e-9
 class Run:
     """The shards that a device may have by one kind of a collection. Each device of a group has the same.
 
-    item: [N] number of the item (`items_of`). shards: [N] one of each of its tables. part: [N] fraction of the item.
+    item: [N] number of the item (`tables_placed_as_one`). shards: [N] one of each of its tables.
+    part: [N] fraction of the item.
     codes: [N, F] encodings.
     sent: [N] bytes of outputs of all devices that have it, as they enter the first channel. received: those of ids.
     """
@@ -52,14 +53,14 @@ class Run:
     received: np.ndarray
 
     @property
-    def columns(self) -> bool:
-        """True if single devices have its shards."""
+    def is_by_columns(self) -> bool:
+        """True if each shard of the run is on a single device."""
         return self.layout.name == WHOLE_ROWS.name
 
     @property
-    def dense(self) -> bool:
-        """True for replicas. All gradients of replicas are reduced together, whatever their collection."""
-        return all(channel.row.dense for channel in self.layout.channels)
+    def is_replicated(self) -> bool:
+        """True for a run of replicas, whose gradients are reduced together across collections."""
+        return all(channel.definition.dense for channel in self.layout.channels)
 
 
 @dataclass(frozen=True)
@@ -70,37 +71,45 @@ class Line:
     byte_ms: float
 
 
-def shared_layouts(topology: Topology) -> tuple[Layout, ...]:
-    """The kinds by which groups of several devices share tables."""
+def layouts_shared_by_groups(topology: Topology) -> tuple[Layout, ...]:
+    """Layouts by which groups of several devices share tables."""
     return tuple(k for k in LAYOUTS.values() if any(len(group) > 1 for group in k.groups(topology)))
 
 
-def cuts_any_width(problem: Problem) -> bool:
-    """True if columns of all widths are options. Their number limits time and memory."""
+def considers_all_widths(problem: Problem) -> bool:
+    """True if shards of all column widths are options. False if these would be too many for the limits of time and
+    memory.
+    """
     return sum(t.dim // MIN_WIDTH for t in problem.tables) <= MOST_SHARDS
 
 
-def space_words(problem: Problem, runs: Sequence[Run]) -> str:
-    """The plans that options make up, in words."""
-    widths = f"multiples of {MIN_WIDTH}" if cuts_any_width(problem) else f"{MIN_WIDTH} times powers of two"
+def space_description(problem: Problem, runs: Sequence[Run]) -> str:
+    """Plans covered by a lower bound's options, in words."""
+    widths = (
+        f"multiples of {MIN_WIDTH}" if considers_all_widths(problem) else f"{MIN_WIDTH} times powers of two"
+    )
     # Groups share whole tables here. Searches also let them share parts (state/column_parts.py).
     others = dict.fromkeys(
-        run.layout.words + " (not in parts)" * run.layout.cuts_columns for run in runs if not run.columns
+        run.layout.words + " (not in parts)" * run.layout.cuts_columns
+        for run in runs
+        if not run.is_by_columns
     )
     return ", or with ".join([f"each table whole or cut by columns ({widths})", *others])
 
 
-def items_of(problem: Problem) -> list[tuple[Table, ...]]:
-    """Tables of a collection that a plan places as one: those kept together, and each of the others."""
+def tables_placed_as_one(problem: Problem) -> list[tuple[Table, ...]]:
+    """Tuples of tables of a collection that plans place together: bundles, and single tables."""
     of_key: dict[tuple[str, bool, tuple[str, ...]], list[Table]] = defaultdict(list)
     for t in problem.tables:
-        of_key[t.collection, t.sequence, problem.bundle_of.get(t.name, (t.name,))].append(t)
+        of_key[t.collection, t.sequence, problem.group_by_table.get(t.name, (t.name,))].append(t)
     return [tuple(of_key[key]) for key in sorted(of_key)]
 
 
-def runs_of(problem: Problem, model: CostModel, shared: Sequence[Layout]) -> list[Run]:
-    """The runs of columns, and of the kinds `shared`, for each collection. Those without options are left out."""
-    runs, items = [], items_of(problem)
+def runs_of_problem(problem: Problem, model: CostModel, shared: Sequence[Layout]) -> list[Run]:
+    """Runs of a problem for each collection: by columns, and by each layout in `shared`. Runs without options are left
+    out.
+    """
+    runs, items = [], tables_placed_as_one(problem)
     for group in sorted({(t.collection, t.sequence) for t in problem.tables}):
         numbers = [i for i, (t, *_) in enumerate(items) if (t.collection, t.sequence) == group]
         tables = [t for i in numbers for t in items[i]]
@@ -108,38 +117,42 @@ def runs_of(problem: Problem, model: CostModel, shared: Sequence[Layout]) -> lis
         longest = with_highest_load_factors(tables, problem.global_batch, len(problem.topology))
         held = dict(zip(tables, longest, strict=True))
         for kind in (WHOLE_ROWS, *shared):
-            layout = kind.as_sequence if group[1] else kind
+            layout = kind.sequence_layout if group[1] else kind
             if layout is None:
                 continue
             # Of tables kept together each has one shard, so they make up one option.
             each = [
-                (i, zip(*(_shards_of(layout, t, problem) for t in items[i]), strict=True)) for i in numbers
+                (i, zip(*(_possible_shards(layout, t, problem) for t in items[i]), strict=True))
+                for i in numbers
             ]
             options = [(i, shards) for i, several in each for shards in several]
             if options:
-                runs.append(_run(layout, options, held, problem, model))
+                runs.append(_make_run(layout, options, held, problem, model))
     return runs
 
 
-def _run(
+def _make_run(
     layout: Layout,
     options: Sequence[tuple[int, tuple[Shard, ...]]],
     held: Mapping[Table, Table],
     problem: Problem,
     model: CostModel,
 ) -> Run:
-    """A run. held: tables as the longest cache holds their rows."""
+    """Run of a layout with its options. held: tables with the load factors of the longest cache."""
     item, shards = (list(x) for x in zip(*options, strict=True))
     flat, firsts = [s for several in shards for s in several], np.cumsum([0, *map(len, shards[:-1])])
-    bytes_of = next(iter(layout.channels_in(problem.job, problem.topology).values()))
+    bytes_of = next(iter(layout.channels_in_job(problem.job, problem.topology).values()))
     n_bytes = [
-        (bytes_of(float(s.bytes), output_bytes(s, problem.global_batch), problem), received_bytes(s, problem))
+        (
+            bytes_of(float(s.bytes), output_bytes(s, problem.global_batch), problem),
+            received_id_bytes(s, problem),
+        )
         for s in flat
     ]
     sent, received = (
         len(layout.groups(problem.topology)[0]) * np.add.reduceat(np.array(n_bytes, float), firsts).T
     )
-    codes = model.encode([replace(s, table=held[s.table]) for s in flat], layout.batch(problem))
+    codes = model.encode([replace(s, table=held[s.table]) for s in flat], layout.op_batch(problem))
     return Run(
         layout=layout,
         item=np.array(item),
@@ -151,22 +164,22 @@ def _run(
     )
 
 
-def _shards_of(layout: Layout, table: Table, problem: Problem) -> Iterator[Shard]:
-    """The shards of a table that a device may have: all columns, or the smallest share of what a group shares.
+def _possible_shards(layout: Layout, table: Table, problem: Problem) -> Iterator[Shard]:
+    """Shards of a table that a device may have: of each column width, or the smallest share of a group.
 
     What others of the group have costs no less.
     """
-    whole, n = table.name in problem.whole, len(layout.groups(problem.topology)[0])
+    whole, n = table.name in problem.uncut_tables, len(layout.groups(problem.topology)[0])
     if layout.name == WHOLE_ROWS.name:
         columns = table.dim // MIN_WIDTH
         widths = range(1, columns)
-        if not cuts_any_width(problem):
+        if not considers_all_widths(problem):
             widths = [1 << k for k in range((columns - 1).bit_length())]
         for width in [columns] if whole or len(problem.topology) == 1 else [*widths, columns]:
             yield Shard(table, 0, table.rows, 0, width * MIN_WIDTH)
     elif not layout.divides_rows:
         yield Shard.whole(table)
-    elif not (table.ordered or whole) and (each := even_share(table.rows, n)):
+    elif not (table.ordered or whole) and (each := even_row_share(table.rows, n)):
         # The last device has the remaining rows, which are the fewest.
         yield Shard(table, (n - 1) * each, table.rows, 0, table.dim)
 
@@ -184,23 +197,23 @@ class Exchanges:
         """of_items: bytes in the first channel of each item that may be of the kind, of all devices."""
         self._model, self._topology = model, problem.topology
         topology, job, n = problem.topology, problem.job, len(problem.topology)
-        channels = run.layout.channels_in(job, topology)
+        channels = run.layout.channels_in_job(job, topology)
         entering = {channel: bytes_of(1.0, 1.0, problem) for channel, bytes_of in channels.items()}
         # Bytes of all channels are proportional to those of the first.
         sent = {channel: x / next(iter(entering.values())) for channel, x in entering.items()}
         # Groups within units exchange by themselves: backward, devices of others do not wait for them.
         within = {c: x for c, x in sent.items() if c.group != WORLD and not c.scope.across}
-        groups = groups_of(next(iter(within)).group if within else WORLD, topology)
+        groups = group_members(next(iter(within)).group if within else WORLD, topology)
         speed = np.array([d.speed for d in topology.devices])
         shares = np.sort(speed[groups].sum(1)) / speed.sum()
         ids: dict[Channel, float] = {run.layout.ids: 1.0} if run.layout.ids else {}
-        points = self._points(of_items / n, of_items.sum() / n * len(groups))
-        outputs = self._line(sent, points, ("forward", "backward"))
-        forward = self._line(within, points, ("forward",))
-        backward = self._line(within, points, ("backward",))
+        points = self._line_end_points(of_items / n, of_items.sum() / n * len(groups))
+        outputs = self._line_below_exchanges(sent, points, ("forward", "backward"))
+        forward = self._line_below_exchanges(within, points, ("forward",))
+        backward = self._line_below_exchanges(within, points, ("backward",))
 
-        def in_groups(shares: np.ndarray) -> Line:
-            """However groups divide the bytes. Slow ones may have more. shares: [G] of their speed, rising."""
+        def line_for_groups(shares: np.ndarray) -> Line:
+            """Line below exchanges however groups divide the bytes. shares: [G] of the groups' speed, rising."""
             # Forward all wait for the group with most bytes, backward each for itself. The least is where the first
             # groups have equally many, and the others none.
             n_groups, number = len(shares), np.arange(1, len(shares) + 1)
@@ -216,29 +229,31 @@ class Exchanges:
 
         # A single device may be of the group that has nothing.
         last = 1.0 * (np.arange(len(groups)) == len(groups) - 1)
-        self.mean, self.every = in_groups(shares), in_groups(last)
+        self.mean, self.every = line_for_groups(shares), line_for_groups(last)
         # No device receives more than all ids of all tables.
         tables = {s.table for several in run.shards for s in several}
-        most = float(sum(received_bytes(Shard.whole(t), problem) for t in tables))
-        received = self._line(ids, self._points(run.received / n, most), ("forward",))
+        most = float(sum(received_id_bytes(Shard.whole(t), problem) for t in tables))
+        received = self._line_below_exchanges(
+            ids, self._line_end_points(run.received / n, most), ("forward",)
+        )
         self.ids = Line(received.once_ms, received.byte_ms / n)
-        self.own_outputs = self._own_law(sent, run.sent, 0.0)
-        self.own_ids = self._own_law(ids, run.received, job.hides_ids_ms)
+        self.own_outputs = self._most_bytes_by_ms(sent, run.sent, 0.0)
+        self.own_ids = self._most_bytes_by_ms(ids, run.received, job.id_overlap_ms)
 
-    def _line(
+    def _line_below_exchanges(
         self, channels: Mapping[Channel, float], points: tuple[float, float], ways: Sequence[str]
     ) -> Line:
-        """The line below the ms of directions, where every device enters as many bytes times those of `channels`.
+        """Line below the ms of exchanges in the given directions, if every device sends equally many bytes.
 
         points: bytes of a device between which it is below.
         """
-        line = total_line(self._model, channels, self._topology, points, ways)
+        line = total_linear_cost(self._model, channels, self._topology, points, ways)
         byte_ms, once_ms = float(line[:-1].sum()), float(line[-1])
         # Lowered a trace, for rounding.
         return Line(once_ms - _ROUNDING * (once_ms + byte_ms * points[0]), byte_ms)
 
-    def _points(self, each: np.ndarray, most: float) -> tuple[float, float]:
-        """Bytes of a device between which the line through the law of exchanges is not above it.
+    def _line_end_points(self, each: np.ndarray, most: float) -> tuple[float, float]:
+        """Bytes of a device between which the line through the exchange law is nowhere above the law.
 
         each: those of the shards or items of which some are exchanged. most: of all plans.
         A convex law is above all its tangents. A concave one is above the chord of all that plans may have.
@@ -249,10 +264,10 @@ class Exchanges:
         least = max(float(each.min()), _LEAST_BYTES)
         return least, max(most, least * (1 + _STEP))
 
-    def _own_law(
+    def _most_bytes_by_ms(
         self, channels: Mapping[Channel, float], n_bytes: np.ndarray, hidden_ms: float
     ) -> Callable[[float], float]:
-        """From ms of an exchange, beside those that are hidden, to the first of rising bytes that take longer.
+        """Function from ms of an exchange to the smallest bytes of a device that take longer. Hidden ms do not count.
 
         An exchange takes no less than if one device alone had bytes. inf: all take less.
         """

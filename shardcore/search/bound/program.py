@@ -35,10 +35,10 @@ import numpy as np
 
 from shardcore.core.types import Problem, Table
 from shardcore.cost.model import CostModel
-from shardcore.search.bound.contention import Curve, op_curve
-from shardcore.search.bound.options import Exchanges, Run, items_of
-from shardcore.step.exchange_lines import even_is_least, has_equal_transfers
-from shardcore.step.memory import held_bytes, sums_of
+from shardcore.search.bound.contention import Curve, op_slowdown_curve
+from shardcore.search.bound.options import Exchanges, Run, tables_placed_as_one
+from shardcore.step.exchange_lines import has_equal_transfers, is_even_division_cheapest
+from shardcore.step.memory import shard_sums, usable_bytes
 
 _SHARES = 6
 """Dual feasible functions that round to shares of a device."""
@@ -81,8 +81,8 @@ class _Rows:
         self.least: list[float] = []
         self.found: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
 
-    def add(self, least: float, *terms: tuple[Any, Any]) -> None:
-        """terms: numbers of variables, and their coefficients."""
+    def add_constraint(self, least: float, *terms: tuple[Any, Any]) -> None:
+        """Add a constraint: the sum of terms is at least `least`. terms: variables' numbers, and coefficients."""
         for columns, values in terms:
             columns = np.atleast_1d(columns)
             self.found.append(
@@ -90,8 +90,8 @@ class _Rows:
             )
         self.least.append(least)
 
-    def matrix(self, n_variables: int) -> Any:
-        """[rows, variables] sparse."""
+    def sparse_matrix(self, n_variables: int) -> Any:
+        """[rows, variables] sparse matrix of the constraints' coefficients."""
         from scipy import sparse
 
         rows, columns, values = (np.concatenate(x) for x in zip(*self.found, strict=True))
@@ -117,23 +117,23 @@ class Program:
 
     def __init__(self, problem: Problem, model: CostModel, runs: Sequence[Run]) -> None:
         self.problem, self.model, topology = problem, model, problem.topology
-        self.items = items_of(problem)
+        self.items = tables_placed_as_one(problem)
         # Where even exchanges are not the cheapest, none count.
-        counted = float(even_is_least(model, topology))
+        counted = float(is_even_division_cheapest(model, topology))
         waits = counted * has_equal_transfers(model, topology)
-        each = np.stack([[d.speed for d in topology.devices], held_bytes(problem)])
+        each = np.stack([[d.speed for d in topology.devices], usable_bytes(problem)])
         (self.speed, held), of_class, self.count = np.unique(
             each, axis=1, return_inverse=True, return_counts=True
         )
         self.class_of = of_class.ravel()
         self.runs = runs
         self.everywhere = [len(run.layout.groups(topology)[0]) == len(topology) for run in runs]
-        self.curves = [self._curve(run) for run in runs]
+        self.curves = [self._slowdown_curve(run) for run in runs]
         exchanges, found = [], []
         for r, run in enumerate(runs):
             # Replicas of all collections are one exchange, so its law is that of all.
-            peers = [other for other in runs if other.dense] if run.dense else [run]
-            exchanges.append(Exchanges(problem, model, run, np.concatenate([_of_items(x) for x in peers])))
+            peers = [other for other in runs if other.is_replicated] if run.is_replicated else [run]
+            exchanges.append(Exchanges(problem, model, run, np.concatenate([_item_bytes(x) for x in peers])))
             lines = exchanges[-1]
             columns = {
                 "run": np.full(len(run.part), r),
@@ -145,16 +145,19 @@ class Program:
                 "every_ms": waits * lines.every.byte_ms * run.sent,
                 "id_ms": counted * lines.ids.byte_ms * run.received,
                 "resident": np.array(
-                    [sum(sums_of(run.layout, s, problem).resident for s in several) for several in run.shards]
+                    [
+                        sum(shard_sums(run.layout, s, problem).resident for s in several)
+                        for several in run.shards
+                    ]
                 ),
-                "sent": run.sent * run.columns,
-                "received": run.received * run.columns,
+                "sent": run.sent * run.is_by_columns,
+                "received": run.received * run.is_by_columns,
             }
-            found += self._at_sites(run, columns)
+            found += self._options_by_site(run, columns)
         options = self.options = {name: np.concatenate([x[name] for x in found]) for name in found[0]}
         self.latency_ms = np.zeros((len(runs) + 1, 3))
         for run, x, row in zip(runs, exchanges, self.latency_ms, strict=False):
-            paid = self.latency_ms[-1] if run.dense else row
+            paid = self.latency_ms[-1] if run.is_replicated else row
             paid[:] = counted * x.mean.once_ms, waits * x.every.once_ms, counted * x.ids.once_ms
         self.rooms = []
         for c, (speed, most) in enumerate(zip(self.speed.tolist(), held.tolist(), strict=True)):
@@ -168,25 +171,27 @@ class Program:
             ]
         # Towers divide a device's bytes over its unit.
         if waits and len(topology) > 1 and problem.job.tower_ratio is None:
-            for r in (r for r, run in enumerate(runs) if run.columns):
+            for r in (r for r, run in enumerate(runs) if run.is_by_columns):
                 on, lines = 1.0 * (options["run"] == r), exchanges[r]
                 self.rooms += [
                     _Room(("outputs", r), options["sent"], on, len(topology), lines.own_outputs),
                     _Room(("ids", r), options["received"], on, len(topology), lines.own_ids),
                 ]
 
-    def _curve(self, run: Run) -> Curve:
-        """The curve of a run's ops."""
+    def _slowdown_curve(self, run: Run) -> Curve:
+        """Slowdown curve of a run's ops."""
         # A usual op has an even part of the tables. Of a kind that groups share, about half of the tables.
         topology = self.problem.topology
-        n_ops = len(topology) if run.columns else 2 * len(run.layout.groups(topology))
-        return op_curve(run.codes, run.item, run.codes[run.part == 1].sum(0) / n_ops, self.model)
+        n_ops = len(topology) if run.is_by_columns else 2 * len(run.layout.groups(topology))
+        return op_slowdown_curve(run.codes, run.item, run.codes[run.part == 1].sum(0) / n_ops, self.model)
 
-    def _at_sites(self, run: Run, columns: Mapping[str, np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
-        """The columns of options, for each site of a run: those of shards that may be there."""
+    def _options_by_site(
+        self, run: Run, columns: Mapping[str, np.ndarray]
+    ) -> Iterator[dict[str, np.ndarray]]:
+        """Arrays of a run's options for each site: of the shards that may be there."""
         problem, layout, n_classes = self.problem, run.layout, len(self.speed)
         may_run = [
-            all(problem.may_run(layout, t) and (layout.caches or not t.in_host_memory) for t in item)
+            all(problem.may_run(layout, t) and (layout.may_cache_rows or not t.in_host_memory) for t in item)
             for item in self.items
         ]
         groups = layout.groups(problem.topology)
@@ -202,13 +207,13 @@ class Program:
 
     # --- the bound ------------------------------------------------------------------------------------------
 
-    def dearest(self) -> tuple[Table, ...]:
-        """The item that takes longest whole on a device."""
+    def costliest_item(self) -> tuple[Table, ...]:
+        """Item (tables placed together) that takes longest whole on one device."""
         whole = self.options["alone_ms"] * (self.options["part"] == 1) * (self.options["on"].sum(1) == 1)
         return self.items[self.options["item"][whole.argmax()]]
 
-    def least_ms(self) -> tuple[float, float]:
-        """A lower bound on ms of a step without its dense part, and ms if all work divided evenly.
+    def lower_bound_ms(self) -> tuple[float, float]:
+        """Lower bound on ms of a step without its dense part, and ms if all work were divided evenly.
 
         0 where nothing is proved.
         """
@@ -217,12 +222,12 @@ class Program:
         # All tables on the slowest device: a time that hardly limits what fits.
         top = (work_ms + self.latency_ms.sum()) / self.speed.min() + self.model.launch_ms()
         low, high, rest = 0.0, np.inf, dict[Part, float]()
-        even_ms = value = self._value(top, rest)
+        even_ms = value = self._program_optimum_ms(top, rest)
         for _ in range(_TOPS):
             if value < top:
                 parts = {room.part for room in self.rooms} - {_NO_PART}
-                tighter = {part: self._value(top, rest, part) * (1 - _TRACE) for part in parts}
-                value = self._value(top, tighter)
+                tighter = {part: self._program_optimum_ms(top, rest, part) * (1 - _TRACE) for part in parts}
+                value = self._program_optimum_ms(top, tighter)
                 # What the rest takes in plans up to `top` holds for lower ones, but not beyond.
                 rest = tighter if value < top else rest
             low = max(low, min(top, value))
@@ -233,11 +238,11 @@ class Program:
             if high <= low * (1 + _PRECISION):
                 break
             top = min((low + high) / 2, _WIDER * low)
-            value = self._value(top, rest)
+            value = self._program_optimum_ms(top, rest)
         return low, even_ms
 
-    def _value(self, top: float, rest: Mapping[Part, float], without: Part = _NO_PART) -> float:
-        """The program's least ms. 0 or more.
+    def _program_optimum_ms(self, top: float, rest: Mapping[Part, float], without: Part = _NO_PART) -> float:
+        """Optimum of the linear program in ms, 0 or more.
 
         rest: the least ms of a step without a part.
         without: a part that costs nothing.
@@ -256,9 +261,9 @@ class Program:
         every, present, compute, (ids,), (step,), missing = np.split(np.arange(ends[-1]), ends[:-1])
         compute = compute.reshape(n_runs, n_classes)
         rows = _Rows()
-        self._add_items(rows, options, present, missing)
+        self._add_item_constraints(rows, options, present, missing)
         if without != _COMPUTE:
-            self._add_compute(rows, options, present, compute, time[_COMPUTE])
+            self._add_compute_constraints(rows, options, present, compute, time[_COMPUTE])
         latency_ms, counts = self.latency_ms.copy(), dict.fromkeys(("outputs", "ids"), np.ones(n_options))
         if without[0] in counts:
             counts[without[0]] = 1.0 * (options["run"] != without[1])
@@ -273,18 +278,18 @@ class Program:
         for columns, share, ms, which in means:
             # In the mean over devices, a step takes at least so long.
             terms = (columns, -share), (every, -ms * counts["outputs"]), (present, -latency_ms[:, which])
-            rows.add(0.0, (step, 1.0), (ids, -1.0), *terms)
+            rows.add_constraint(0.0, (step, 1.0), (ids, -1.0), *terms)
         id_terms = (every, -options["id_ms"] * counts["ids"]), (present, -latency_ms[:, 2])
-        rows.add(-self.problem.job.hides_ids_ms, (ids, 1.0), *id_terms)
+        rows.add_constraint(-self.problem.job.id_overlap_ms, (ids, 1.0), *id_terms)
         for room, m in zip(self.rooms, most, strict=True):
-            for f in dual_feasible(room.size[at] / m) if 0 < m < np.inf else ():
-                rows.add(-float(room.devices), (every, -f * room.on[at]))
+            for f in dual_feasible_functions(room.size[at] / m) if 0 < m < np.inf else ():
+                rows.add_constraint(-float(room.devices), (every, -f * room.on[at]))
         cost = np.zeros(ends[-1])
         cost[step], cost[missing] = 1.0, _MISSING * top
         limit = np.ones(ends[-1])
         limit[every], limit[[ids, step]] = 1 / options["part"], top
         limit[compute] = top * self.speed * self.count
-        matrix, least = rows.matrix(ends[-1]), np.array(rows.least)
+        matrix, least = rows.sparse_matrix(ends[-1]), np.array(rows.least)
         bounds = np.stack([np.zeros(ends[-1]), limit], 1)
         result = optimize.linprog(cost, -matrix, -least, bounds=bounds, method="highs")
         if result.status:  # no solution in time: nothing is proved
@@ -293,20 +298,20 @@ class Program:
         # What a variable may lower the cost by, at these prices, is subtracted.
         return max(0.0, float(prices @ least + np.minimum(0.0, cost - matrix.T @ prices) @ limit))
 
-    def _add_items(
+    def _add_item_constraints(
         self, rows: _Rows, options: Mapping[str, np.ndarray], present: np.ndarray, missing: np.ndarray
     ) -> None:
-        """Items are made up of options. Runs are there as far as any of their items is."""
+        """Add constraints that each item is placed whole, and that a run is present as far as any of its items is."""
         for item, column in enumerate(missing):
             at = np.flatnonzero(options["item"] == item)
-            rows.add(1.0, (at, options["part"][at]), (column, 1.0))
+            rows.add_constraint(1.0, (at, options["part"][at]), (column, 1.0))
             for run in np.unique(options["run"][at]):
                 of_run = at[options["run"][at] == run]
-                rows.add(0.0, (present[run], 1.0), (of_run, -options["part"][of_run]))
-        for run in np.flatnonzero([run.dense for run in self.runs]):
-            rows.add(0.0, (present[-1], 1.0), (present[run], -1.0))
+                rows.add_constraint(0.0, (present[run], 1.0), (of_run, -options["part"][of_run]))
+        for run in np.flatnonzero([run.is_replicated for run in self.runs]):
+            rows.add_constraint(0.0, (present[-1], 1.0), (present[run], -1.0))
 
-    def _add_compute(
+    def _add_compute_constraints(
         self,
         rows: _Rows,
         options: Mapping[str, np.ndarray],
@@ -314,7 +319,7 @@ class Program:
         compute: np.ndarray,
         most_ms: float,
     ) -> None:
-        """Ops take the ms of their shards and launches. most_ms: of a device's ops."""
+        """Add constraints on the compute ms of ops from shards and launches. most_ms: of a device's ops."""
         launch_ms = self.model.launch_ms()
         for (r, c), column in np.ndenumerate(compute):
             at, most = np.flatnonzero(options["run"] == r), most_ms * self.speed[c] - launch_ms
@@ -323,26 +328,26 @@ class Program:
             everywhere = self.everywhere[r]
             # Launches of all devices if the run is there, else in proportion to their work.
             alone = 1.0 if everywhere else 1 + launch_ms / most
-            lines = self.curves[r].lines_below(most, launch_ms * (not everywhere))
+            lines = self.curves[r].lines_below_op_ms(most, launch_ms * (not everywhere))
             for slope, once, per in (
                 (alone, 0.0, options["alone_ms"]),
                 *((*line, options["load"]) for line in lines),
             ):
                 terms = [(column, 1.0), (at, -slope * per[at] * options["on"][at, c])]
                 if everywhere:
-                    rows.add(0.0, *terms, (present[r], -self.count[c] * (launch_ms + once)))
+                    rows.add_constraint(0.0, *terms, (present[r], -self.count[c] * (launch_ms + once)))
                 else:
-                    rows.add(float(self.count[c]) * once, *terms)
+                    rows.add_constraint(float(self.count[c]) * once, *terms)
 
 
-def _of_items(run: Run) -> np.ndarray:
-    """[I] bytes of each of a run's items, if all of it is of the kind."""
+def _item_bytes(run: Run) -> np.ndarray:
+    """[I] bytes of each item of a run, if the whole item ran by the run's layout."""
     _, first = np.unique(run.item, return_index=True)
     return (run.sent / run.part)[first]
 
 
-def dual_feasible(size: np.ndarray) -> Iterator[np.ndarray]:
-    """[N] functions of sizes, whose sums are at most 1 wherever those of sizes are."""
+def dual_feasible_functions(size: np.ndarray) -> Iterator[np.ndarray]:
+    """[N] dual feasible functions of sizes: wherever sizes sum to at most 1, so do the functions' values."""
     yield size
     for shares in range(1, _SHARES + 1):
         yield np.floor((shares + 1) * size * (1 - _TRACE)) / shares

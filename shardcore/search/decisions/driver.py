@@ -23,14 +23,14 @@ from typing import Any, ClassVar
 from shardcore.core import progress
 from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.types import Plan, Problem
-from shardcore.core.validation import Record, require, require_type, shown
+from shardcore.core.validation import Record, require, require_type, short_repr
 from shardcore.cost.model import CostModel, require_model
-from shardcore.io.schema import build
+from shardcore.io.schema import build_record
 from shardcore.search.budget import Budget
 from shardcore.search.sharders import Sharder
-from shardcore.search.state.shards import priced
-from shardcore.search.ties import least
-from shardcore.step.memory import fits
+from shardcore.search.state.shards import priced_plan
+from shardcore.search.ties import cheapest_item
+from shardcore.step.memory import plan_fits
 
 ENTRY = "decisions"
 """The ledger's name in a plan's provenance."""
@@ -80,16 +80,16 @@ class Ledger:
 
     @property
     def best(self) -> Entry:
-        """The entry that won."""
+        """Entry of the proposal that won."""
         return next(entry for entry in self.entries if entry.proposed == self.chosen)
 
 
-def ledger_of(provenance: Mapping[str, Any]) -> Ledger | None:
-    """The ledger in a plan's provenance. None: nothing was decided before its search.
+def ledger_from_provenance(provenance: Mapping[str, Any]) -> Ledger | None:
+    """Ledger of decisions in a plan's provenance. None if nothing was decided before the plan's search.
 
     Raises ShardCoreError for an entry that is no ledger.
     """
-    return build(Ledger, provenance[ENTRY], f"provenance: {ENTRY}") if ENTRY in provenance else None
+    return build_record(Ledger, provenance[ENTRY], f"provenance: {ENTRY}") if ENTRY in provenance else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,8 +132,8 @@ class Found:
     outcomes: tuple[Outcome, ...] = ()
 
     @property
-    def chosen(self) -> Any:
-        """The proposal of the outermost decision that won. Raises ShardCoreError if nothing was decided."""
+    def chosen_proposal(self) -> Any:
+        """Winning proposal of the outermost decision. Raises ShardCoreError if nothing was decided."""
         if self.ledger is None:
             raise ShardCoreError("nothing was decided before this search, so it has no chosen proposal")
         return next(x.proposal for x in self.outcomes if x.proposal.words == self.ledger.chosen)
@@ -150,7 +150,7 @@ class Outcome:
 
     @property
     def ms(self) -> float:
-        """Infinite without a plan."""
+        """Cost of the outcome's plan in ms; infinite without a plan."""
         return self.found.ms if self.found else float("inf")
 
 
@@ -174,7 +174,7 @@ class Decision(Record):
     def proposals(
         self, problem: Problem, model: CostModel, seconds: float | None
     ) -> Generator[Proposal, Outcome, None]:
-        """Propose problems. Each `yield` gives the outcome of the proposal.
+        """Propose problems to search. Each `yield` gives the outcome of the proposal.
 
         model: cost model for any problem.
         seconds: time for all proposals together. None: no limit.
@@ -184,22 +184,22 @@ class Decision(Record):
         raise NotImplementedError
 
     def adopt(self, proposal: Any, found: Found, problem: Problem, model: CostModel) -> Found:
-        """Change a plan, its problem or its cost as the decision sees them.
+        """Adapt a found plan, its problem or its cost to the decision's view.
 
         problem: the one that proposals were asked for.
         """
         return found
 
     def best(self, outcomes: Sequence[Outcome]) -> Outcome:
-        """The outcome that wins. At least one has a plan."""
-        return least(outcomes, lambda outcome: outcome.ms)
+        """Outcome that wins a decision. At least one outcome has a plan."""
+        return cheapest_item(outcomes, lambda outcome: outcome.ms)
 
     def because(self, outcomes: Sequence[Outcome]) -> str:
-        """The reason that it wins."""
+        """Reason, in words, why the winning outcome of a decision wins."""
         return f"least ms of {sum(outcome.found is not None for outcome in outcomes)} with a plan"
 
     def facts(self, outcome: Outcome) -> Mapping[str, Any]:
-        """Numbers and texts on an outcome by name, for the ledger."""
+        """Facts on an outcome, numbers and texts by name, for the ledger."""
         return {}
 
 
@@ -213,7 +213,7 @@ def decide(
     budget: Budget | None = None,
     heard: Callable[[Outcome], None] | None = None,
 ) -> Found:
-    """The cheapest plan of all that the decisions propose, and what it is a plan of.
+    """Cheapest plan of all problems that decisions propose, with the plan's problem, cost and ledger.
 
     The plan's provenance has the ledger.
 
@@ -234,7 +234,7 @@ def decide(
     for decision in decisions:
         require_type(decision, Decision, "a decision", "a Decision, such as Groups()")
     right = 'a sharder, such as SHARDERS["portfolio"]'
-    require(callable(search), f"search is {shown(search)}; it needs to be {right}")
+    require(callable(search), f"search is {short_repr(search)}; it needs to be {right}")
     # The order of the list does not count: levels say which decision needs which.
     nested = sorted(decisions, key=lambda decision: decision.level)
     # Either of a pair may know why it excludes the other.
@@ -243,7 +243,7 @@ def decide(
             require(outer.name != inner.name, f"{outer.name} were asked for twice; once is enough")
             why = outer.against.get(inner.name) or inner.against.get(outer.name)
             require(not why, f"{outer.name} and {inner.name} were both asked for; {why}, so leave one out")
-    found = _Driver(nested, search, model, seed, budget, heard).found(problem)
+    found = _Driver(nested, search, model, seed, budget, heard).find_plan(problem)
     if found.ledger is None:
         return found
     # Plain data, as a plan's provenance goes to a file.
@@ -269,15 +269,20 @@ class _Driver:
     heard: Callable[[Outcome], None] | None = None
     plans: tuple[Plan, ...] = ()
 
-    def found(self, problem: Problem) -> Found:
+    def find_plan(self, problem: Problem) -> Found:
+        """Plan of a problem under the decisions that are left, or the search's plan if none are."""
         if self.decisions:
             # A ledger lists all proposals, so all are searched before one is chosen.
-            return _chosen(self.decisions[0], list(self._outcomes(self.decisions[0], problem)))
+            return _choose_plan(self.decisions[0], list(self._proposal_outcomes(self.decisions[0], problem)))
         # Here no decision is left, so the sharder searches.
         model = self.model.for_problem(problem)
         problem.require_setting(model.setting)
         # Their costs are those of other models.
-        plans = [priced(p.placements, problem, model, **p.provenance) for p in self.plans if fits(p, problem)]
+        plans = [
+            priced_plan(p.placements, problem, model, **p.provenance)
+            for p in self.plans
+            if plan_fits(p, problem)
+        ]
         evals = 0
         try:
             searched = self.search(problem, model, seed=self.seed, budget=self.budget)
@@ -288,11 +293,11 @@ class _Driver:
             plans.insert(0, searched)
             # Sharders without a search count no evaluations.
             evals = searched.provenance.get("evals", 0)
-        plan = least(plans, lambda plan: plan.provenance["predicted_ms"])
+        plan = cheapest_item(plans, lambda plan: plan.provenance["predicted_ms"])
         return Found(problem=problem, plan=plan, ms=plan.provenance["predicted_ms"], evals=evals)
 
-    def _outcomes(self, decision: Decision, problem: Problem) -> Iterable[Outcome]:
-        """The outcome of each proposal."""
+    def _proposal_outcomes(self, decision: Decision, problem: Problem) -> Iterable[Outcome]:
+        """Outcomes of a decision's proposals, one after the other."""
         budget, seconds, began = self.budget, self.budget and self.budget.seconds, progress.clock()
         # A generator, so that a decision keeps its state in local variables between proposals.
         steps, any_plan = decision.proposals(problem, self.model, seconds), False
@@ -307,7 +312,7 @@ class _Driver:
             if left <= 0 and any_plan and not decision.searches_all:
                 outcome = Outcome(proposal=proposal, error=Infeasible("no time was left for it"))
             else:
-                outcome = self._outcome(decision, proposal, problem, budget)
+                outcome = self._outcome_of_proposal(decision, proposal, problem, budget)
             any_plan |= outcome.found is not None
             # Before the next search, so that a listener sees each result when it is there.
             if self.heard:
@@ -319,17 +324,17 @@ class _Driver:
             except StopIteration:
                 return
 
-    def _outcome(
+    def _outcome_of_proposal(
         self, decision: Decision, proposal: Proposal, problem: Problem, budget: Budget | None
     ) -> Outcome:
         search, model = proposal.search or self.search, proposal.model or self.model
         # Only the outermost decision's outcomes are heard.
         inner = _Driver(self.decisions[1:], search, model, self.seed, budget, plans=proposal.plans)
         began, found, error = progress.clock(), None, proposal.refused
-        with progress.part(proposal.words):
+        with progress.prefixed_phases(proposal.words):
             # A proposal without a plan is an answer: others may have one.
             try:
-                found = None if error else inner.found(proposal.problem)
+                found = None if error else inner.find_plan(proposal.problem)
             except ShardCoreError as refused:
                 error = refused
             adopted = found and decision.adopt(proposal, found, problem, model)
@@ -337,8 +342,8 @@ class _Driver:
         return Outcome(proposal=proposal, found=adopted, error=error, seconds=seconds)
 
 
-def _chosen(decision: Decision, outcomes: Sequence[Outcome]) -> Found:
-    """The choice of a decision, with its ledger. Raises ShardCoreError if no proposal has a plan."""
+def _choose_plan(decision: Decision, outcomes: Sequence[Outcome]) -> Found:
+    """Plan that a decision chooses, with its ledger. Raises ShardCoreError if no proposal has a plan."""
     errors = [outcome.error for outcome in outcomes if outcome.error]
     if len(errors) == len(outcomes):  # no plan at all
         if len(outcomes) == 1:
@@ -352,15 +357,15 @@ def _chosen(decision: Decision, outcomes: Sequence[Outcome]) -> Found:
     # By the decision: not all choose the least ms.
     best = decision.best(outcomes)
     assert best.found is not None
-    entries = entries_of(decision, outcomes)
+    entries = ledger_entries(decision, outcomes)
     ledger = Ledger(decision.name, best.proposal.words, decision.because(outcomes), entries)
     # Evaluations of all proposals led to this plan, not only those of the winner.
     evals = sum(entry.evals for entry in entries)
     return replace(best.found, ledger=ledger, outcomes=tuple(outcomes), evals=evals)
 
 
-def entries_of(decision: Decision, outcomes: Iterable[Outcome]) -> tuple[Entry, ...]:
-    """Outcomes of a decision as entries of a ledger."""
+def ledger_entries(decision: Decision, outcomes: Iterable[Outcome]) -> tuple[Entry, ...]:
+    """Ledger entries of a decision's outcomes."""
     return tuple(
         Entry(
             proposed=outcome.proposal.words,

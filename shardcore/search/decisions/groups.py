@@ -29,23 +29,23 @@ from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.step_cost import StepCost
 from shardcore.core.topology import Topology
 from shardcore.core.types import Problem
-from shardcore.cost.model import CostModel, first_least, price
+from shardcore.cost.model import CostModel, first_argmin, price
 from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
 from shardcore.search.sharders import SHARDERS
-from shardcore.step.kinds import CHANNELS, Channel, row_unit_of, shards_on
+from shardcore.step.kinds import CHANNELS, Channel, row_unit_of, shards_by_device
 from shardcore.step.lower import Workload, lower
-from shardcore.step.memory import held_bytes, host_bytes, used_bytes
+from shardcore.step.memory import host_tier_bytes, usable_bytes, used_bytes
 from shardcore.step.sharding_groups import (
     GroupedPlan,
     Grouping,
-    groupings,
-    numbered,
+    describe_grouping,
+    number_hosts,
+    parse_group_sizes,
+    possible_groupings,
     problem_of_group,
-    replicas,
+    replica_devices,
     replicated_gradient_bytes,
-    require_size,
     synced_bytes,
-    words,
 )
 
 _ALL_REDUCE = CHANNELS.index(Channel("all_reduce"))
@@ -77,12 +77,13 @@ class GroupedCost:
         return self.step.total_ms + self.dense_gradients_ms
 
     @property
-    def sync_ms_a_step(self) -> float:
+    def sync_ms_per_step(self) -> float:
+        """ms of a synchronisation of the groups, spread over the steps between two."""
         return self.sync_ms / self.sync_every
 
     @property
     def total_ms(self) -> float:
-        return self.step_ms + self.sync_ms_a_step
+        return self.step_ms + self.sync_ms_per_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,13 +105,13 @@ class FoundGroups(Found):
     cost: GroupedCost
 
     @property
-    def grouped(self) -> GroupedPlan:
+    def grouped_plan(self) -> GroupedPlan:
         return GroupedPlan(self.grouping, self.plan, self.problem)
 
     @property
-    def words(self) -> str:
-        """The groups, for people."""
-        every, groups = self.grouping.sync_every, words(self.grouping, self.whole)
+    def description(self) -> str:
+        """Groups of devices, in words."""
+        every, groups = self.grouping.sync_every, describe_grouping(self.grouping, self.whole)
         if self.grouping.size == len(self.whole.topology):
             return groups
         return f"{groups}, synchronised every {f'{every} steps' if every > 1 else 'step'}"
@@ -133,9 +134,11 @@ class Groups(Decision, noun="groups"):
     def proposals(
         self, problem: Problem, model: CostModel, seconds: float | None
     ) -> Generator[InGroups, Outcome, None]:
-        """Every size in both layouts, the largest first. All devices as one group are the plain problem."""
+        """Divisions of the devices into groups of adjacent or of interleaved devices, the largest groups first. One
+        group of all devices is the plain problem.
+        """
         # Sizes are few, as they divide the number of devices, so all are searched.
-        ways = groupings(problem, self.sync_every, require_size(str(self.size), problem))
+        ways = possible_groupings(problem, self.sync_every, parse_group_sizes(str(self.size), problem))
         for i, grouping in enumerate(ways):
             refused, proposed = None, problem
             # A refused way is listed in the ledger, with the reason.
@@ -144,7 +147,7 @@ class Groups(Decision, noun="groups"):
             except ShardCoreError as error:
                 refused = error
             yield InGroups(
-                words=words(grouping, problem),
+                words=describe_grouping(grouping, problem),
                 problem=proposed,
                 refused=refused,
                 more=len(ways) - 1 - i,
@@ -152,7 +155,7 @@ class Groups(Decision, noun="groups"):
             )
 
     def adopt(self, proposal: InGroups, found: Found, problem: Problem, model: CostModel) -> FoundGroups:
-        """Count the synchronisation. A plan that deals bytes evenly is kept where it is cheaper in all."""
+        """Add the cost of synchronisation. Keeps the cheaper of the searched plan and one with even bytes."""
         whole, group, grouping = problem, found.problem, proposal.grouping
         model, plans = model.for_problem(group), [found.plan]
         # One group synchronises nothing, so even bytes bring it nothing.
@@ -163,8 +166,8 @@ class Groups(Decision, noun="groups"):
             with suppress(Infeasible):
                 plans.append(SHARDERS[EVEN_BYTES](decided, model))
         # The search minimised a step. What counts is a step with its share of a synchronisation.
-        costs = [cost_of(GroupedPlan(grouping, plan, group), whole, model) for plan in plans]
-        best = first_least([cost.total_ms for cost in costs])
+        costs = [grouped_cost(GroupedPlan(grouping, plan, group), whole, model) for plan in plans]
+        best = first_argmin([cost.total_ms for cost in costs])
         chosen = {**vars(found), "plan": plans[best], "ms": costs[best].total_ms}
         # Inner decisions change tables and constraints, of the group and so of all.
         whole = replace(whole, tables=group.tables, constraints=group.constraints)
@@ -174,18 +177,18 @@ class Groups(Decision, noun="groups"):
         found = outcome.found
         if not isinstance(found, FoundGroups):
             return {}
-        used, may_hold = used_bytes(found.plan, found.problem), held_bytes(found.problem)
+        used, may_hold = used_bytes(found.plan, found.problem), usable_bytes(found.problem)
         shares = [n_bytes / max(1, free) for n_bytes, free in zip(used, may_hold, strict=True)]
         fullest = max(range(len(shares)), key=shares.__getitem__)
         return {
             "step ms": found.cost.step_ms,
-            "sync ms a step": found.cost.sync_ms_a_step,
+            "sync ms a step": found.cost.sync_ms_per_step,
             "fullest device": f"{shares[fullest]:.0%} ({fullest})",
         }
 
 
-def cost_of(grouped: GroupedPlan, problem: Problem, model: CostModel) -> GroupedCost:
-    """The cost of a step of a grouped plan.
+def grouped_cost(grouped: GroupedPlan, problem: Problem, model: CostModel) -> GroupedCost:
+    """Cost of a step of a grouped plan.
 
     problem: the problem of all devices.
     model: cost model for the problem of a group.
@@ -195,31 +198,33 @@ def cost_of(grouped: GroupedPlan, problem: Problem, model: CostModel) -> Grouped
     if grouping.size < len(topology):
         if n_bytes := replicated_gradient_bytes(grouped.plan):
             # Tables on all devices of each group have one gradient in the whole job.
-            of_all = _comm_ms(_all_reduce(n_bytes, topology, problem), model)
-            of_group = _comm_ms(_all_reduce(n_bytes, grouped.problem.topology, problem), model)
+            of_all = _comm_ms(_all_reduce_workload(n_bytes, topology, problem), model)
+            of_group = _comm_ms(_all_reduce_workload(n_bytes, grouped.problem.topology, problem), model)
             # The step already has the all-reduce within a group.
             dense = max(0.0, of_all - of_group)
         # All devices average their weights, then their state. Each waits for the last.
-        for works in synchronisation(grouped, problem):
+        for works in synchronisation_workloads(grouped, problem):
             sync += max((_comm_ms(work, model) for work in works), default=0.0)
         sync += _host_rows_ms(grouped)
     return GroupedCost(step, dense, sync, grouping.sync_every)
 
 
 def _host_rows_ms(grouped: GroupedPlan) -> float:
-    """ms in which rows below device memory cross the link to devices and back. A law, as for cache misses."""
+    """ms in which rows in host memory cross the link to devices and back, by a law as for cache misses."""
     topology = grouped.problem.topology
     ms, gbps = [0.0] * len(topology), {memory.tier: memory.gbps for memory in topology.memory}
     for placement in grouped.plan.placements:
-        for device, shard in shards_on(placement):
-            if n_bytes := host_bytes(shard, grouped.problem):
+        for device, shard in shards_by_device(placement):
+            if n_bytes := host_tier_bytes(shard, grouped.problem):
                 # Down to be averaged, and back.
                 ms[device] += 2 * n_bytes / gbps[shard.table.tier] / 1e6
     return max(ms)
 
 
-def synchronisation(grouped: GroupedPlan, problem: Problem) -> tuple[list[Workload], list[Workload]]:
-    """The all-reduces of a synchronisation: of weights, and then of optimizer state.
+def synchronisation_workloads(
+    grouped: GroupedPlan, problem: Problem
+) -> tuple[list[Workload], list[Workload]]:
+    """All-reduces of a synchronisation between groups: of weights, and of optimizer state.
 
     One for each way in which replicas are spread over hosts, of the device with most bytes.
 
@@ -228,21 +233,21 @@ def synchronisation(grouped: GroupedPlan, problem: Problem) -> tuple[list[Worklo
     topology, group = problem.topology, grouped.problem
     # All sets of replicas communicate at once, so of equal sets the one with most bytes ends last.
     largest: dict[tuple[int, ...], tuple[int, int, Topology]] = {}
-    replicated, of_group = synced_bytes(grouped.plan, group), replicas(topology, grouped.grouping)
+    replicated, of_group = synced_bytes(grouped.plan, group), replica_devices(topology, grouped.grouping)
     for (weights, state), devices in zip(replicated, of_group, strict=True):
-        among = topology.among(devices)
+        among = topology.restricted_to(devices)
         # Replicas with the same spread over hosts are priced once: the last of them counts.
-        spread = numbered([d.host for d in among.devices])
+        spread = number_hosts([d.host for d in among.devices])
         most_weights, most_state, _ = largest.get(spread, (0, 0, among))
         largest[spread] = max(most_weights, weights), max(most_state, state), among
     return (
-        [_all_reduce(weights, among, group) for weights, _, among in largest.values() if weights],
-        [_all_reduce(state, among, group) for _, state, among in largest.values() if state],
+        [_all_reduce_workload(weights, among, group) for weights, _, among in largest.values() if weights],
+        [_all_reduce_workload(state, among, group) for _, state, among in largest.values() if state],
     )
 
 
-def _all_reduce(n_bytes: int, topology: Topology, problem: Problem) -> Workload:
-    """An all-reduce of so many bytes of each device, and nothing else."""
+def _all_reduce_workload(n_bytes: int, topology: Topology, problem: Problem) -> Workload:
+    """Workload of only an all-reduce of `n_bytes` on each device."""
     n_devices = len(topology)
     traffic = np.zeros((len(CHANNELS), n_devices))  # [C, M]
     # The same bytes on each device, as replicas are equal.

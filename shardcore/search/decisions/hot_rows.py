@@ -14,7 +14,7 @@ from shardcore.core.validation import require
 from shardcore.cost.model import CostModel
 from shardcore.search.decisions.driver import Decision, Outcome, Proposal
 from shardcore.step.lower import lower
-from shardcore.step.memory import gib
+from shardcore.step.memory import size_text
 from shardcore.tables.hot_rows import HOT, heat_of_divisible_tables, hot_row_counts, with_hot_rows
 
 _FACTOR = 2.0
@@ -31,7 +31,7 @@ class HotRows(Decision):
     def proposals(
         self, problem: Problem, model: CostModel, seconds: float | None
     ) -> Generator[Proposal, Outcome, None]:
-        """The problem without hot rows, and with those of each threshold, from the highest on.
+        """Problem without hot rows, then with hot rows from each threshold, the highest first.
 
         On one device there are no thresholds. They fall until no plan fits, or half as many lookups as there
         are devices would make a row hot: fewer are never worth an all-reduce.
@@ -70,5 +70,8 @@ class HotRows(Decision):
         facts: dict[str, Any] = {"hot": sum(t.rows for t in tables if t.name.endswith(HOT))}
         if outcome.found:
             work = lower(outcome.found.plan, outcome.found.problem)
-            facts |= {"enters exchanges": gib(work.traffic.sum()), "most memory": gib(max(work.memory_bytes))}
+            facts |= {
+                "enters exchanges": size_text(work.traffic.sum()),
+                "most memory": size_text(max(work.memory_bytes)),
+            }
         return facts

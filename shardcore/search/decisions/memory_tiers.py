@@ -32,24 +32,24 @@ from shardcore.core.errors import Infeasible
 from shardcore.core.tiers import BELOW, TIERS
 from shardcore.core.types import PRECISION_BYTES, Plan, Problem, Shard, Table
 from shardcore.core.validation import require
-from shardcore.cost.model import CostModel, first_least, is_less, round_encodings
+from shardcore.cost.model import CostModel, first_argmin, is_less, round_encodings
 from shardcore.search.anneal.reshard import rebind_tables
 from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
-from shardcore.search.decisions.towers import as_planned
-from shardcore.search.state.shards import priced
-from shardcore.search.ties import least
+from shardcore.search.decisions.towers import with_towers_of_plan
+from shardcore.search.state.shards import priced_plan
+from shardcore.search.ties import cheapest_item
 from shardcore.step import access
-from shardcore.step.kinds import WHOLE_ROWS, Layout, layout_of
+from shardcore.step.kinds import WHOLE_ROWS, Layout, layout_of_kind
 from shardcore.step.memory import (
     CACHE_SET_ROWS,
     CACHED_ROW_BYTES,
-    gib,
-    held_bytes,
-    host_bytes,
+    host_tier_bytes,
     local_batch_bytes,
     require_fits,
     resident_bytes,
-    table_bytes,
+    size_text,
+    table_peak_bytes,
+    usable_bytes,
     used_bytes,
 )
 from shardcore.tables.host_rows import cached_rows_by_memory, link_bytes_of_shard
@@ -77,16 +77,16 @@ class MemoryTiers(Decision):
     def proposals(
         self, problem: Problem, model: CostModel, seconds: float | None
     ) -> Generator[Proposal, Outcome, None]:
-        """A problem with load factors for each of SHARES. Equal ones are proposed once.
+        """Problems with load factors for each share of device memory in SHARES. Equal problems are proposed once.
 
-        Raises Infeasible and ShardCoreError as `tiered` does.
+        Raises Infeasible and ShardCoreError as `with_fastest_tiers` does.
         """
         # Problems are hashable, so shares that lead to the same load factors are found as equal keys.
         share_of: dict[Problem, float] = {}
-        for_rows = tier_bytes(in_device_memory(problem))
+        for_rows = device_bytes_for_tables(with_all_rows_in_device_memory(problem))
         for share in SHARES:
             try:
-                share_of.setdefault(tiered(problem, (share - 1) * for_rows, model), share)
+                share_of.setdefault(with_fastest_tiers(problem, (share - 1) * for_rows, model), share)
             # Smaller shares fit even less.
             except Infeasible:
                 if not share_of:
@@ -101,7 +101,7 @@ class MemoryTiers(Decision):
 
     def adopt(self, proposal: Proposal, found: Found, problem: Problem, model: CostModel) -> Found:
         # Towers are in the plan, not in the problem: load factors need to fit with them.
-        filled_up, plan = filled(found.plan, as_planned(found.plan, found.problem), model)
+        filled_up, plan = fill_free_memory(found.plan, with_towers_of_plan(found.plan, found.problem), model)
         return replace(
             found,
             problem=replace(found.problem, tables=filled_up.tables),
@@ -118,7 +118,7 @@ class MemoryTiers(Decision):
                 )
                 for memory in problem.topology.memory
             },
-            "MB over the link": sum(tier.link_bytes for tier in tiers_of(problem)) / 1e6,
+            "MB over the link": sum(tier.link_bytes for tier in tiers_of_tables(problem)) / 1e6,
         }
 
 
@@ -138,30 +138,32 @@ class Tier:
     link_bytes: float
 
 
-def tiers_of(problem: Problem) -> list[Tier]:
-    """The tiers of a problem's tables by their load factors, in its order."""
-    return [_tier_of(table, problem) for table in problem.tables]
+def tiers_of_tables(problem: Problem) -> list[Tier]:
+    """Memory tier of each of a problem's tables, by its load factor, in the order of the tables."""
+    return [_tier_of_table(table, problem) for table in problem.tables]
 
 
-def link_ms(problem: Problem) -> float:
-    """ms of a step in which rows cross the link, if all devices have as much of it: no plan has less."""
+def least_link_ms(problem: Problem) -> float:
+    """Lower bound on ms of a step in which rows cross the link to host memory: as if all devices had equal shares."""
     gbps = {memory.tier: memory.gbps for memory in problem.topology.memory}
-    total = sum(tier.link_bytes / gbps[tier.table.tier] for tier in tiers_of(problem) if tier.link_bytes)
+    total = sum(
+        tier.link_bytes / gbps[tier.table.tier] for tier in tiers_of_tables(problem) if tier.link_bytes
+    )
     return total / len(problem.topology) / 1e6
 
 
-def gains_ms(problem: Problem, gibs: Sequence[float]) -> list[float]:
-    """ms of link that more device memory would save in a step.
+def link_ms_savings(problem: Problem, gibs: Sequence[float]) -> list[float]:
+    """ms of host-link time that more device memory would save in a step.
 
     gibs: GiB more of all devices together, rising.
     """
-    found = [link_ms(tiered(problem, more * 2**30)) for more in (0, *gibs)]
+    found = [least_link_ms(with_fastest_tiers(problem, more * 2**30)) for more in (0, *gibs)]
     # What is found with less memory may be better, and fits more, too.
     return (found[0] - np.minimum.accumulate(found)[1:]).tolist()
 
 
-def tiered(problem: Problem, more_bytes: float = 0, model: CostModel | None = None) -> Problem:
-    """The problem with the load factors of the fastest lookups. It forgets its own.
+def with_fastest_tiers(problem: Problem, more_bytes: float = 0, model: CostModel | None = None) -> Problem:
+    """Problem with the load factors under which lookups are fastest. Load factors that the problem has are ignored.
 
     more_bytes: device memory, all devices together, beyond what the problem has. Negative: less.
     model: cost model for any problem. None: those that make the least bytes cross the link.
@@ -171,9 +173,9 @@ def tiered(problem: Problem, more_bytes: float = 0, model: CostModel | None = No
     `heat_of` does.
     """
     # From all rows on devices: load factors that the problem has would change what is counted.
-    problem = in_device_memory(problem)
-    budget = tier_bytes(problem) + more_bytes
-    if sum(tier.device_bytes for tier in tiers_of(problem)) <= budget:
+    problem = with_all_rows_in_device_memory(problem)
+    budget = device_bytes_for_tables(problem) + more_bytes
+    if sum(tier.device_bytes for tier in tiers_of_tables(problem)) <= budget:
         return problem
     require(
         bool(problem.topology.memory),
@@ -181,54 +183,55 @@ def tiered(problem: Problem, more_bytes: float = 0, model: CostModel | None = No
         f"memory of tier {' or '.join(map(repr, BELOW))}",
     )
     fastest = TIERS[problem.topology.memory[0].tier]
-    free = [t for t in problem.tables if t.fixed_tiers is None]
-    reasons = [fastest.why_not(t.precision, problem.optimizer) for t in free]
+    free = [t for t in problem.tables if t.hash_table_tiers is None]
+    reasons = [fastest.why_unsupported(t.precision, problem.optimizer) for t in free]
     require(
         not free or not all(reasons),
         f"problem {problem.name!r} has memory of tier {fastest.name!r}, and {max(reasons, default='')}",
     )
-    cached = _all_cached(problem)
+    cached = _with_all_tables_cached(problem)
     capacities = {m.tier: len(problem.topology.hosts) * m.bytes for m in problem.topology.memory}
-    options = (options_of(table, cached, tuple(capacities), 0) for table in cached.tables)
+    options = (tier_options(table, cached, tuple(capacities), 0) for table in cached.tables)
     least_bytes = (min(tier.device_bytes for tier in of_table) for of_table in options)
     if (missing := sum(least_bytes) - budget) > 0:
         raise Infeasible(
-            f"problem {problem.name!r} lacks at least {gib(missing)} of device memory for "
+            f"problem {problem.name!r} lacks at least {size_text(missing)} of device memory for "
             "inputs, outputs and optimizer state of rows, with all rows below device memory: it "
             "needs more devices, more memory, or a smaller batch"
         )
     own = model and model.for_problem(cached)
-    tiers = shared_out(cached, cached.tables, budget, capacities, len(problem.topology), own)
+    tiers = choose_tiers(cached, cached.tables, budget, capacities, len(problem.topology), own)
     for i, memory in enumerate(problem.topology.memory, 1):
         used = sum(tier.host_bytes for tier in tiers if tier.table.tier == memory.tier)
         if used > (capacity := capacities[memory.tier]):
             # A slower tier would take them, but for its kernels.
             slower = [TIERS[other.tier] for other in problem.topology.memory[i:]]
-            unable = (tier.why_not(t.precision, problem.optimizer) for tier in slower for t in free)
+            unable = (tier.why_unsupported(t.precision, problem.optimizer) for tier in slower for t in free)
             reason = max(unable, default="")
             raise Infeasible(
-                f"problem {problem.name!r} would have {gib(used)} of tables in {TIERS[memory.tier].words}, "
-                f"which may hold {gib(capacity)}; it needs {gib(used - capacity)} more of it, or "
+                f"problem {problem.name!r} would have {size_text(used)} of tables in {TIERS[memory.tier].words}, "
+                f"which may hold {size_text(capacity)}; it needs {size_text(used - capacity)} more of it, or "
                 f"more device memory{reason and f'; {reason}'}"
             )
     return replace(problem, tables=tuple(tier.table for tier in tiers))
 
 
-def in_device_memory(problem: Problem) -> Problem:
-    """The problem with all rows in device memory. Those that leave it go to the fastest tier below."""
+def with_all_rows_in_device_memory(problem: Problem) -> Problem:
+    """Problem with all rows in device memory. Rows that later leave device memory go to the fastest tier below."""
     tier = next((memory.tier for memory in problem.topology.memory), BELOW[0])
     return replace(
         problem,
         tables=tuple(
-            t if t.fixed_tiers is not None else replace(t, load_factor=1.0, tier=tier) for t in problem.tables
+            t if t.hash_table_tiers is not None else replace(t, load_factor=1.0, tier=tier)
+            for t in problem.tables
         ),
     )
 
 
 # Cached, so that all shares of the memory have one problem, by which options are cached.
 @lru_cache(maxsize=4)
-def _all_cached(problem: Problem) -> Problem:
-    """The problem with a cache for each table that may have one in the fastest tier below the devices.
+def _with_all_tables_cached(problem: Problem) -> Problem:
+    """Problem with a cache for each table that may have one in the fastest tier below the devices.
 
     Rows of all caches of an op are as wide as the widest.
 
@@ -238,80 +241,86 @@ def _all_cached(problem: Problem) -> Problem:
     able = (
         t
         for t in problem.tables
-        if t.fixed_tiers is None and not fastest.why_not(t.precision, problem.optimizer)
+        if t.hash_table_tiers is None and not fastest.why_unsupported(t.precision, problem.optimizer)
     )
     return with_load_factors(problem, {t.name: min(0.5, fastest.most_cached) for t in able})
 
 
 def with_load_factors(problem: Problem, factors: Mapping[str, float]) -> Problem:
-    """The problem with load factors of some tables, by name."""
+    """Problem with new load factors for some tables, by name."""
     return replace(
         problem,
         tables=tuple(replace(t, load_factor=factors.get(t.name, t.load_factor)) for t in problem.tables),
     )
 
 
-def tier_bytes(problem: Problem) -> float:
-    """Bytes of device memory that weights, caches and state may take, on all devices together."""
+def device_bytes_for_tables(problem: Problem) -> float:
+    """Bytes of device memory available to weights, caches and optimizer state, on all devices together."""
     # A table's peak has buffers, too. These are needed wherever its rows are.
-    rows = sum(_rows_bytes(table, problem) for table in problem.tables)
-    peaks, local = sum(table_bytes(t, problem) for t in problem.tables), local_batch_bytes(problem)
-    return sum(max(0, capacity - local) for capacity in held_bytes(problem)) - (peaks - rows)
+    rows = sum(_device_bytes_of_table(table, problem) for table in problem.tables)
+    peaks, local = sum(table_peak_bytes(t, problem) for t in problem.tables), local_batch_bytes(problem)
+    return sum(max(0, capacity - local) for capacity in usable_bytes(problem)) - (peaks - rows)
 
 
 # Cached, as all shares of the memory ask for the same.
 @lru_cache(maxsize=1 << 17)
-def _tier_of(table: Table, problem: Problem) -> Tier:
-    whole, kinds = Shard.whole(table), _kinds_of(table, problem)
+def _tier_of_table(table: Table, problem: Problem) -> Tier:
+    whole, kinds = Shard.whole(table), _requested_kinds(table, problem)
     # Kinds over local batches are replicas: every device has the table.
     copies = len(problem.topology) if kinds and all(layout.local_batch for layout in kinds) else 1
     link = link_bytes_of_shard(whole, problem.global_batch, problem.optimizer)
-    return Tier(table, copies * _rows_bytes(table, problem), host_bytes(whole, problem), float(link.sum()))
+    return Tier(
+        table,
+        copies * _device_bytes_of_table(table, problem),
+        host_tier_bytes(whole, problem),
+        float(link.sum()),
+    )
 
 
-def _rows_bytes(table: Table, problem: Problem) -> int:
-    """Bytes of a whole table in device memory, if its device has the widest table of its op, too."""
+def _device_bytes_of_table(table: Table, problem: Problem) -> int:
+    """Bytes of a whole table in device memory, with cache rows as wide as those of the widest table of its op."""
     resident = sum(resident_bytes(WHOLE_ROWS, Shard.whole(table), problem))
     if not table.shares_cache:
         return resident
     # All rows of an op's cache are as wide as its widest table.
-    columns = _cache_widths(problem).get(_op_of(table), table.dim) - table.dim
-    return resident + table.cached(table.rows) * columns * PRECISION_BYTES[table.precision]
+    columns = _widest_cached_dims(problem).get(_op_key(table), table.dim) - table.dim
+    return resident + table.cached_rows(table.rows) * columns * PRECISION_BYTES[table.precision]
 
 
 @lru_cache(maxsize=4)
-def _cache_widths(problem: Problem) -> Mapping[tuple[str, bool, str], int]:
+def _widest_cached_dims(problem: Problem) -> Mapping[tuple[str, bool, str], int]:
     """Dim of the widest table with a cache, by op."""
     # By rising dim, so that the widest of each op is the one that stays.
     cached = sorted((t for t in problem.tables if t.shares_cache), key=lambda t: t.dim)
-    return {_op_of(table): table.dim for table in cached}
+    return {_op_key(table): table.dim for table in cached}
 
 
-def _op_of(table: Table) -> tuple[str, bool, str]:
+def _op_key(table: Table) -> tuple[str, bool, str]:
+    """Key of the fused op that a table runs in."""
     return table.collection, table.sequence, table.precision
 
 
-def _kinds_of(table: Table, problem: Problem) -> list[Layout]:
-    """The kinds that the problem's constraints ask for. Empty if they ask for none."""
-    return [layout_of(kind) for kind in problem.kinds_of.get(table.name, ())]
+def _requested_kinds(table: Table, problem: Problem) -> list[Layout]:
+    """Kinds of sharding that a problem's constraints request for a table; empty without a request."""
+    return [layout_of_kind(kind) for kind in problem.allowed_kinds.get(table.name, ())]
 
 
 # Cached, as all shares of the memory ask for the same.
 @lru_cache(maxsize=1 << 17)
-def options_of(table: Table, problem: Problem, among: tuple[str, ...], memory: float) -> list[Tier]:
-    """The tiers that a table may have, in the same order for all memories.
+def tier_options(table: Table, problem: Problem, among: tuple[str, ...], memory: float) -> list[Tier]:
+    """Memory tiers that a table may have, in the same order for all memories of the shared cache.
 
     among: tiers below the devices that have room.
     memory: of the cache that tables share, 0 to _MEMORIES.
     """
-    if table.fixed_tiers is not None:
-        return [_tier_of(table, problem)]
-    kinds = _kinds_of(table, problem)
+    if table.hash_table_tiers is not None:
+        return [_tier_of_table(table, problem)]
+    kinds = _requested_kinds(table, problem)
     # TorchRec does not cache tables of all kinds.
-    may_leave = not kinds or any(layout.caches for layout in kinds)
+    may_leave = not kinds or any(layout.may_cache_rows for layout in kinds)
     able = [TIERS[name] for name in among if may_leave]
     # Nothing crosses the link for a table without lookups, so it needs no cache. One row is none or whole.
-    needs_cache = table.rows > 1 and access.lookups(table, problem.global_batch) > 0
+    needs_cache = table.rows > 1 and access.lookup_count(table, problem.global_batch) > 0
     held = (
         cached_rows_by_memory(table, problem.global_batch)[::_EVERY].astype(int)
         if needs_cache
@@ -319,7 +328,7 @@ def options_of(table: Table, problem: Problem, among: tuple[str, ...], memory: f
     )
     factors = [(1.0, table.tier)]
     for tier in able:
-        if tier.why_not(table.precision, problem.optimizer):
+        if tier.why_unsupported(table.precision, problem.optimizer):
             continue
         if tier.kernel:
             factors.append((0.0, tier.name))
@@ -330,10 +339,10 @@ def options_of(table: Table, problem: Problem, among: tuple[str, ...], memory: f
         elif needs_cache:
             n = int(np.interp(memory, np.arange(len(held)), np.clip(held, 1, table.rows - 1)))
             factors.append((n / table.rows, tier.name))
-    return [_tier_of(replace(table, load_factor=x, tier=name), problem) for x, name in factors]
+    return [_tier_of_table(replace(table, load_factor=x, tier=name), problem) for x, name in factors]
 
 
-def shared_out(
+def choose_tiers(
     problem: Problem,
     tables: Sequence[Table],
     device_bytes: float,
@@ -341,7 +350,7 @@ def shared_out(
     n_devices: int,
     model: CostModel | None,
 ) -> list[Tier]:
-    """One tier of each table, for the shortest step within memory if all work is divided evenly.
+    """Choose one memory tier for each table, for the shortest step within memory if all work is divided evenly.
 
     Those that exceed memory least, the slowest tier first, where none keep within it.
 
@@ -354,15 +363,15 @@ def shared_out(
     limits = np.maximum([device_bytes, *tier_bytes.values()], 1.0)  # [R]
     whole = [Shard.whole(table) for table in problem.tables]
     even = model.encode(whole).sum(0, keepdims=True) / len(problem.topology) if model else None
-    table_of = [i for i, table in enumerate(tables) for _ in options_of(table, problem, among, 0)]
+    table_of = [i for i, table in enumerate(tables) for _ in tier_options(table, problem, among, 0)]
 
-    def options(memory: float) -> list[Tier]:
-        return [tier for table in tables for tier in options_of(table, problem, among, memory)]
+    def options_of_all_tables(memory: float) -> list[Tier]:
+        return [tier for table in tables for tier in tier_options(table, problem, among, memory)]
 
     @cache
-    def use(memory: int) -> np.ndarray:
-        """[O, R + C] shares of each memory, and ms of each chain, that options take."""
-        tiers = options(memory)
+    def resource_use(memory: int) -> np.ndarray:
+        """[O, R + C] use of each memory, as shares, and ms of each chain, by each option."""
+        tiers = options_of_all_tables(memory)
         n_bytes = [
             [tier.device_bytes, *(tier.host_bytes * (tier.table.tier == name) for name in among)]
             for tier in tiers
@@ -373,30 +382,34 @@ def shared_out(
         return np.hstack([n_bytes / limits, round_encodings(ms)])
 
     @cache
-    def at(memory: int) -> tuple[float, np.ndarray, float]:
-        """ms of the shortest step with a memory; its options [T]; part of the way to the next memory."""
+    def best_at(memory: int) -> tuple[float, np.ndarray, float]:
+        """Shortest step at a memory of the shared cache: its ms, options [T], and fraction of the way to the next
+        memory.
+        """
         found = []
-        for chosen in _choices(use(memory), np.array(table_of), len(limits)):
-            total, longer = (use(m)[chosen].sum(0) for m in (memory, memory + 1))
+        for chosen in _choose_options(resource_use(memory), np.array(table_of), len(limits)):
+            total, longer = (resource_use(m)[chosen].sum(0) for m in (memory, memory + 1))
             # Device memory that is left goes to the cache.
             left, grows = 1 - total[0], longer[0] - total[0]
             part = np.clip(left / grows, 0.0, 1.0) if grows > 0 else 0.0
-            found.append((float(_step_ms(total + part * (longer - total), len(limits))), chosen, part))
-        return least(found, lambda x: x[0])
+            found.append(
+                (float(_penalized_step_ms(total + part * (longer - total), len(limits))), chosen, part)
+            )
+        return cheapest_item(found, lambda x: x[0])
 
     best, low, high = 0, 0, _MEMORIES
     for step in _STEPS:
-        best = least((*range(low, high, step), best), lambda memory: at(memory)[0])
+        best = cheapest_item((*range(low, high, step), best), lambda memory: best_at(memory)[0])
         low, high = max(best - step + 1, 0), min(best + step, _MEMORIES)
-    _, chosen, part = at(best)
-    tiers = options(best + part)
+    _, chosen, part = best_at(best)
+    tiers = options_of_all_tables(best + part)
     return [tiers[i] for i in chosen]
 
 
 def _added_ms(
     tiers: Sequence[Tier], problem: Problem, model: CostModel | None, even: np.ndarray | None
 ) -> np.ndarray:
-    """[N, C] ms that tiers add to an op, and to its fetches and updates if caches fetch ahead.
+    """[N, C] ms that tables in tiers add to an op, and to its fetches and updates if caches prefetch.
 
     even: [1, F] summed encodings of the op, which has an even share of all tables.
     Without a model, [N, 1] ms on their links.
@@ -410,14 +423,14 @@ def _added_ms(
     return np.stack([ms[1:] - ms[0] for ms in chains], 1)
 
 
-def _step_ms(total: np.ndarray, n_memories: int) -> np.ndarray:
-    """[...] ms of steps that take totals [..., R + C], with a penalty where these exceed memory."""
+def _penalized_step_ms(total: np.ndarray, n_memories: int) -> np.ndarray:
+    """[...] ms of steps with totals [..., R + C], plus a penalty where totals exceed memory."""
     chains, excess = total[..., n_memories:], np.maximum(total[..., :n_memories] - (1 + 1e-9), 0.0)
     return chains.max(-1) + _HIDDEN * chains.sum(-1) + (excess + (excess > 0)) @ _OVERFULL[:n_memories]
 
 
-def _choices(use: np.ndarray, table_of: np.ndarray, n_memories: int) -> Iterator[np.ndarray]:
-    """Two choices [T] of an option of each table, for the shortest step.
+def _choose_options(use: np.ndarray, table_of: np.ndarray, n_memories: int) -> Iterator[np.ndarray]:
+    """Two choices [T] of one option for each table, for the shortest step.
 
     Both are those of a linear program, rounded, in which one table after another gets the option that makes the
     step shortest. In the first, memory that is left counts by its price in the program. In the second, it does
@@ -449,45 +462,49 @@ def _choices(use: np.ndarray, table_of: np.ndarray, n_memories: int) -> Iterator
         while True:
             total = use[chosen].sum(0)
             changed = total - use[chosen][table_of] + use
-            ms = _step_ms(changed, n_memories) + changed @ prices
-            best = first_least(ms)
-            if not is_less(ms[best], _step_ms(total, n_memories) + total @ prices):
+            ms = _penalized_step_ms(changed, n_memories) + changed @ prices
+            best = first_argmin(ms)
+            if not is_less(ms[best], _penalized_step_ms(total, n_memories) + total @ prices):
                 break
             chosen[table_of[best]] = best
         yield chosen.copy()
 
 
-def filled(plan: Plan, problem: Problem, model: CostModel) -> tuple[Problem, Plan]:
-    """The problem and plan after a device's free memory went to tables that are only there.
+def fill_free_memory(plan: Plan, problem: Problem, model: CostModel) -> tuple[Problem, Plan]:
+    """Problem and plan after each device's free memory is given to tables that are on that device only.
 
     Load factors of other tables stay. If the step is not predicted faster, nothing changes.
     """
     tables = {table.name: table for table in problem.tables}
     on_device: dict[int, list[Table]] = defaultdict(list)
-    for name, placements in plan.by_table().items():
+    for name, placements in plan.placements_by_table().items():
         devices = {d for p in placements for d in p.devices}
         # A table on several devices would need the same load factor on all of them.
         if len(devices) == 1 and tables[name].in_host_memory:
             on_device[min(devices)].append(tables[name])
     if not on_device:
         return problem, plan
-    free = [may - used for may, used in zip(held_bytes(problem), used_bytes(plan, problem), strict=True)]
-    cached = _all_cached(in_device_memory(problem))
+    free = [may - used for may, used in zip(usable_bytes(problem), used_bytes(plan, problem), strict=True)]
+    cached = _with_all_tables_cached(with_all_rows_in_device_memory(problem))
     able, tables_now = {table.name: table for table in cached.tables}, dict[str, Table]()
     for device, here in on_device.items():
         # Caches are allocated in whole sets: less than one of each op's is empty.
         widest = {
-            _op_of(t): CACHE_SET_ROWS * (t.dim * PRECISION_BYTES[t.precision] + CACHED_ROW_BYTES)
+            _op_key(t): CACHE_SET_ROWS * (t.dim * PRECISION_BYTES[t.precision] + CACHED_ROW_BYTES)
             for t in sorted(here, key=lambda t: t.dim)
         }
-        budget = sum(_rows_bytes(table, problem) for table in here) + free[device] - sum(widest.values())
+        budget = (
+            sum(_device_bytes_of_table(table, problem) for table in here)
+            + free[device]
+            - sum(widest.values())
+        )
         # Tables may change tiers, but not take more of any.
         below = {
-            name: sum(host_bytes(Shard.whole(t), problem) for t in here if t.tier == name)
+            name: sum(host_tier_bytes(Shard.whole(t), problem) for t in here if t.tier == name)
             for name in dict.fromkeys(t.tier for t in here)
         }
         movable = [able[table.name] for table in here]
-        tiers = shared_out(cached, movable, budget, below, 1, model.for_problem(cached))
+        tiers = choose_tiers(cached, movable, budget, below, 1, model.for_problem(cached))
         tables_now |= {tier.table.name: tier.table for tier in tiers}
     better = replace(problem, tables=tuple(tables_now.get(t.name, t) for t in problem.tables))
     # Placements name tables, so they change with them.
@@ -495,7 +512,7 @@ def filled(plan: Plan, problem: Problem, model: CostModel) -> tuple[Problem, Pla
     # Larger caches make larger buffers, so what is free alone does not say that it fits.
     try:
         require_fits(Plan(moved), better)
-        faster = priced(moved, better, model.for_problem(better), **plan.provenance)
+        faster = priced_plan(moved, better, model.for_problem(better), **plan.provenance)
     except Infeasible:
         return problem, plan
     is_faster = faster.provenance["predicted_ms"] < plan.provenance["predicted_ms"]

@@ -17,21 +17,21 @@ from typing import Annotated, Any, ClassVar
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.links import Link
-from shardcore.core.topology import Device, Topology, default_reserve
+from shardcore.core.topology import Device, Topology, default_reserved_bytes
 from shardcore.core.types import Plan, Problem
 from shardcore.core.validation import (
     MOST_BYTES,
     MOST_DEVICES,
     MOST_SPEED,
     Record,
-    first_repeated,
+    first_duplicate,
     require,
     require_name,
     within,
 )
 from shardcore.cost.model import CostModel
 from shardcore.io.envelope import open_document
-from shardcore.io.schema import build
+from shardcore.io.schema import build_record
 from shardcore.search.decisions.driver import Decision, Outcome, Proposal
 
 MOST_PRICE = 1e9
@@ -78,7 +78,8 @@ class Offer(Record):
         self.topology(1)  # for its refusals
 
     @property
-    def priced_by(self) -> str:
+    def model_or_hardware(self) -> str:
+        """Name of the cost model, or of the hardware, that prices the offer."""
         return self.model or self.hardware
 
     def topology(self, hosts: int) -> Topology:
@@ -108,8 +109,8 @@ class Target:
         )
 
     @property
-    def given(self) -> tuple[str, float]:
-        """Name and value of the field that is given."""
+    def name_and_value(self) -> tuple[str, float]:
+        """Name and value of the target's only field that is given."""
         return next((k, v) for k, v in vars(self).items() if v is not None)
 
 
@@ -139,17 +140,17 @@ class Offers:
 
     def __post_init__(self) -> None:
         require(bool(self.offers), "there are no offers; it needs one or more")
-        twice = first_repeated(offer.name for offer in self.offers)
+        twice = first_duplicate(offer.name for offer in self.offers)
         require(twice is None, f"there are two offers {twice!r}; each needs another name")
 
 
 def read_offers(path: str | Path) -> tuple[Offer, ...]:
-    """The offers of a file. Raises ShardCoreError naming what is wrong in it."""
-    return build(Offers, open_document(path, "offers"), str(path), also=("schema", "version")).offers
+    """Read machine offers from a file. Raises ShardCoreError naming what is wrong in the file."""
+    return build_record(Offers, open_document(path, "offers"), str(path), also=("schema", "version")).offers
 
 
-def clusters(problem: Problem, offers: Iterable[Offer]) -> Iterator[Cluster]:
-    """Every number of hosts of every offer whose devices divide the batch evenly. Not searched yet.
+def candidate_clusters(problem: Problem, offers: Iterable[Offer]) -> Iterator[Cluster]:
+    """Clusters of every number of hosts of every offer whose devices divide the batch evenly. Not searched yet.
 
     A problem that keeps free the default on its devices keeps free the default on theirs.
 
@@ -162,10 +163,10 @@ def clusters(problem: Problem, offers: Iterable[Offer]) -> Iterator[Cluster]:
         "devices, so it needs none",
     )
     # A reserve that is not the default was chosen, so it stays as it is on any devices.
-    by_default = problem.constraints.reserved_bytes == default_reserve(problem.topology.devices)
+    by_default = problem.constraints.reserved_bytes == default_reserved_bytes(problem.topology.devices)
     for offer in offers:
         if by_default:
-            reserved = default_reserve(offer.topology(1).devices)
+            reserved = default_reserved_bytes(offer.topology(1).devices)
             problem = replace(problem, constraints=replace(problem.constraints, reserved_bytes=reserved))
         for hosts in range(1, offer.most_hosts + 1):
             if problem.global_batch % (hosts * offer.devices) == 0:
@@ -180,7 +181,7 @@ def clusters(problem: Problem, offers: Iterable[Offer]) -> Iterator[Cluster]:
 class Provision(Decision):
     """Choose the cluster to rent or buy.
 
-    models: cost models by the offers' `priced_by`.
+    models: cost models by the offers' `model_or_hardware`.
     """
 
     offers: tuple[Offer, ...]
@@ -199,16 +200,19 @@ class Provision(Decision):
     def proposals(
         self, problem: Problem, model: CostModel, seconds: float | None
     ) -> Generator[Cluster, Outcome, None]:
-        """Every number of hosts of every offer.
+        """Clusters of every number of hosts of every offer.
 
         Raises SettingMismatch for a model of another setting than the problem's. Raises ShardCoreError where
-        no number of hosts divides the batch, and as `clusters`.
+        no number of hosts divides the batch, and as `candidate_clusters`.
         """
         # Before any search: a model of another setting would end them all. Offers have other hardware.
         anywhere = replace(problem, topology=replace(problem.topology, hardware=None))
         for offer in self.offers:
-            anywhere.require_setting(self.models[offer.priced_by].for_problem(anywhere).setting)
-        proposed, plans = list(clusters(problem, self.offers)), defaultdict[tuple[int, int], list[Plan]](list)
+            anywhere.require_setting(self.models[offer.model_or_hardware].for_problem(anywhere).setting)
+        proposed, plans = (
+            list(candidate_clusters(problem, self.offers)),
+            defaultdict[tuple[int, int], list[Plan]](list),
+        )
         require(
             bool(proposed),
             f"problem {problem.name!r} has global_batch {problem.global_batch}, which no "
@@ -218,16 +222,16 @@ class Provision(Decision):
             # Plans name devices by number, so clusters of the same shape can run each other's. So more memory is
             # never dearer.
             same_shape = plans[cluster.hosts, cluster.offer.devices]
-            model, more = self.models[cluster.offer.priced_by], len(proposed) - 1 - i
+            model, more = self.models[cluster.offer.model_or_hardware], len(proposed) - 1 - i
             outcome = yield replace(cluster, model=model, more=more, plans=tuple(same_shape))
             if outcome.found:
                 same_shape.append(outcome.found.plan)
 
     def best(self, outcomes: Sequence[Outcome]) -> Outcome:
-        return best_of_each(outcomes, self.target)[0]
+        return best_cluster_of_each_offer(outcomes, self.target)[0]
 
     def because(self, outcomes: Sequence[Outcome]) -> str:
-        key, aim = self.target.given
+        key, aim = self.target.name_and_value
         return f"{'fastest' if key == 'price_per_hour' else 'cheapest'} with {key} {aim:g}"
 
     def facts(self, outcome: Outcome) -> Mapping[str, Any]:
@@ -235,17 +239,17 @@ class Provision(Decision):
         return {"price_per_hour": outcome.proposal.price_per_hour, "samples_per_s": samples_per_s}
 
 
-def best_of_each(outcomes: Sequence[Outcome], target: Target) -> list[Outcome]:
-    """The best cluster of each offer that meets the target, the best of all first.
+def best_cluster_of_each_offer(outcomes: Sequence[Outcome], target: Target) -> list[Outcome]:
+    """Best cluster of each offer that meets the target, the best of all first.
 
     The cheapest is best, or with a target price the fastest. Ties go to the faster, or the cheaper.
 
     Raises ShardCoreError where no cluster meets it, naming the nearest.
     """
-    key, aim = target.given
+    key, aim = target.name_and_value
 
-    def value(outcome: Outcome) -> float:
-        """In the target's own unit."""
+    def target_value(outcome: Outcome) -> float:
+        """A cluster's value in the target's unit."""
         cluster: Cluster = outcome.proposal
         return {
             "step_ms": outcome.ms,
@@ -253,22 +257,24 @@ def best_of_each(outcomes: Sequence[Outcome], target: Target) -> list[Outcome]:
             "price_per_hour": cluster.price_per_hour,
         }[key]
 
-    def rank(outcome: Outcome) -> tuple[float, ...]:
+    def sort_key(outcome: Outcome) -> tuple[float, ...]:
         price = outcome.proposal.price_per_hour
         return (outcome.ms, price) if key == "price_per_hour" else (price, outcome.ms)
 
     # A cluster without a plan reaches no target.
     planned = [x for x in outcomes if x.found]
-    meeting = [x for x in planned if (value(x) >= aim if key == "samples_per_s" else value(x) <= aim)]
+    meeting = [
+        x for x in planned if (target_value(x) >= aim if key == "samples_per_s" else target_value(x) <= aim)
+    ]
     if not meeting:
         # Nearest is the cheapest for a price, and the fastest for a time or a rate.
-        near = min(planned, key=value if key == "price_per_hour" else lambda x: x.ms)
+        near = min(planned, key=target_value if key == "price_per_hour" else lambda x: x.ms)
         raise ShardCoreError(
             f"no cluster of {len(outcomes)} reaches {key} {aim:g}; the nearest, "
-            f"{near.proposal.words}, has {value(near):.4g}"
+            f"{near.proposal.words}, has {target_value(near):.4g}"
         )
     first: dict[str, Outcome] = {}
     # In order of rank, so the first of each offer is its best.
-    for outcome in sorted(meeting, key=rank):
+    for outcome in sorted(meeting, key=sort_key):
         first.setdefault(outcome.proposal.offer.name, outcome)
     return list(first.values())

@@ -14,7 +14,7 @@ from shardcore.core.links import ROWS_OVER
 from shardcore.core.types import Plan, Problem
 from shardcore.cost.model import CostModel
 from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
-from shardcore.step.kinds import choices_of_rows, layout_of, row_unit_of
+from shardcore.step.kinds import layout_of_kind, row_unit_choices, row_unit_of
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ class RowUnits(Decision, noun="units of rows"):
     def proposals(
         self, problem: Problem, model: CostModel, seconds: float | None
     ) -> Generator[Proposal, Outcome, None]:
-        """The problem with rows over hosts, and over pods where they are of one size."""
+        """Problem with rows divided over hosts, and over pods where all pods are of one size."""
         topology = problem.topology
-        units = (row_unit_of(topology, self.start.placements),) if self.start else choices_of_rows(topology)
+        units = (row_unit_of(topology, self.start.placements),) if self.start else row_unit_choices(topology)
         for i, unit in enumerate(units):
             # Devices of a unit, as TorchRec's groups of ranks have them.
-            size = len(topology.on_units(ROWS_OVER[unit])[0])
+            size = len(topology.devices_by_unit(ROWS_OVER[unit])[0])
             yield Proposal(
                 words=f"rows over {unit}s of {size} device{'s' * (size > 1)}",
                 problem=replace(problem, topology=replace(topology, rows_over=unit)),
@@ -48,11 +48,13 @@ class RowUnits(Decision, noun="units of rows"):
             )
 
     def adopt(self, proposal: Proposal, found: Found, problem: Problem, model: CostModel) -> Found:
-        """The plan as one of the problem that leaves it open: its kinds say which units it has."""
+        """Plan for the problem whose topology leaves the row unit open: the plan's kinds of sharding state the unit."""
         return replace(found, problem=replace(found.problem, topology=problem.topology))
 
     def facts(self, outcome: Outcome) -> Mapping[str, Any]:
         if outcome.found is None:
             return {}
-        divided = {p.shard.table.name for p in outcome.found.plan.placements if layout_of(p.kind).rows_over}
+        divided = {
+            p.shard.table.name for p in outcome.found.plan.placements if layout_of_kind(p.kind).rows_over
+        }
         return {"tables divided so": len(divided)}

@@ -32,15 +32,15 @@ from shardcore.core.links import LEVELS, ROWS_OVER
 from shardcore.core.topology import Topology
 from shardcore.core.types import Plan, Problem, Shard, Table
 from shardcore.core.validation import require
-from shardcore.cost.model import CostModel, first_least, total_ms
+from shardcore.cost.model import CostModel, first_argmin, predicted_total_ms
 from shardcore.io.towers import Towers
 from shardcore.search.budget import Budget
 from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
-from shardcore.search.state.refusal import shown
-from shardcore.search.ties import least
+from shardcore.search.state.refusal import first_names_text
+from shardcore.search.ties import cheapest_item
 from shardcore.step.lower import lower
-from shardcore.step.memory import gib, held_bytes, local_batch_bytes, table_bytes
-from shardcore.step.ways import on_all_devices
+from shardcore.step.memory import local_batch_bytes, size_text, table_peak_bytes, usable_bytes
+from shardcore.step.ways import must_be_on_all_devices
 from shardcore.tables.hot_rows import cold_part_names, rename_to_cold_parts
 
 MOST_UNITS = 4096
@@ -61,22 +61,22 @@ _MOST_STARTS, _PAIRS = 32, 500_000
 # --- problems and plans with towers -------------------------------------------------------------------------
 
 
-def units_of_towers(topology: Topology) -> dict[str, tuple[int, ...]]:
-    """The devices of each host, or pod, by its name."""
+def devices_by_tower_unit(topology: Topology) -> dict[str, tuple[int, ...]]:
+    """Devices of each host, or pod, that may have a tower, by the unit's name."""
     unit_of = LEVELS[ROWS_OVER[topology.row_unit]].unit
     return {unit_of(topology.devices[unit[0]].host): unit for unit in topology.row_units}
 
 
-def as_towers(problem: Problem, host_of: Mapping[str, str], ratio: float) -> Problem:
-    """The problem with its tables pinned to hosts, and with outputs that cross hosts `ratio` times smaller.
+def pin_tables_to_towers(problem: Problem, host_of: Mapping[str, str], ratio: float) -> Problem:
+    """Problem with its tables pinned to hosts, and with outputs that cross hosts `ratio` times smaller.
 
     Raises ShardCoreError for hosts that cannot have towers.
     """
-    on_host = units_of_towers(problem.topology)
+    on_host = devices_by_tower_unit(problem.topology)
     pinned = tuple(
         (t.name, tuple(sorted({*on_host[host_of[t.name]]} & {*problem.allowed_devices(t.name)})))
         for t in problem.tables
-        if not _everywhere(t, problem)
+        if not _is_outside_towers(t, problem)
     )
     return replace(
         problem,
@@ -85,8 +85,8 @@ def as_towers(problem: Problem, host_of: Mapping[str, str], ratio: float) -> Pro
     )
 
 
-def as_planned(plan: Plan, problem: Problem) -> Problem:
-    """The problem as a plan with towers has it: by its placements, and the ratio in its provenance.
+def with_towers_of_plan(plan: Plan, problem: Problem) -> Problem:
+    """Problem with the towers of a plan: hosts by the plan's placements, and the ratio in its provenance.
 
     The problem itself for a plan without towers. Raises ShardCoreError for an entry that is no ratio, or a
     table on several hosts.
@@ -94,7 +94,7 @@ def as_planned(plan: Plan, problem: Problem) -> Problem:
     if "tower_ratio" not in plan.provenance:
         return problem
     ratio = plan.provenance["tower_ratio"]
-    name_of = {d: name for name, unit in units_of_towers(problem.topology).items() for d in unit}
+    name_of = {d: name for name, unit in devices_by_tower_unit(problem.topology).items() for d in unit}
     require(
         isinstance(ratio, int | float) and not isinstance(ratio, bool),
         f"plan has tower_ratio {ratio!r} in its provenance; it needs a number, 1 or more",
@@ -103,7 +103,7 @@ def as_planned(plan: Plan, problem: Problem) -> Problem:
     for placement in plan.placements:
         name = placement.shard.table.name
         # A sequence's hot rows are on all devices, whatever its tower.
-        if _everywhere(placement.shard.table, problem):  # it is on no one host
+        if _is_outside_towers(placement.shard.table, problem):  # it is on no one host
             continue
         for host in (name_of[d] for d in placement.devices):
             require(
@@ -111,20 +111,20 @@ def as_planned(plan: Plan, problem: Problem) -> Problem:
                 f"plan has towers, but table {name!r} on {problem.topology.row_unit}s {host_of[name]!r} and {host!r}; "
                 "it needs one",
             )
-    return as_towers(problem, host_of, ratio)
+    return pin_tables_to_towers(problem, host_of, ratio)
 
 
-def _everywhere(table: Table, problem: Problem) -> bool:
-    """Tell if a table is no tower's: a sequence of a kind that is on all devices, as hot rows are."""
-    return table.sequence and on_all_devices(table, problem)
+def _is_outside_towers(table: Table, problem: Problem) -> bool:
+    """Tell if a table belongs to no tower: a sequence that is on all devices, such as hot rows."""
+    return table.sequence and must_be_on_all_devices(table, problem)
 
 
-def ms_without_towers(plan: Plan, problem: Problem, model: CostModel) -> float | None:
-    """ms of a step of a plan whose job has no towers. None: its problem has none anyway."""
+def step_ms_without_towers(plan: Plan, problem: Problem, model: CostModel) -> float | None:
+    """ms of a step of a plan if its job had no towers; None for a problem without towers."""
     if problem.job.tower_ratio is None:
         return None
     plain = replace(problem, job=replace(problem.job, tower_ratio=None))
-    return total_ms(lower(plan, plain, fits=False), model)
+    return predicted_total_ms(lower(plan, plain, fits=False), model)
 
 
 # --- the decision -------------------------------------------------------------------------------------------
@@ -164,22 +164,25 @@ class OnTowers(Decision, noun="towers"):
     def proposals(
         self, problem: Problem, model: CostModel, seconds: float | None
     ) -> Generator[TowerHosts, Outcome, None]:
-        """The hosts of the plan to start from, if any, and those of a search for a third of the seconds.
+        """Hosts of the plan to start from, if any, and hosts found by a search in a third of the seconds.
 
-        Raises ShardCoreError as `tower_hosts` does.
+        Raises ShardCoreError as `assign_tower_hosts` does.
         """
-        towers, for_problem = self.towers.renamed(cold_part_names(problem)), model.for_problem(problem)
+        towers, for_problem = (
+            self.towers.with_renamed_tables(cold_part_names(problem)),
+            model.for_problem(problem),
+        )
         # The search for a plan needs the rest.
         third = seconds and seconds / 3
         kept = None
         if self.start:
             with suppress(ShardCoreError):  # the towers are against these hosts
-                stays = _on_its_hosts(problem, rename_to_cold_parts(self.start, problem))
-                kept = tower_hosts(stays, towers, for_problem, third)
+                stays = _pin_to_hosts_of_plan(problem, rename_to_cold_parts(self.start, problem))
+                kept = assign_tower_hosts(stays, towers, for_problem, third)
         if kept:
             yield replace(kept, words="hosts of the plan before", more=int(self.moves))
         if self.moves or not kept:
-            yield tower_hosts(problem, towers, for_problem, third)
+            yield assign_tower_hosts(problem, towers, for_problem, third)
 
     def adopt(self, proposal: TowerHosts, found: Found, problem: Problem, model: CostModel) -> Found:
         constraints = replace(found.problem.constraints, pinned=problem.constraints.pinned)
@@ -198,9 +201,9 @@ class OnTowers(Decision, noun="towers"):
         }
 
 
-def _on_its_hosts(problem: Problem, plan: Plan) -> Problem:
-    """The problem with each table pinned to its host in a plan, if that is one and allowed."""
-    placed = plan.by_table()
+def _pin_to_hosts_of_plan(problem: Problem, plan: Plan) -> Problem:
+    """Problem with each table pinned to its host in a plan, where a table has exactly one allowed host."""
+    placed = plan.placements_by_table()
     unit_of = {d: unit for unit in problem.topology.row_units for d in unit}
     # Tables on several hosts, and new ones, stay free.
     pins = dict(problem.constraints.pinned)
@@ -211,10 +214,10 @@ def _on_its_hosts(problem: Problem, plan: Plan) -> Problem:
     return replace(problem, constraints=replace(problem.constraints, pinned=tuple(pins.items())))
 
 
-def tower_hosts(
+def assign_tower_hosts(
     problem: Problem, towers: Towers, model: CostModel, seconds: float | None = None
 ) -> TowerHosts:
-    """Assign tables to hosts.
+    """Assign tables to hosts such that towers share affine tables, within memory and with even work.
 
     Constraints of tables (pinned) are kept. Tables kept together count as a group.
 
@@ -224,7 +227,7 @@ def tower_hosts(
     Raises Infeasible, which names a group and by how much it does not fit, if memory is too small.
     """
     known, topology = {t.name for t in problem.tables}, problem.topology
-    on_host = units_of_towers(topology)
+    on_host = devices_by_tower_unit(topology)
     require_tower_units({}, topology.row_units, topology.row_unit, f"problem {problem.name!r}")
     for name in (*(n for group in towers.towers for n in group), *towers.tables):
         require(name in known, f"towers have table {name!r}, which problem {problem.name!r} does not have")
@@ -233,7 +236,7 @@ def tower_hosts(
         f"problem {problem.name!r} has job.tower_ratio "
         f"{problem.job.tower_ratio}, so its towers are placed already; leave out one of the two",
     )
-    units = _units(problem, towers)
+    units = _tables_sharing_hosts(problem, towers)
     require(
         len(units) <= MOST_UNITS,
         f"towers leave {len(units)} groups of tables; at most {MOST_UNITS} are "
@@ -247,41 +250,42 @@ def tower_hosts(
     for unit, may in zip(units, allowed, strict=True):
         require(
             bool(may.any()),
-            f"towers keep tables {shown(unit)} on one host, but constraints.pinned leaves them none in common",
+            f"towers keep tables {first_names_text(unit)} on one host, "
+            "but constraints.pinned leaves them none in common",
         )
     number = {name: i for i, unit in enumerate(units) for name in unit}
     unit_of = [number[t.name] for t in problem.tables]
     codes = model.encode([Shard.whole(t) for t in problem.tables])
     # [2, T] work and memory of the tables.
-    of_tables = [np.asarray(model.head(codes)), [table_bytes(t, problem) for t in problem.tables]]
+    of_tables = [np.asarray(model.head(codes)), [table_peak_bytes(t, problem) for t in problem.tables]]
     load = np.stack([np.bincount(unit_of, x, len(units)) for x in of_tables], 1)  # [U, 2]
     affinity = np.zeros((len(units), len(units)))  # [U, U]
     in_matrix = [number[name] for name in towers.tables]
     # Affinity of a table to itself says nothing.
-    np.add.at(affinity, np.ix_(in_matrix, in_matrix), towers.matrix() * (1 - np.eye(len(in_matrix))))
+    np.add.at(affinity, np.ix_(in_matrix, in_matrix), towers.affinity_matrix() * (1 - np.eye(len(in_matrix))))
     # Each device has the local batch as well, so that much is not free for tables.
     local = local_batch_bytes(problem)
-    free = [max(0, may_hold - local) for may_hold in held_bytes(problem)]
+    free = [max(0, may_hold - local) for may_hold in usable_bytes(problem)]
     speeds = [sum(topology.devices[d].speed for d in host) for host in on_host.values()]
     # At least a byte: shares of nothing are not defined.
     room = [max(1, sum(free[d] for d in host)) for host in on_host.values()]
     capacity = np.array(list(zip(speeds, room, strict=True)), dtype=float)
     division = Division(affinity, load, capacity, allowed, seconds)
-    of_units = division.best()
+    of_units = division.best_division()
     host = of_units[len(on_host) :]
-    _require_all_fit(units, host, load[:, _MEMORY], capacity[:, _MEMORY], problem)
+    _require_hosts_fit(units, host, load[:, _MEMORY], capacity[:, _MEMORY], problem)
     host_of = {t.name: list(on_host)[host[number[t.name]]] for t in problem.tables}
     return TowerHosts(
         words="hosts found",
-        problem=as_towers(problem, host_of, towers.compression_ratio),
+        problem=pin_tables_to_towers(problem, host_of, towers.compression_ratio),
         host_of=host_of,
-        affinity_inside=division.inside(of_units),
-        loads=tuple(map(tuple, division.loads(of_units).tolist())),
+        affinity_inside=division.affinity_share_inside(of_units),
+        loads=tuple(map(tuple, division.relative_loads(of_units).tolist())),
     )
 
 
-def _units(problem: Problem, towers: Towers) -> list[tuple[str, ...]]:
-    """Tables that have to share a host: those of a group, and those of constraints.together.
+def _tables_sharing_hosts(problem: Problem, towers: Towers) -> list[tuple[str, ...]]:
+    """Tuples of tables that have to share a host: of a tower's group, or of constraints.together.
 
     Tables and units are in the problem's order.
     """
@@ -295,13 +299,14 @@ def _units(problem: Problem, towers: Towers) -> list[tuple[str, ...]]:
     return list(dict.fromkeys(map(tuple, units.values())))
 
 
-def _group(unit: Sequence[str]) -> str:
-    return f"table {unit[0]!r}" if len(unit) == 1 else f"the group {shown(unit)}"
+def _group_name(unit: Sequence[str]) -> str:
+    return f"table {unit[0]!r}" if len(unit) == 1 else f"the group {first_names_text(unit)}"
 
 
-def _require_all_fit(
+def _require_hosts_fit(
     units: Sequence[Sequence[str]], host: np.ndarray, n_bytes: np.ndarray, room: np.ndarray, problem: Problem
 ) -> None:
+    """Raise Infeasible if tables on a host take more memory than the host has."""
     held = np.bincount(host, n_bytes, len(room))
     h = int(np.argmax(held - room))
     if held[h] > room[h]:
@@ -310,9 +315,9 @@ def _require_all_fit(
         unit = units[int(here[np.argmax(n_bytes[here])])]
         raise Infeasible(
             f"problem {problem.name!r} does not fit: no division of its towers over "
-            f"{len(room)} hosts was found. In the best one {_group(unit)} is on host "
-            f"{list(units_of_towers(problem.topology))[h]!r}, whose tables take {gib(held[h])} with outputs; it "
-            f"may hold {gib(room[h])}, {gib(over)} too little. It may fit in smaller groups, "
+            f"{len(room)} hosts was found. In the best one {_group_name(unit)} is on host "
+            f"{list(devices_by_tower_unit(problem.topology))[h]!r}, whose tables take {size_text(held[h])} with "
+            f"outputs; it may hold {size_text(room[h])}, {size_text(over)} too little. It may fit in smaller groups, "
             "or with that much more memory on each host"
         )
 
@@ -354,58 +359,68 @@ class Division:
         # [H, 2] what a host has if all have the same share.
         self.share = np.maximum(capacity / capacity.sum(0) * load.sum(0), 1e-300)
 
-    def best(self) -> np.ndarray:
-        """[H + U] the host of each unit in the best division of all starts."""
+    def best_division(self) -> np.ndarray:
+        """[H + U] host of each unit in the best division found from all starts."""
         # Fixed, so that equal problems and towers get equal hosts.
         rng, found = np.random.default_rng(0), list[np.ndarray]()
         starts = min(_MOST_STARTS, max(2, 1 + _PAIRS // len(self.load) ** 2))
-        while len(found) < starts and (not found or self._meter.left()):
+        while len(found) < starts and (not found or self._meter.has_budget_left()):
             anywhere = [rng.choice(np.flatnonzero(may)) for may in self.allowed[len(self.hosts) :]]
-            found.append(self._improved(np.concatenate([self.hosts, anywhere])))
-        return least(found, self.cost)
+            found.append(self._improve_division(np.concatenate([self.hosts, anywhere])))
+        return cheapest_item(found, self.cost)
 
     def cost(self, host: np.ndarray) -> float:
-        """The sum that the search minimises: the aims of the module, weighted."""
-        return float(self._penalty(self._totals(host), self.hosts).sum() - self._share_inside(host))
+        """Cost of a division that the search minimises: the weighted sum of overfull memory, imbalance and lost
+        affinity.
+        """
+        return float(
+            self._host_penalties(self._host_totals(host), self.hosts).sum()
+            - self._pair_affinity_share_inside(host)
+        )
 
-    def inside(self, host: np.ndarray) -> float:
-        """The share of affinity between different tables that lies within hosts. 1 where there is none."""
+    def affinity_share_inside(self, host: np.ndarray) -> float:
+        """Share of the affinity between different tables that lies within hosts; 1 without affinity."""
         whole = self.all_affinity + self._inside_units
-        return (self._share_inside(host) * self.all_affinity + self._inside_units) / whole if whole else 1.0
+        return (
+            (self._pair_affinity_share_inside(host) * self.all_affinity + self._inside_units) / whole
+            if whole
+            else 1.0
+        )
 
-    def loads(self, host: np.ndarray) -> np.ndarray:
-        """[H, 2] of work and memory, relative to a host's share."""
-        return self._totals(host) / self.share
+    def relative_loads(self, host: np.ndarray) -> np.ndarray:
+        """[H, 2] work and memory of each host, relative to the host's share."""
+        return self._host_totals(host) / self.share
 
-    def _totals(self, host: np.ndarray) -> np.ndarray:
+    def _host_totals(self, host: np.ndarray) -> np.ndarray:
+        """[H, 2] total work and memory of each host."""
         return np.stack([np.bincount(host, x, len(self.share)) for x in self.load.T], 1)
 
-    def _share_inside(self, host: np.ndarray) -> float:
+    def _pair_affinity_share_inside(self, host: np.ndarray) -> float:
         same = self.affinity[host[:, None] == host].sum() / 2
         return float(same) / self.all_affinity if self.all_affinity else 1.0
 
-    def _penalty(self, totals: np.ndarray, hosts: np.ndarray) -> np.ndarray:
-        """[...] penalties of hosts [...] that hold totals [..., 2]."""
+    def _host_penalties(self, totals: np.ndarray, hosts: np.ndarray) -> np.ndarray:
+        """[...] penalties of hosts [...] whose work and memory are totals [..., 2]."""
         relative = totals / self.share[hosts]  # [..., 2]
         overfull = np.maximum(0.0, totals[..., _MEMORY] / self.memory[hosts] - 1)
         beyond = np.maximum(0.0, relative - (1 + _TOLERANCE)).sum(-1)
         return _OVERFULL * overfull + _UNBALANCED * beyond + _UNEVEN * (relative**2).sum(-1) / len(self.share)
 
-    def _improved(self, host: np.ndarray) -> np.ndarray:
-        """The division after exchanges of units, until none makes it cheaper."""
-        totals, n = self._totals(host), len(self.hosts)
+    def _improve_division(self, host: np.ndarray) -> np.ndarray:
+        """Improve a division by exchanges of units between hosts, until no exchange makes the division cheaper."""
+        totals, n = self._host_totals(host), len(self.hosts)
         # [H + U, H] affinity of a unit to those of a host.
         near = self.affinity @ np.eye(n)[host]
         for _ in range(_MOST_PASSES):
             before = host.copy()
             for u in range(n, len(host)):
                 # What does not fit is worth waiting for.
-                if not self._meter.left() and (totals[:, _MEMORY] <= self.memory).all():
+                if not self._meter.has_budget_left() and (totals[:, _MEMORY] <= self.memory).all():
                     return host
                 costs, here = self._exchange_costs(u, host, totals, near), host[u]
-                v = first_least(costs)
+                v = first_argmin(costs)
                 # Rounding errors of large penalties are no gain: the search would go round in circles.
-                if costs[v] >= -(1e-12 + _ROUNDING * self._penalty(totals, self.hosts).sum()):
+                if costs[v] >= -(1e-12 + _ROUNDING * self._host_penalties(totals, self.hosts).sum()):
                     continue
                 for w, new in ((u, host[v]), (v, here)):
                     near[:, host[w]] -= self.affinity[:, w]
@@ -413,19 +428,19 @@ class Division:
                     host[w] = new
                 host[:n] = self.hosts
                 # Sums afresh: differences would gather rounding errors.
-                totals = self._totals(host)
+                totals = self._host_totals(host)
             if (host == before).all():
                 break
         return host
 
     def _exchange_costs(self, u: int, host: np.ndarray, totals: np.ndarray, near: np.ndarray) -> np.ndarray:
-        """[H + U] cost of exchanging a unit with each other one. inf where they may not, or share a host."""
-        here, now = host[u], self._penalty(totals, self.hosts)
+        """[H + U] cost of exchanging one unit with every unit; inf for units that may not move or share its host."""
+        here, now = host[u], self._host_penalties(totals, self.hosts)
         differs = self.load[u] - self.load  # [H + U, 2] that the other host gains
         # The affinity between both stays between hosts, but `near` counts it as gained, twice.
         others = near[np.arange(len(host)), host] - near[:, here]
         loses = near[u, here] - near[u, host] + others + 2 * self.affinity[u]
-        first = self._penalty(totals[here] - differs, np.full(len(host), here)) - now[here]
-        both = first + self._penalty(totals[host] + differs, host) - now[host]
+        first = self._host_penalties(totals[here] - differs, np.full(len(host), here)) - now[here]
+        both = first + self._host_penalties(totals[host] + differs, host) - now[host]
         costs = both + loses / (self.all_affinity or 1.0)
         return np.where((host != here) & self.allowed[u, host] & self.allowed[:, here], costs, np.inf)

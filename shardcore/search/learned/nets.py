@@ -44,14 +44,17 @@ Weights = Mapping[str, Any]
 Shapes = dict[str, tuple[int, ...]]
 
 
-def features(shards: Sequence[Shard], batch: int) -> np.ndarray:
-    """[N, F] float32 features of shards that a batch of so many samples looks up."""
+def shard_features(shards: Sequence[Shard], batch: int) -> np.ndarray:
+    """[N, F] float32 features of shards, for a batch of `batch` samples."""
     # Of the shard, not the table: lookups are those that hit its rows.
     sizes = np.array(
-        [(s.width, s.rows, s.table.looked_up * access.access_share(s) + _OFFSET, s.bytes) for s in shards],
+        [
+            (s.width, s.rows, s.table.lookups_per_sample * access.access_share(s) + _OFFSET, s.bytes)
+            for s in shards
+        ],
         dtype=float,
     ).reshape(-1, 4)
-    bins = np.array([access.reuse_bins(s.table, batch) for s in shards]).reshape(-1, REUSE_BINS)
+    bins = np.array([access.reuse_histogram(s.table, batch) for s in shards]).reshape(-1, REUSE_BINS)
     return np.concatenate([np.log(sizes), bins], 1).astype(np.float32)
 
 
@@ -86,20 +89,20 @@ class Net(ABC):
         self.shapes: Shapes = scaling | {"scale_ms": (1,)} | _mlp_shapes("table", *_TABLE) | shapes
 
     @abstractmethod
-    def latents(self, w: Weights, features: Any, xp: ModuleType = np) -> Any:
+    def shard_latents(self, w: Weights, features: Any, xp: ModuleType = np) -> Any:
         """[N, L] latents of shards with features [N, F]."""
 
     @abstractmethod
-    def single(self, w: Weights, latents: Any) -> Any:
-        """[...] predicted cost of shards [..., L] alone. Those that cost most are placed first."""
+    def single_shard_cost(self, w: Weights, latents: Any) -> Any:
+        """[...] predicted cost of each shard [..., L] alone. Shards of the highest cost are placed first."""
 
-    def context(self, w: Weights, latents: Any, xp: ModuleType = np) -> Any:
-        """[..., N, H] context of each of the shards [..., N, L], in the order of placing. None: no context."""
+    def next_shard_contexts(self, w: Weights, latents: Any, xp: ModuleType = np) -> Any:
+        """[..., N, H] context of each shard [..., N, L] as the next one, in the order of placing. None: no context."""
         return None
 
     @abstractmethod
-    def scores(self, w: Weights, inputs: PolicyInputs, xp: ModuleType = np) -> Any:
-        """[..., D] scores of devices: logits of a softmax."""
+    def device_scores(self, w: Weights, inputs: PolicyInputs, xp: ModuleType = np) -> Any:
+        """[..., D] scores of devices for the next shard: logits of a softmax."""
 
 
 class DreamShard(Net):
@@ -115,35 +118,35 @@ class DreamShard(Net):
         shapes = _mlp_shapes("costs", PARTS, _H, LATENTS) | {"choice.weight": (2 * LATENTS, 1)}
         if not asks_model:
             shapes |= _mlp_shapes("cost_table", *_TABLE)
-            shapes |= _layer("heads.0", LATENTS, PARTS * _H)
+            shapes |= _layer_shapes("heads.0", LATENTS, PARTS * _H)
             shapes |= {"heads.1.weight": (PARTS, _H), "heads.1.bias": (PARTS,)}
             shapes |= _mlp_shapes("overall", LATENTS, _H, 1)
         super().__init__(shapes)
 
-    def latents(self, w: Weights, features: Any, xp: ModuleType = np) -> Any:
-        """[N, L]: the policy's, and those of the cost network if there is one."""
+    def shard_latents(self, w: Weights, features: Any, xp: ModuleType = np) -> Any:
+        """[N, L] latents of shards: the policy's, and the cost network's if there is one."""
         # Side by side: a rollout then sums both with one array.
-        x = _scaled(w, features, xp)
+        x = _scale_features(w, features, xp)
         nets = ("table",) if self.asks_model else ("table", "cost_table")
         return xp.concatenate([_relu(_mlp(w, name, x)) for name in nets], -1)
 
-    def single(self, w: Weights, latents: Any) -> Any:
-        return self.parts(w, latents).sum(-1)
+    def single_shard_cost(self, w: Weights, latents: Any) -> Any:
+        return self.device_costs(w, latents).sum(-1)
 
-    def scores(self, w: Weights, inputs: PolicyInputs, xp: ModuleType = np) -> Any:
+    def device_scores(self, w: Weights, inputs: PolicyInputs, xp: ModuleType = np) -> Any:
         # Either source has one scale, so both kinds of policy have the same layers.
-        costs = inputs.costs / w["scale_ms"] if self.asks_model else self.parts(w, inputs.latents)
+        costs = inputs.costs / w["scale_ms"] if self.asks_model else self.device_costs(w, inputs.latents)
         both = xp.concatenate([inputs.latents[..., :LATENTS], _relu(_mlp(w, "costs", costs))], -1)
         return (both @ w["choice.weight"])[..., 0]
 
-    def parts(self, w: Weights, latents: Any) -> Any:
+    def device_costs(self, w: Weights, latents: Any) -> Any:
         """[..., PARTS] predicted costs of devices [..., L]."""
         # Three small heads in one product.
         hidden = _relu(_linear(w, "heads.0", latents[..., LATENTS:]))
         hidden = hidden.reshape(*hidden.shape[:-1], PARTS, _H)
         return (hidden * w["heads.1.weight"]).sum(-1) + w["heads.1.bias"]
 
-    def overall(self, w: Weights, latents: Any, xp: ModuleType = np) -> Any:
+    def plan_cost(self, w: Weights, latents: Any, xp: ModuleType = np) -> Any:
         """[...] predicted cost of plans with devices [..., D, L]. An empty device counts nothing."""
         # A maximum over devices takes any number of them, and a step waits for the largest, too.
         return _mlp(w, "overall", xp.amax(latents[..., LATENTS:], -2))[..., 0]
@@ -157,27 +160,27 @@ class AutoShard(Net):
 
     def __init__(self) -> None:
         shapes = _mlp_shapes("cost", LATENTS, _H, 1)
-        shapes |= _layer("progress", 1, LATENTS) | _layer("device", 2, LATENTS)
+        shapes |= _layer_shapes("progress", 1, LATENTS) | _layer_shapes("device", 2, LATENTS)
         shapes |= _mlp_shapes("score", 3 * _H, _WIDE, _WIDE, _H, 1)
-        shapes |= _layer("next", 2 * LATENTS, _H)
+        shapes |= _layer_shapes("next", 2 * LATENTS, _H)
         super().__init__(shapes)
 
-    def latents(self, w: Weights, features: Any, xp: ModuleType = np) -> Any:
-        return _relu(_mlp(w, "table", _scaled(w, features, xp)))
+    def shard_latents(self, w: Weights, features: Any, xp: ModuleType = np) -> Any:
+        return _relu(_mlp(w, "table", _scale_features(w, features, xp)))
 
-    def single(self, w: Weights, latents: Any) -> Any:
+    def single_shard_cost(self, w: Weights, latents: Any) -> Any:
         """[...] predicted compute of shards [..., L], or of devices."""
         return _mlp(w, "cost", latents)[..., 0]
 
-    def context(self, w: Weights, latents: Any, xp: ModuleType = np) -> Any:
+    def next_shard_contexts(self, w: Weights, latents: Any, xp: ModuleType = np) -> Any:
         n = latents.shape[-2]
         # The share of shards that are placed already, [N, 1].
         done = (xp.arange(n, dtype=xp.float32) / n)[:, None]
         progress = xp.broadcast_to(_relu(_linear(w, "progress", done)), latents.shape)
         return _relu(_linear(w, "next", xp.concatenate([latents, progress], -1)))
 
-    def scores(self, w: Weights, inputs: PolicyInputs, xp: ModuleType = np) -> Any:
-        facts = xp.stack([self.single(w, inputs.latents), inputs.used], -1)
+    def device_scores(self, w: Weights, inputs: PolicyInputs, xp: ModuleType = np) -> Any:
+        facts = xp.stack([self.single_shard_cost(w, inputs.latents), inputs.used], -1)
         devices = xp.concatenate([inputs.latents, _relu(_linear(w, "device", facts))], -1)
         # Each device is scored against the shard that comes next, [..., D, 3 H].
         state = xp.broadcast_to(inputs.context[..., None, :], devices.shape)
@@ -188,17 +191,17 @@ _TABLE = (len(FEATURES), _WIDE, LATENTS)
 """Widths of a network from a shard's features to its latents."""
 
 
-def _layer(name: str, inputs: int, outputs: int) -> Shapes:
+def _layer_shapes(name: str, inputs: int, outputs: int) -> Shapes:
     return {f"{name}.weight": (inputs, outputs), f"{name}.bias": (outputs,)}
 
 
 def _mlp_shapes(name: str, *widths: int) -> Shapes:
-    layers = (_layer(f"{name}.{i}", *ends) for i, ends in enumerate(pairwise(widths)))
+    layers = (_layer_shapes(f"{name}.{i}", *ends) for i, ends in enumerate(pairwise(widths)))
     return {weight: shape for layer in layers for weight, shape in layer.items()}
 
 
-def _scaled(w: Weights, features: Any, xp: ModuleType) -> Any:
-    """Features of the training tables have mean 0 and deviation 1. Others are clipped to their range."""
+def _scale_features(w: Weights, features: Any, xp: ModuleType) -> Any:
+    """Features standardized by mean and deviation of the training tables, and clipped to their range."""
     return (xp.clip(features, w["low"], w["high"]) - w["mean"]) / w["sd"]
 
 
@@ -212,7 +215,7 @@ def _relu(x: Any) -> Any:
 
 
 def _mlp(w: Weights, name: str, x: Any, layers: int = 2) -> Any:
-    """Linear layers with a ReLU between them."""
+    """Multi-layer perceptron: linear layers with a ReLU between them."""
     for i in range(layers - 1):
         x = _relu(_linear(w, f"{name}.{i}", x))
     return _linear(w, f"{name}.{layers - 1}", x)

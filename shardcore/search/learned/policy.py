@@ -65,7 +65,7 @@ class Policy:
         return NETS[self.name]
 
 
-def place(
+def place_with_policy(
     policy: Policy,
     algorithm: str,
     problem: Problem,
@@ -75,7 +75,7 @@ def place(
     budget: Budget | None = None,
     config: BeamConfig = TABLE_WISE,
 ) -> Plan:
-    """The policy's plan: each shard goes to the legal device with the highest score.
+    """Plan by a learned policy: each shard goes to the legal device with the highest score.
 
     One evaluation is one plan priced. The cost model prices plans, and knows the memory; the policy decides.
 
@@ -115,7 +115,9 @@ def write_policy(folder: str | Path, policy: Policy) -> None:
 
 
 def read_policy(folder: str | Path) -> Policy:
-    """Read what `write_policy` wrote, bit for bit. Raises ShardCoreError as read_trained, and for its weights."""
+    """Read a policy's folder, as `write_policy` wrote it, bit for bit. Raises ShardCoreError as read_trained, and for
+    invalid weights.
+    """
     setting, meta, weights = _FORMAT.read_trained(folder)
-    with schema.errors_named(f"policy in {folder}"):
+    with schema.prefix_errors(f"policy in {folder}"):
         return Policy(meta.pop("name"), setting, weights, meta)

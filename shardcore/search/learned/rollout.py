@@ -15,7 +15,7 @@ import numpy as np
 
 from shardcore.search.anneal.batch import PlanBatch
 from shardcore.search.anneal.search_space import SearchSpace
-from shardcore.search.learned.nets import PARTS, Net, PolicyInputs, Weights, features
+from shardcore.search.learned.nets import PARTS, Net, PolicyInputs, Weights, shard_features
 from shardcore.search.lockstep import Placed, place_in_order
 from shardcore.step.engine.arrays import FREE
 from shardcore.step.options import Options
@@ -61,12 +61,12 @@ class Rollouts:
 
     def __call__(self, space: SearchSpace, keys: np.ndarray) -> Placed:
         with np.errstate(over="ignore", invalid="ignore"):  # weights from a file may be anything
-            return self.run(space, keys).placed
+            return self.roll_out(space, keys).placed
 
-    def run(self, space: SearchSpace, keys: np.ndarray) -> Rollout:
-        """Plans of the states keys [C, N, 2]."""
+    def roll_out(self, space: SearchSpace, keys: np.ndarray) -> Rollout:
+        """Plans that the policy makes of states with keys [C, N, 2], with the policy's inputs at each shard."""
         cache = space.cache
-        latents = self.latents_of(cache)  # [R, L]
+        latents = self.latents_of_cached_shards(cache)  # [R, L]
         shape = len(keys), self.plans, keys.shape[1], len(cache.speed)
         noise = np.zeros(shape) if self.rng is None else self.rng.gumbel(size=shape)
         sums = np.zeros((*shape[:2], shape[3], latents.shape[1]), np.float32)  # [C, K, D, L]
@@ -77,43 +77,45 @@ class Rollouts:
         at = np.ogrid[: shape[0], : shape[1]]
         memory = np.maximum(space.fixed.devices[:, FREE], 1)  # a device may have none at all
 
-        def scores(batch: PlanBatch, keys: np.ndarray, devices: np.ndarray) -> Iterator[np.ndarray]:
-            """See lockstep.Scorer."""
-            context = self.net.context(self.weights, latents[cache.numbers(keys[..., 0], keys[..., 1])])
+        def device_scores(batch: PlanBatch, keys: np.ndarray, devices: np.ndarray) -> Iterator[np.ndarray]:
+            """Scores of devices for each shard, as a lockstep.Scorer."""
+            context = self.net.next_shard_contexts(
+                self.weights, latents[cache.option_numbers(keys[..., 0], keys[..., 1])]
+            )
             for i in range(shape[2]):
                 used[:, :, i] = batch.used_bytes / memory
                 if costs is not None:
-                    costs[:, :, i] = batch.parts_ms()
+                    costs[:, :, i] = batch.device_part_ms()
                 inputs = PolicyInputs(
                     sums / speed,
                     used[:, :, i],
                     None if costs is None else costs[:, :, i],
                     None if context is None else context[:, None, i],
                 )
-                yield -(np.nan_to_num(self.net.scores(self.weights, inputs)) + noise[:, :, i])
+                yield -(np.nan_to_num(self.net.device_scores(self.weights, inputs)) + noise[:, :, i])
                 strip, units, device = keys[:, i, 0][:, None], keys[:, i, 1][:, None], devices[:, :, i]
-                held = batch.held[(*at, strip, device)]
+                held = batch.held_units[(*at, strip, device)]
                 before[:, :, i], after[:, :, i] = (
-                    cache.numbers(strip, held - units),
-                    cache.numbers(strip, held),
+                    cache.option_numbers(strip, held - units),
+                    cache.option_numbers(strip, held),
                 )
                 # Parts of a strip that meet become one shard, so its latent replaces that of the part.
                 sums[(*at, device)] += latents[after[:, :, i]] - latents[before[:, :, i]]
 
-        numbers = cache.numbers(keys[..., 0], keys[..., 1])
+        numbers = cache.option_numbers(keys[..., 0], keys[..., 1])
         single = (
-            cache.single_ms[numbers]
+            cache.single_op_ms[numbers]
             if self.net.asks_model
-            else np.nan_to_num(self.net.single(self.weights, latents[numbers]))
+            else np.nan_to_num(self.net.single_shard_cost(self.weights, latents[numbers]))
         )
-        placed = place_in_order(space, keys, single, self.plans, scores, _EQUAL)
+        placed = place_in_order(space, keys, single, self.plans, device_scores, _EQUAL)
         return Rollout(placed, used, costs, before, after, sums / speed)
 
-    def latents_of(self, cache: Options) -> np.ndarray:
-        """[R, L] latents of all shards that the cache knows. A bundle has the sum of its shards'."""
+    def latents_of_cached_shards(self, cache: Options) -> np.ndarray:
+        """[R, L] latents of all shards in an options cache. A bundle has the sum of its shards' latents."""
         if self._known is None or self._known[0] is not cache or len(self._known[1]) < len(cache.made):
             shards = [s for bundle in cache.made for s in bundle]
-            rows = self.net.latents(self.weights, features(shards, cache.problem.global_batch))
+            rows = self.net.shard_latents(self.weights, shard_features(shards, cache.problem.global_batch))
             latents = np.add.reduceat(rows, np.cumsum([0, *map(len, cache.made[:-1])]))
             latents[0] = 0  # number 0 is nothing
             self._known = cache, latents

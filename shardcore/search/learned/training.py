@@ -30,9 +30,9 @@ from shardcore.core.types import Problem, Setting, Table
 from shardcore.core.validation import MOST_COUNT, Count, Record, Seed, Share, require, within
 from shardcore.cost.model import CostModel
 from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
-from shardcore.search.anneal.batch import space_by_columns
+from shardcore.search.anneal.batch import search_space_by_columns
 from shardcore.search.greedy import ORDERS
-from shardcore.search.learned.nets import AutoShard, DreamShard, PolicyInputs, Weights, features
+from shardcore.search.learned.nets import AutoShard, DreamShard, PolicyInputs, Weights, shard_features
 from shardcore.search.learned.policy import NETS, Policy
 from shardcore.search.learned.rollout import Rollout, Rollouts
 from shardcore.search.lockstep import Placed
@@ -111,27 +111,27 @@ def make_policy(
     like: Topology | None = None,
     progress: Progress | None = None,
 ) -> TrainedPolicy:
-    """Draw problems of a pool, train a policy on them, and judge it. Its meta has the metrics.
+    """Draw problems from a pool, train a policy on them, and test the policy. The policy's meta has the metrics.
 
-    Raises ShardCoreError as `draw` and `train` do.
+    Raises ShardCoreError as `draw_policy_problems` and `train_policy` do.
     """
     problems, config = problems or PolicyProblems(), config or PolicyConfig()
     if like:
         problems = replace(problems, devices=len(like))
-    to_learn, validation, test = draw(pool, model.setting, problems, config.seed, like)
-    trained = train(name, to_learn, validation, model, config, progress)
+    to_learn, validation, test = draw_policy_problems(pool, model.setting, problems, config.seed, like)
+    trained = train_policy(name, to_learn, validation, model, config, progress)
     meta = {
         **trained.policy.meta,
         "config": {**trained.policy.meta["config"], "problems_drawn": asdict(problems)},
-        "metrics": {**trained.policy.meta["metrics"], **judge(trained.policy, test, model)},
+        "metrics": {**trained.policy.meta["metrics"], **evaluate_policy(trained.policy, test, model)},
     }
     return replace(trained, policy=replace(trained.policy, meta=meta))
 
 
-def draw(
+def draw_policy_problems(
     pool: Sequence[Table], setting: Setting, config: PolicyProblems, seed: int, like: Topology | None = None
 ) -> tuple[list[Problem], list[Problem], list[Problem]]:
-    """Problems to learn from, to validate with, and to test with.
+    """Problems for training, for validation and for testing of a policy, drawn from a pool of tables.
 
     like: devices' speeds, hosts and links. None: equal devices of one host, without stated links.
 
@@ -144,31 +144,31 @@ def draw(
         f"the cost model is for batch {setting.batch}, which {config.devices} devices do not divide evenly",
     )
 
-    def drawn(tables: list[Table], first: int, n: int) -> list[Problem]:
+    def draw_problems(tables: list[Table], first: int, n: int) -> list[Problem]:
         problems = [draw_problem(tables, first + i, setting, seed, config) for i in range(n)]
-        return [_on(like, problem) for problem in problems] if like else problems
+        return [_on_devices_like(like, problem) for problem in problems] if like else problems
 
     # By table, not by problem: test problems show how it does on tables that it never saw.
     half = [t for t in pool if not is_held_out(t, one_of=2)]
     other = [t for t in pool if is_held_out(t, one_of=2)]
     try:
-        to_learn = drawn(half, 0, config.problems)
-        validation = drawn(half, config.problems, config.validation)
-        return to_learn, validation, drawn(other, 0, config.test)
+        to_learn = draw_problems(half, 0, config.problems)
+        validation = draw_problems(half, config.problems, config.validation)
+        return to_learn, validation, draw_problems(other, 0, config.test)
     except ShardCoreError as error:
         raise ShardCoreError(
             f"half of the pool is for training, the other for tests; of one, {error}"
         ) from None
 
 
-def _on(like: Topology, problem: Problem) -> Problem:
-    """The problem on devices like these, each with the memory that was drawn."""
+def _on_devices_like(like: Topology, problem: Problem) -> Problem:
+    """Problem on devices with the speeds, hosts and links of a topology, each with the problem's memory per device."""
     memory_bytes = problem.topology.devices[0].memory_bytes
     devices = tuple(replace(d, memory_bytes=memory_bytes) for d in like.devices)
     return replace(problem, topology=replace(like, devices=devices))
 
 
-def train(
+def train_policy(
     name: str,
     problems: Sequence[Problem],
     validation: Sequence[Problem],
@@ -176,7 +176,7 @@ def train(
     config: PolicyConfig = PolicyConfig(),
     progress: Progress | None = None,
 ) -> TrainedPolicy:
-    """A policy with the networks of NETS[name]. The same problems and config give the same policy.
+    """Train a policy with the networks of NETS[name]. The same problems and config give the same policy.
 
     problems: problems to learn from.
     validation: other problems. Their mean cost says when to stop, and which round was best.
@@ -204,7 +204,7 @@ def train(
         best, best_round, kept, curves = np.inf, 0, {}, []
         for i in range(config.rounds):
             # The rate falls to 0, so the last rounds refine.
-            values = learner.round(config.learning_rate * (1 - i / config.rounds))
+            values = learner.train_round(config.learning_rate * (1 - i / config.rounds))
             costs = relative_costs(Rollouts(learner.net, learner.arrays), unseen)
             # A plan that does not fit counts as twice the greedy one.
             cost = float(np.where(np.isfinite(costs), costs, 2.0).mean())
@@ -223,8 +223,8 @@ def train(
     return TrainedPolicy(Policy(name, model.setting, kept, meta), curves)
 
 
-def judge(policy: Policy, problems: Sequence[Problem], model: CostModel) -> dict[str, float]:
-    """Mean and worst relative cost of a policy's plans, and the share of problems that it solved."""
+def evaluate_policy(policy: Policy, problems: Sequence[Problem], model: CostModel) -> dict[str, float]:
+    """Mean and worst relative cost of a policy's plans, and the share of problems solved."""
     costs = relative_costs(Rollouts(policy.net, policy.weights), [Prepared(p, model) for p in problems])
     solved = costs[np.isfinite(costs)]
     metrics = {"test_solved": len(solved) / len(costs)}
@@ -234,11 +234,11 @@ def judge(policy: Policy, problems: Sequence[Problem], model: CostModel) -> dict
 
 
 def relative_costs(policy: Rollouts, problems: Sequence[Prepared]) -> np.ndarray:
-    """Cost of each problem's plan relative to the best greedy order's: problems differ in size, and weigh the same so.
+    """Cost of each problem's plan under a policy, relative to the best greedy order's.
 
     inf where the plan does not fit.
     """
-    return np.array([policy(one.space, one.keys).total_ms[0, 0] / one.greedy_ms for one in problems])
+    return np.array([policy(one.space, one.keys).total_ms[0, 0] / one.best_greedy_ms for one in problems])
 
 
 # --- plans to learn from ------------------------------------------------------------------------------------
@@ -254,22 +254,22 @@ class Prepared:
 
     def __init__(self, problem: Problem, model: CostModel) -> None:
         self.problem, shards = problem, feasible_shards(problem)
-        self.space = space_by_columns(problem, model.for_problem(problem), shards, cut=False)
+        self.space = search_space_by_columns(problem, model.for_problem(problem), shards, cut=False)
         self.cache = self.space.cache
-        self.keys = np.array([sorted(self.cache.keys(shards))])
-        self.x = features([s for bundle in self.cache.made for s in bundle], problem.global_batch)
+        self.keys = np.array([sorted(self.cache.shard_keys(shards))])
+        self.x = shard_features([s for bundle in self.cache.made for s in bundle], problem.global_batch)
         self.bundle = np.repeat(np.arange(len(self.cache.made)), [len(b) for b in self.cache.made])
         self.speed = self.cache.speed.astype(np.float32)[:, None]
 
     @property
-    def compute_ms(self) -> float:
-        """Compute of a device in an even plan."""
-        numbers = self.cache.numbers(*self.keys[0].T)
-        return self.cache.single_ms[numbers].sum() / self.cache.speed.sum()
+    def even_compute_ms(self) -> float:
+        """Compute ms of each device if all work of the problem were divided evenly."""
+        numbers = self.cache.option_numbers(*self.keys[0].T)
+        return self.cache.single_op_ms[numbers].sum() / self.cache.speed.sum()
 
     @cached_property
-    def greedy_ms(self) -> float:
-        """Cost of the best greedy order."""
+    def best_greedy_ms(self) -> float:
+        """Cost of the cheapest plan of the greedy baselines."""
         plans = [order(self.problem, self.cache.model) for order in ORDERS.values()]
         return min(plan.provenance["predicted_ms"] for plan in plans)
 
@@ -292,11 +292,11 @@ class CostSample:
     total_ms: float
 
     @classmethod
-    def of(cls, prepared: Prepared, placed: Placed) -> CostSample:
-        """The first of some plans."""
+    def of_first_plan(cls, prepared: Prepared, placed: Placed) -> CostSample:
+        """Sample of the first plan among plans placed for a problem."""
         # [S, D] numbers of what devices hold. 0 is nothing.
-        units = placed.batch.held[0, 0]
-        numbers = prepared.cache.numbers(np.arange(len(units))[:, None], units)
+        units = placed.batch.held_units[0, 0]
+        numbers = prepared.cache.option_numbers(np.arange(len(units))[:, None], units)
         # One row for each table of a bundle, on the device that holds the bundle.
         held = (numbers[..., None] == prepared.bundle) & (prepared.bundle > 0)
         _, devices, rows = np.nonzero(held)
@@ -304,7 +304,7 @@ class CostSample:
             x=prepared.x[rows],
             devices=devices,
             speed=prepared.speed,
-            parts_ms=placed.batch.parts_ms()[0, 0].astype(np.float32),
+            parts_ms=placed.batch.device_part_ms()[0, 0].astype(np.float32),
             total_ms=float(placed.total_ms[0, 0]),
         )
 
@@ -329,42 +329,44 @@ class Recipe:
     costs_of: tuple[str, ...] = ()
 
 
-def imagined_cheapness(net: DreamShard, w: Weights, rollout: Rollout) -> np.ndarray:
-    """[K] negative costs as the cost network predicts them."""
-    return -net.overall(w, rollout.latents[0])
+def negative_imagined_costs(net: DreamShard, w: Weights, rollout: Rollout) -> np.ndarray:
+    """[K] negative plan costs as predicted by a cost network: rewards."""
+    return -net.plan_cost(w, rollout.latents[0])
 
 
-def cheapness(net: DreamShard, w: Weights, rollout: Rollout) -> np.ndarray:
-    """[K] negative costs of the CostModel."""
+def negative_model_costs(net: DreamShard, w: Weights, rollout: Rollout) -> np.ndarray:
+    """[K] negative plan costs under the CostModel: rewards."""
     return -rollout.placed.total_ms[0]
 
 
-def evenness(net: AutoShard, w: Weights, rollout: Rollout) -> np.ndarray:
-    """[K] compute of the device with least over that of the one with most, without exchanges."""
-    parts_ms = rollout.placed.batch.parts_ms()[0]
+def compute_evenness(net: AutoShard, w: Weights, rollout: Rollout) -> np.ndarray:
+    """[K] least over largest compute of devices under each plan, without exchanges: rewards."""
+    parts_ms = rollout.placed.batch.device_part_ms()[0]
     compute_ms = parts_ms[..., 0] + parts_ms[..., 2]  # [K, D] forward and backward
     return compute_ms.min(-1) / np.maximum(compute_ms.max(-1), 1e-9)
 
 
-def cost_errors(net: DreamShard, w: Weights, latents: Any, parts: Any, totals: Any) -> Any:
-    """Squared errors of devices' costs, and of plans'."""
-    of_parts, of_plans = net.parts(w, latents) - parts, net.overall(w, latents, torch) - totals
+def squared_cost_errors(net: DreamShard, w: Weights, latents: Any, parts: Any, totals: Any) -> Any:
+    """Squared errors of a cost network's predictions for devices and for plans."""
+    of_parts, of_plans = net.device_costs(w, latents) - parts, net.plan_cost(w, latents, torch) - totals
     return (of_parts**2).mean((0, 1)).sum() + (of_plans**2).mean()
 
 
-def compute_errors(net: AutoShard, w: Weights, latents: Any, parts: Any, totals: Any) -> Any:
-    """Squared errors of devices' compute."""
-    return ((net.single(w, latents) - parts[..., 0] - parts[..., 2]) ** 2).mean()
+def squared_compute_errors(net: AutoShard, w: Weights, latents: Any, parts: Any, totals: Any) -> Any:
+    """Squared errors of a cost network's predictions of devices' compute."""
+    return ((net.single_shard_cost(w, latents) - parts[..., 0] - parts[..., 2]) ** 2).mean()
 
 
 _DREAMSHARD = ("table", "costs", "choice")
 RECIPES = {
-    "dreamshard": Recipe(imagined_cheapness, _DREAMSHARD, cost_errors, ("cost_table", "heads", "overall")),
-    "dreamshard_direct": Recipe(cheapness, _DREAMSHARD),
+    "dreamshard": Recipe(
+        negative_imagined_costs, _DREAMSHARD, squared_cost_errors, ("cost_table", "heads", "overall")
+    ),
+    "dreamshard_direct": Recipe(negative_model_costs, _DREAMSHARD),
     "autoshard": Recipe(
-        evenness,
+        compute_evenness,
         ("table", "cost", "progress", "device", "score.", "next"),
-        compute_errors,
+        squared_compute_errors,
         ("table", "cost"),
     ),
 }
@@ -383,62 +385,69 @@ class Learner:
         self.all_prepared, self.config = all_prepared, config
         # Another stream than that of problems, which are drawn with the same seed.
         self.rng = np.random.default_rng([5, config.seed])
-        self.w = _initial(self.net.shapes, all_prepared, config.seed)
+        self.w = _initial_weights(self.net.shapes, all_prepared, config.seed)
         self.arrays = {name: weight.detach().numpy() for name, weight in self.w.items()}
         self.plans: deque[CostSample] = deque(maxlen=_KEPT_PLANS)
-        self.policy_optimizer = self._optimizer(self.recipe.policy_of)
-        self.cost_optimizer = self._optimizer(self.recipe.costs_of) if self.recipe.costs_of else None
+        self.policy_optimizer = self._make_optimizer(self.recipe.policy_of)
+        self.cost_optimizer = self._make_optimizer(self.recipe.costs_of) if self.recipe.costs_of else None
 
-    def _optimizer(self, prefixes: tuple[str, ...]) -> torch.optim.Optimizer:
-        """An optimizer of the weights whose names begin with one of these."""
+    def _make_optimizer(self, prefixes: tuple[str, ...]) -> torch.optim.Optimizer:
+        """Adam optimizer of the weights whose names begin with one of the prefixes."""
         weights = [weight.requires_grad_() for name, weight in self.w.items() if name.startswith(prefixes)]
         return torch.optim.Adam(weights, lr=self.config.learning_rate)
 
-    def round(self, learning_rate: float) -> dict[str, float]:
-        """Train for a round. Returns means of losses and others by name."""
+    def train_round(self, learning_rate: float) -> dict[str, float]:
+        """Train for one round. Returns mean loss, reward and entropy, by name."""
         values = {}
         for optimizer in filter(None, (self.policy_optimizer, self.cost_optimizer)):
             optimizer.param_groups[0]["lr"] = learning_rate
         if self.cost_optimizer:
-            priced = [CostSample.of(one, self.roll(one, 1).placed) for one in self._drawn(self.config.priced)]
+            priced = [
+                CostSample.of_first_plan(one, self.roll_out_randomly(one, 1).placed)
+                for one in self._draw_problems(self.config.priced)
+            ]
             # A plan that does not fit has no cost to learn.
             self.plans += [plan for plan in priced if np.isfinite(plan.total_ms)]
             updates = self.config.cost_updates if self.plans else 0
-            losses = [self._cost_update(self.cost_optimizer) for _ in range(updates)]
+            losses = [self._update_cost_network(self.cost_optimizer) for _ in range(updates)]
             values["cost_loss"] = float(np.mean(losses)) if losses else 0.0
-        updates = [self._policy_update() for _ in range(self.config.policy_updates)]
+        updates = [self._update_policy() for _ in range(self.config.policy_updates)]
         values["reward"], values["entropy"] = np.mean(updates, 0).tolist()
         return values
 
-    def roll(self, prepared: Prepared, plans: int) -> Rollout:
-        """Random plans of a problem, with the present weights."""
+    def roll_out_randomly(self, prepared: Prepared, plans: int) -> Rollout:
+        """Random plans of a problem under the present weights."""
         rollouts = Rollouts(self.net, self.arrays, plans, self.rng)
-        return rollouts.run(prepared.space, prepared.keys)
+        return rollouts.roll_out(prepared.space, prepared.keys)
 
-    def _drawn(self, n: int) -> list[Prepared]:
-        """Problems to learn from, drawn with replacement."""
+    def _draw_problems(self, n: int) -> list[Prepared]:
+        """Training problems, drawn with replacement."""
         return [self.all_prepared[i] for i in self.rng.integers(len(self.all_prepared), size=n)]
 
-    def _cost_update(self, optimizer: torch.optim.Optimizer) -> float:
-        """Train the cost network on some priced plans. Returns the loss."""
+    def _update_cost_network(self, optimizer: torch.optim.Optimizer) -> float:
+        """Train the cost network on a batch of priced plans. Returns the loss."""
         plans = [self.plans[i] for i in self.rng.integers(len(self.plans), size=_BATCH)]
         n_plans, n_devices = len(plans), len(plans[0].speed)
         # Devices of all plans are numbered through, so that the network runs once on all shards.
         devices = np.concatenate([plan.devices + i * n_devices for i, plan in enumerate(plans)])
-        latents = self.net.latents(self.w, torch.from_numpy(np.concatenate([p.x for p in plans])), torch)
+        latents = self.net.shard_latents(
+            self.w, torch.from_numpy(np.concatenate([p.x for p in plans])), torch
+        )
         held = torch.zeros(n_plans * n_devices, latents.shape[1])
         held = held.index_add(0, torch.from_numpy(devices), latents).reshape(n_plans, n_devices, -1)
         speed = torch.from_numpy(np.stack([plan.speed for plan in plans]))
         parts = torch.from_numpy(np.stack([plan.parts_ms for plan in plans])) / self.w["scale_ms"]
         totals = torch.tensor([plan.total_ms for plan in plans]) / self.w["scale_ms"]
         assert self.recipe.cost_loss
-        return _step(optimizer, self.recipe.cost_loss(self.net, self.w, held / speed, parts, totals))
+        return _take_optimizer_step(
+            optimizer, self.recipe.cost_loss(self.net, self.w, held / speed, parts, totals)
+        )
 
-    def _policy_update(self) -> tuple[float, float]:
+    def _update_policy(self) -> tuple[float, float]:
         """Train the policy on plans of some problems. Returns the mean reward and entropy."""
         losses, means = [], []
-        for prepared in self._drawn(self.config.problems_at_once):
-            rollout = self.roll(prepared, self.config.plans_each)
+        for prepared in self._draw_problems(self.config.problems_at_once):
+            rollout = self.roll_out_randomly(prepared, self.config.plans_each)
             rewards = self._rewards(rollout)
             # Rewards over those of the problem's other plans.
             advantage = (rewards - rewards.mean()) / (rewards.std() + 1e-8)
@@ -446,12 +455,12 @@ class Learner:
             losses.append(self._policy_loss(logits, rollout.placed, advantage))
             entropy = torch.distributions.Categorical(logits=logits.detach()).entropy().mean()
             means.append((float(rewards.mean()), float(entropy)))
-        _step(self.policy_optimizer, torch.stack(losses).mean())
+        _take_optimizer_step(self.policy_optimizer, torch.stack(losses).mean())
         reward, entropy = np.mean(means, 0).tolist()
         return reward, entropy
 
     def _rewards(self, rollout: Rollout) -> np.ndarray:
-        """[K] rewards. A plan that does not fit counts as a bit worse than the worst that does."""
+        """[K] rewards of plans. A plan that does not fit gets a bit less than the worst plan that fits."""
         fits = rollout.placed.fits[0]
         if not fits.any():
             return np.zeros(len(fits))
@@ -459,9 +468,9 @@ class Learner:
         return np.where(fits, rewards, rewards[fits].min() - rewards[fits].std())
 
     def logits(self, prepared: Prepared, rollout: Rollout) -> torch.Tensor:
-        """[K, N, D] scores of the devices as the rollout saw them, legal ones only."""
+        """[K, N, D] scores of devices at each step of a rollout; -1e9 for illegal devices."""
         placed, cache, speed = rollout.placed, prepared.cache, torch.from_numpy(prepared.speed)
-        rows = self.net.latents(self.w, torch.from_numpy(prepared.x), torch)
+        rows = self.net.shard_latents(self.w, torch.from_numpy(prepared.x), torch)
         rows = rows * torch.from_numpy(prepared.bundle > 0)[:, None]  # number 0 is nothing
         latents = torch.zeros(len(cache.made), rows.shape[1])
         latents = latents.index_add(0, torch.from_numpy(prepared.bundle), rows)
@@ -470,15 +479,17 @@ class Learner:
         added = chosen[..., None] * (latents[rollout.after[0]] - latents[rollout.before[0]])[:, :, None]
         held = (added.cumsum(1) - added) / speed
         keys = prepared.keys[0][placed.order[0]]
-        context = self.net.context(self.w, latents[cache.numbers(keys[:, 0], keys[:, 1])], torch)
+        context = self.net.next_shard_contexts(
+            self.w, latents[cache.option_numbers(keys[:, 0], keys[:, 1])], torch
+        )
         costs = None if rollout.costs is None else torch.from_numpy(rollout.costs[0])
         inputs = PolicyInputs(held, torch.from_numpy(rollout.used[0]), costs, context)
-        scores = self.net.scores(self.w, inputs, torch)
+        scores = self.net.device_scores(self.w, inputs, torch)
         # A finite number, as 0 × inf would make the entropy NaN.
         return scores.masked_fill(~torch.from_numpy(placed.legal[0]), -1e9)
 
     def _policy_loss(self, logits: torch.Tensor, placed: Placed, advantage: np.ndarray) -> torch.Tensor:
-        """REINFORCE's loss. advantage: [K]."""
+        """REINFORCE loss with an entropy bonus. advantage: [K]."""
         logs = logits.log_softmax(-1)  # [K, N, D]
         # [K, N] log-probability of the device that each shard went to.
         chosen = logs.gather(-1, torch.from_numpy(placed.devices[0])[..., None])[..., 0]
@@ -491,14 +502,14 @@ class Learner:
         return -(gain * choice).sum() / choice.sum().clamp(min=1)
 
 
-def _initial(
+def _initial_weights(
     shapes: dict[str, tuple[int, ...]], all_prepared: Sequence[Prepared], seed: int
 ) -> dict[str, torch.Tensor]:
-    """Weights at the start. Features of the problems' tables set their scaling."""
+    """Initial weights of a policy. Features of the problems' tables set the scaling."""
     # Number 0, which is nothing, has no features to scale by.
     x = np.concatenate([prepared.x[prepared.bundle > 0] for prepared in all_prepared])
     # A device in an even plan costs about 1.
-    scale_ms = max(float(np.mean([prepared.compute_ms for prepared in all_prepared])), 1e-6)
+    scale_ms = max(float(np.mean([prepared.even_compute_ms for prepared in all_prepared])), 1e-6)
     scaling = {
         "low": x.min(0),
         "high": x.max(0),
@@ -518,8 +529,8 @@ def _initial(
     return w
 
 
-def _step(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> float:
-    """Take one step down a loss. Returns the loss."""
+def _take_optimizer_step(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> float:
+    """Take one optimizer step down a loss. Returns the loss."""
     optimizer.zero_grad()
     loss.backward()
     # Few plans make noisy gradients.

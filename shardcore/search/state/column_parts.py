@@ -14,9 +14,9 @@ from itertools import pairwise
 
 from shardcore.core.types import Placement, Plan, Problem, Table
 from shardcore.core.validation import MOST_NAME
-from shardcore.search.state.packing import equally_wide
-from shardcore.step.kinds import LAYOUTS, layout_of
-from shardcore.step.ways import consolidate
+from shardcore.search.state.packing import are_parts_equally_wide
+from shardcore.step.kinds import LAYOUTS, layout_of_kind
+from shardcore.step.ways import consolidate_placements
 
 _CUT = tuple(name for name, layout in LAYOUTS.items() if layout.cuts_columns)
 """Kinds of sharding that may run some of a table's columns."""
@@ -33,31 +33,31 @@ class ColumnParts:
     problem: Problem
     tables: Mapping[str, tuple[Table, int]]
 
-    def may_run(self, placements: Sequence[Placement]) -> bool:
-        """Tell if TorchRec runs the placements: parts of a table by one kind, cut sequences in parts of one width."""
+    def are_runnable(self, placements: Sequence[Placement]) -> bool:
+        """Tell if TorchRec can run placements: parts of a table by one kind, cut sequences in parts of one width."""
         kinds = {
             (self.tables[p.shard.table.name][0].name, p.kind)
             for p in placements
             if p.shard.table.name in self.tables
         }
-        return len(kinds) == len({whole for whole, _ in kinds}) and equally_wide(
+        return len(kinds) == len({whole for whole, _ in kinds}) and are_parts_equally_wide(
             [tuple(p.shard for p in self.with_whole_tables(placements))]
         )
 
     def with_whole_tables(self, placements: Iterable[Placement]) -> tuple[Placement, ...]:
-        """The placements with whole tables in place of parts."""
-        return consolidate(
+        """Placements with whole tables in place of their column parts."""
+        return consolidate_placements(
             moved
             for p in placements
             for moved in (
-                _placement_in(p, *self.tables[p.shard.table.name])
+                _shifted_placements(p, *self.tables[p.shard.table.name])
                 if p.shard.table.name in self.tables
                 else [p]
             )
         )
 
-    def split(self, plan: Plan) -> Plan:
-        """A plan of whole tables as one of parts."""
+    def split_plan(self, plan: Plan) -> Plan:
+        """Plan of whole tables rewritten as a plan of column parts."""
         parts: dict[str, list[tuple[Table, int]]] = defaultdict(list)
         for part in (t for t in self.problem.tables if t.name in self.tables):
             whole, column = self.tables[part.name]
@@ -66,13 +66,15 @@ class ColumnParts:
             moved
             for p in plan.placements
             for part, columns in parts.get(p.shard.table.name, [(p.shard.table, 0)])
-            for moved in _placement_in(p, part, columns)
+            for moved in _shifted_placements(p, part, columns)
         )
         return replace(plan, placements=tuple(placements))
 
 
-def in_parts(problem: Problem, cuts: Mapping[str, Sequence[int]]) -> ColumnParts:
-    """A problem with tables of some names cut before these columns. Each has to be one of `may_cut`."""
+def with_tables_in_parts(problem: Problem, cuts: Mapping[str, Sequence[int]]) -> ColumnParts:
+    """Problem with some tables cut into column parts. cuts: first columns of the parts, by name of the table (see
+    `may_cut_table`).
+    """
     # Of each such table: the parts, and their first columns.
     parts = {
         t: [
@@ -93,51 +95,57 @@ def in_parts(problem: Problem, cuts: Mapping[str, Sequence[int]]) -> ColumnParts
     )
 
 
-def may_cut(table: Table, problem: Problem) -> bool:
-    """Tell if a table may be in parts.
+def may_cut_table(table: Table, problem: Problem) -> bool:
+    """Tell if a table may be cut into column parts.
 
     No constraint names it, FBGEMM, files and codecs take parts of it, and no other table is named like one.
     """
     constraints = problem.constraints
     pairs = (*constraints.pinned, *constraints.kinds, *constraints.min_widths)
-    named = {*constraints.unsplit, *problem.bundle_of, *(name for name, _ in pairs)}
+    named = {*constraints.unsplit, *problem.group_by_table, *(name for name, _ in pairs)}
     # A part is whole units, which the job's codecs take.
     longest = _part_name(table, table.dim, table.dim)
-    fits = table.dim >= 2 * problem.unit_width(table) and len(longest) <= MOST_NAME
+    fits = table.dim >= 2 * problem.shard_width_unit(table) and len(longest) <= MOST_NAME
     is_new = not any(other.name.startswith(f"{table.name}[") for other in problem.tables)
     # TorchRec needs each map of ids once.
     return table.managed_collision is None and fits and is_new and table.name not in named
 
 
-def even_cuts(table: Table, n: int, problem: Problem) -> list[int]:
-    """Columns before which to cut a table into n parts, or as many as it has units. Parts of a sequence are equal."""
-    unit = problem.unit_width(table)
+def even_cut_columns(table: Table, n: int, problem: Problem) -> list[int]:
+    """Columns before which to cut a table into n even parts, if it has as many units. Parts of a sequence are equal."""
+    unit = problem.shard_width_unit(table)
     n_units = table.dim // unit
     n = next(m for m in range(min(n, n_units), n_units + 1) if n_units % m == 0 or not table.sequence)
     return [n_units * i // n * unit for i in range(1, n)]
 
 
 def parts_of_plan(plan: Plan, problem: Problem) -> ColumnParts:
-    """The problem with those tables in parts of which groups of devices share parts in a plan, cut as there.
+    """Problem with tables in column parts, cut as in a plan, where groups of devices share such parts.
 
     plan: of the problem's tables.
     """
     cuts: dict[str, list[int]] = {}
-    for name, placements in plan.by_table().items():
+    for name, placements in plan.placements_by_table().items():
         table = placements[0].shard.table
-        shared = any(layout_of(p.kind).divides_rows and p.kind in _CUT for p in placements)
+        shared = any(layout_of_kind(p.kind).divides_rows and p.kind in _CUT for p in placements)
         columns = sorted({p.shard.col_lo for p in placements} - {0})
-        if shared and may_cut(table, problem) and all(c % problem.unit_width(table) == 0 for c in columns):
+        if (
+            shared
+            and may_cut_table(table, problem)
+            and all(c % problem.shard_width_unit(table) == 0 for c in columns)
+        ):
             cuts[name] = columns
-    return in_parts(problem, cuts)
+    return with_tables_in_parts(problem, cuts)
 
 
 def _part_name(table: Table, low: int, high: int) -> str:
     return f"{table.name}[{low}:{high}]"
 
 
-def _placement_in(placement: Placement, table: Table, columns: int) -> list[Placement]:
-    """The placement of another table's columns: its shard moved by so many. Empty if the table has none of them."""
+def _shifted_placements(placement: Placement, table: Table, columns: int) -> list[Placement]:
+    """A part's placement as one of another table, whose columns begin `columns` later. Empty if none of them is in
+    that table.
+    """
     shard = placement.shard
     low, high = max(0, shard.col_lo + columns), min(table.dim, shard.col_hi + columns)
     if low >= high:

@@ -26,11 +26,18 @@ import numpy as np
 from shardcore.core.progress import ticking
 from shardcore.core.types import Placement, Plan, Problem, Shard
 from shardcore.step import memory
-from shardcore.step.id_bytes import sample_bytes
-from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, Layout, run_of, shards_on
-from shardcore.step.memory import Account, Caches, held_bytes, own_peaks, sums_of
-from shardcore.step.shard_memory import run_batches
-from shardcore.step.ways import Bundle, bundles, equal_parts, searched_tables, shared_groups, why_not
+from shardcore.step.id_bytes import id_bytes_per_sample
+from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, Layout, layout_for_table, shards_by_device
+from shardcore.step.memory import Account, Caches, peak_bytes_function, shard_sums, usable_bytes
+from shardcore.step.shard_memory import local_batch_shares
+from shardcore.step.ways import (
+    Bundle,
+    bundle_shards,
+    cut_into_equal_parts,
+    reason_not_runnable,
+    searched_tables,
+    sharing_groups,
+)
 
 _PASSES, _FEW_PASSES = 12, 3
 """Pairs of passes from the first ways, at most and at least: with many tables a pass takes long."""
@@ -56,31 +63,31 @@ class Way(NamedTuple):
     widths: Sequence[int]
     placements: tuple[Placement, ...] = ()
 
-    def of(self, bundle: Bundle) -> Way:
-        """The way with the placements of a bundle."""
+    def with_placements_of(self, bundle: Bundle) -> Way:
+        """Way to run a bundle, with the bundle's placements filled in."""
         known = len(bundle) == len(self.widths) == 1
-        parts = equal_parts(bundle[0], bundle[0].width // self.widths[0]) if known else bundle
-        return self._replace(placements=tuple(map(self.whole, parts)))
+        parts = cut_into_equal_parts(bundle[0], bundle[0].width // self.widths[0]) if known else bundle
+        return self._replace(placements=tuple(map(self.placement_on_first_site, parts)))
 
-    def whole(self, shard: Shard) -> Placement:
-        """A shard on the first site."""
+    def placement_on_first_site(self, shard: Shard) -> Placement:
+        """Placement of a shard on the first site of the way."""
         return Placement(self.layout.name, shard, tuple(self.sites[0].tolist()))
 
 
-def _ways(bundle: Bundle, problem: Problem) -> Iterator[Way]:
-    """The ways that constraints allow: by columns, shared by groups, and sequences in equal parts."""
+def _ways_to_run(bundle: Bundle, problem: Problem) -> Iterator[Way]:
+    """Ways to run a bundle that constraints allow: by columns, shared by groups, and sequences in equal parts."""
     table = bundle[0].table
-    dim, unit, most = table.dim, problem.unit_width(table), problem.most_width(table)
+    dim, unit, most = table.dim, problem.shard_width_unit(table), problem.max_shard_width(table)
     devices = np.array(problem.allowed_devices(table.name))[:, None]
-    by_columns = all(why_not(WHOLE_ROWS, s.table, problem) is None for s in bundle)
-    stays_whole = len(bundle) > 1 or table.name in problem.whole
+    by_columns = all(reason_not_runnable(WHOLE_ROWS, s.table, problem) is None for s in bundle)
+    stays_whole = len(bundle) > 1 or table.name in problem.uncut_tables
     if by_columns and not (stays_whole or table.sequence):
         yield Way(WHOLE_ROWS, devices, range(unit, most + 1, unit))
-    elif by_columns and dim <= problem.topology.most_columns:
+    elif by_columns and dim <= problem.topology.max_shard_columns:
         yield Way(WHOLE_ROWS, devices, (dim,))
     for layout in LAYOUTS.values() if len(bundle) == 1 else ():
-        if layout is not WHOLE_ROWS and why_not(layout, table, problem) is None:
-            yield Way(layout, np.array(shared_groups(layout, table, problem)), (dim,))
+        if layout is not WHOLE_ROWS and reason_not_runnable(layout, table, problem) is None:
+            yield Way(layout, np.array(sharing_groups(layout, table, problem)), (dim,))
     if by_columns and table.sequence and not stays_whole:
         for n in range(2, min(dim // unit, len(devices)) + 1):
             if dim // unit % n == 0 and dim // n <= most:
@@ -99,56 +106,58 @@ class _Choice:
 
     def __init__(self, packings: Packings, ways: Sequence[Way]) -> None:
         problem, self.packings, self.ways = packings.problem, packings, ways
-        self.batches = run_batches((p for way in ticking(ways) for p in way.placements), problem)
-        self.account = Account.of(self.batches, problem)
+        self.batches = local_batch_shares((p for way in ticking(ways) for p in way.placements), problem)
+        self.account = Account.from_batches(self.batches, problem)
         tiers, topology = problem.topology.memory, problem.topology
         of_hosts = np.full((len(topology), 1), float(tiers[0].bytes) if tiers else _AMPLE)
         self.limits = np.append(self.account.limits, of_hosts, 1)
         self.host = np.array([device.host for device in topology.devices])
-        self.base, self.vectors = cache(self._base), cache(self._vectors)
+        self.base, self.vectors = cache(self._local_batch_bytes), cache(self._bytes_on_site)
 
-    def _base(self, cut: frozenset[Layout]) -> np.ndarray:
+    def _local_batch_bytes(self, cut: frozenset[Layout]) -> np.ndarray:
+        """[P] bytes of a local batch if the tables of the runs `cut` are cut."""
         batches = {run: batch._replace(cut=batch.cut or run in cut) for run, batch in self.batches.items()}
-        return np.append(Account.of(batches, self.packings.problem).base, 0.0)
+        return np.append(Account.from_batches(batches, self.packings.problem).base, 0.0)
 
-    def sent(self, i: int) -> np.ndarray:
-        """[P] bytes of a bundle's ids in a local batch, as each further part sends them."""
+    def id_bytes_of_part(self, i: int) -> np.ndarray:
+        """[P] bytes of a bundle's ids in a local batch that each further part adds."""
         problem = self.packings.problem
-        ids = problem.local_batch * sample_bytes(self.packings.bundles[i][0].table, problem.job)
+        ids = problem.local_batch * id_bytes_per_sample(self.packings.bundles[i][0].table, problem.job)
         return np.append(ids * self.account.sent, 0.0)
 
-    def _vectors(self, i: int, width: int) -> np.ndarray:
+    def _bytes_on_site(self, i: int, width: int) -> np.ndarray:
+        """[G, P + C] bytes and counts of `width` columns of a bundle on the devices of a site."""
         way, bundle, on_host = self.ways[i], self.packings.bundles[i], self.limits.shape[1] - 1
         first, *others = bundle
         total = np.zeros((way.sites.shape[1], on_host + 1 + len(self.packings.caches)))
         # Columns are exchangeable, and ranges of rows are alike on all sites.
         for shard in bundle if others else [replace(first, col_hi=width)]:
-            run = run_of(way.layout.name, shard.table)
-            for g, (_, part) in enumerate(shards_on(way.whole(shard))):
+            run = layout_for_table(way.layout.name, shard.table)
+            for g, (_, part) in enumerate(shards_by_device(way.placement_on_first_site(shard))):
                 sums = self.packings.sums(run, part)
-                total[g, :on_host] += self.account.vector(run, part, sums)
+                total[g, :on_host] += self.account.bytes_by_phase(run, part, sums)
                 total[g, on_host] += sums.on_host
-                total[g, on_host + 1 :] += self.packings.caches.total([(run, part)])
+                total[g, on_host + 1 :] += self.packings.caches.total_counts([(run, part)])
         # Each device of a host counts what all of them have there.
         host = self.host[way.sites[0]]
         total[:, on_host] = (host[:, None] == host) @ total[:, on_host]
         return total
 
     def fits_together(self, more_bytes: float) -> bool:
-        """Tell if all devices together have what all bundles take, uncut, in each phase."""
+        """Tell if all bundles, uncut, fit the memory of all devices together, in each phase."""
         phases = self.account.phases
         needed = sum(self.vectors(i, way.widths[-1]).sum(0)[:phases] for i, way in enumerate(self.ways))
         # Room that is less than nothing on one device does not count against others.
         free = np.maximum(self.limits + more_bytes - self.base(frozenset()), 0).sum(0)[:phases]
         return bool((needed <= free * (1 + 1e-9)).all())
 
-    def lacks(self, load: np.ndarray, free: np.ndarray) -> np.ndarray:
-        """[...] bytes that devices lack which have a load [..., P + C], and may have free [..., P] bytes."""
+    def excess_bytes(self, load: np.ndarray, free: np.ndarray) -> np.ndarray:
+        """[...] memory excess of devices with loads [..., P + C] and free bytes [..., P]."""
         lacks = load[..., : free.shape[-1]] - free
         if len(self.packings.caches):
-            lacks[..., : self.account.phases] += self.packings.caches.padding(load[..., free.shape[-1] :])[
-                ..., None
-            ]
+            lacks[..., : self.account.phases] += self.packings.caches.padding_bytes(
+                load[..., free.shape[-1] :]
+            )[..., None]
         return lacks.max(-1)
 
 
@@ -169,24 +178,25 @@ class _Pass:
 
     @classmethod
     def empty(cls, choice: _Choice, more_bytes: float | None) -> _Pass:
+        """Pass in which nothing is placed yet."""
         free = choice.limits + (more_bytes or 0.0) - choice.base(frozenset())
         if more_bytes is not None:
             free[:, -1] = _AMPLE
         return cls(choice, free, np.zeros((len(free), free.shape[1] + len(choice.packings.caches))))
 
     def place(self, i: int, full: bool) -> list[tuple[Bundle, np.ndarray]] | None:
-        """Parts of a bundle, as few as fit, and the site [G] of each. None if it finds no room.
+        """Place a bundle in as few parts as fit. Returns parts and the site [G] of each; None if there is no room.
 
         full: whether a part goes to the fullest site that has room, or else to the emptiest.
         """
         bundle, sites, parts, column = self.choice.packings.bundles[i], self.choice.ways[i].sites, [], 0
         while (left := bundle[0].width - column) > 0:
-            width, lacks = self._widest(i, sites, left, full)
+            width, lacks = self._widest_fitting_part(i, sites, left, full)
             # Negative where there is room: the largest is of the fullest site that has some.
             best = int(np.where(lacks <= 0, lacks, -np.inf).argmax() if full else lacks.argmin())
             if lacks[best] > 0:
                 return None
-            self._add(sites[best], self.choice.vectors(i, width))
+            self._add_part(sites[best], self.choice.vectors(i, width))
             whole = width == bundle[0].width
             part = bundle if whole else (replace(bundle[0], col_lo=column, col_hi=column + width),)
             parts.append((part, sites[best]))
@@ -198,39 +208,41 @@ class _Pass:
         if len(parts) > 1:
             # Further parts of a table add to the local batch of all devices.
             used = self.load[:, : self.choice.account.phases].any(1)
-            if self.choice.lacks(self.load[used], self.free[used]).max() > 0:
+            if self.choice.excess_bytes(self.load[used], self.free[used]).max() > 0:
                 return None
         return parts
 
-    def lacks(self, i: int, width: int, sites: np.ndarray) -> np.ndarray:
-        """[S] bytes that some device of each site [S, G] lacks with so many columns of a bundle."""
+    def site_excess_bytes(self, i: int, width: int, sites: np.ndarray) -> np.ndarray:
+        """[S] largest memory excess on each site [S, G] if the site also had `width` columns of a bundle."""
         load = self.load[sites] + self.choice.vectors(i, width)
-        return self.choice.lacks(load, self.free[sites]).max(1)
+        return self.choice.excess_bytes(load, self.free[sites]).max(1)
 
-    def _widest(self, i: int, sites: np.ndarray, left: int, full: bool) -> tuple[int, np.ndarray]:
-        """The most columns of those left that fit on some site, and [S] bytes that each site lacks then.
+    def _widest_fitting_part(
+        self, i: int, sites: np.ndarray, left: int, full: bool
+    ) -> tuple[int, np.ndarray]:
+        """Most columns of a bundle, of `left`, that fit on some site, and [S] the memory excess of each site with them.
 
         The fewest columns where none fit.
         """
         way = self.choice.ways[i]
 
         widths = way.widths[: bisect_right(way.widths, left)]
-        of_sites = self.lacks(i, widths[-1], sites)
+        of_sites = self.site_excess_bytes(i, widths[-1], sites)
         if len(way.widths) > 1 and (of_sites.min() > 0 or widths[-1] < left):
             # Another part follows: it sends ids once more, and its run has to join outputs.
-            cut = self.cut | {run_of(way.layout.name, self.choice.packings.bundles[i][0].table)}
-            self.free -= self.choice.sent(i) + self.choice.base(cut) - self.choice.base(self.cut)
+            cut = self.cut | {layout_for_table(way.layout.name, self.choice.packings.bundles[i][0].table)}
+            self.free -= self.choice.id_bytes_of_part(i) + self.choice.base(cut) - self.choice.base(self.cut)
             self.cut = cut
-            n = bisect_right(widths, 0, key=lambda width: self.lacks(i, width, sites).min())
+            n = bisect_right(widths, 0, key=lambda width: self.site_excess_bytes(i, width, sites).min())
             widths = widths[: max(n, 1)]
             if not full:
                 # As many parts, but even ones.
                 widths = widths[: 1 + bisect_left(widths, left / math.ceil(left / widths[-1]))]
-            of_sites = self.lacks(i, widths[-1], sites)
+            of_sites = self.site_excess_bytes(i, widths[-1], sites)
         return widths[-1], of_sites
 
-    def _add(self, site: np.ndarray, vectors: np.ndarray) -> None:
-        """Add a part to the devices of a site."""
+    def _add_part(self, site: np.ndarray, vectors: np.ndarray) -> None:
+        """Add a part's bytes to the devices of a site."""
         self.load[site] += vectors
         if self.choice.packings.problem.topology.memory:
             on_host = self.free.shape[1] - 1
@@ -253,18 +265,25 @@ class Packings:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.bundles = bundles(map(Shard.whole, problem.tables), problem)
+        self.bundles = bundle_shards(map(Shard.whole, problem.tables), problem)
         # With very many tables, to list all ways of each takes long.
         self.firsts = [
-            way.of(bundle) for bundle in ticking(self.bundles) for way in islice(_ways(bundle, problem), 1)
+            way.with_placements_of(bundle)
+            for bundle in ticking(self.bundles)
+            for way in islice(_ways_to_run(bundle, problem), 1)
         ]
         self.possible = len(self.firsts) == len(self.bundles)
         self.first = (0,) * len(self.bundles)
         self._ways, self._choice = cache(self._list_ways), lru_cache(4)(self._make_choice)
-        self._peak_bytes, self.sums = own_peaks(problem), cache(partial(sums_of, problem=problem))
+        self._peak_bytes, self.sums = (
+            peak_bytes_function(problem),
+            cache(partial(shard_sums, problem=problem)),
+        )
 
     def _list_ways(self, i: int) -> list[Way]:
-        return [way.of(self.bundles[i]) for way in _ways(self.bundles[i], self.problem)]
+        return [
+            way.with_placements_of(self.bundles[i]) for way in _ways_to_run(self.bundles[i], self.problem)
+        ]
 
     def _make_choice(self, numbers: tuple[int, ...]) -> _Choice:
         ways = [self._ways(i)[n] if n else self.firsts[i] for i, n in enumerate(numbers)]
@@ -272,14 +291,14 @@ class Packings:
 
     @cached_property
     def caches(self) -> Caches:
-        return Caches.of(
-            (run_of(way.layout.name, s.table), replace(part, col_lo=0, col_hi=width))
+        return Caches.from_shards(
+            (layout_for_table(way.layout.name, s.table), replace(part, col_lo=0, col_hi=width))
             for i, bundle in enumerate(self.bundles)
             for s in bundle
             if s.table.shares_cache
             for way in self._ways(i)
             for width in (way.widths if len(bundle) == 1 else [s.width])
-            for _, part in shards_on(way.whole(s))
+            for _, part in shards_by_device(way.placement_on_first_site(s))
         )
 
     @cached_property
@@ -288,21 +307,22 @@ class Packings:
         return [i for i, bundle in enumerate(self.bundles) if bundle[0].table in tables]
 
     @cached_property
-    def order(self) -> list[int]:
+    def placing_order(self) -> list[int]:
+        """Numbers of bundles in the order of placing: those with fewest sites first, then the largest."""
         ways = self._choice(self.first).ways
         size = [
-            sum(self._peak_bytes(run_of(way.layout.name, s.table), s) for s in bundle)
+            sum(self._peak_bytes(layout_for_table(way.layout.name, s.table), s) for s in bundle)
             for bundle, way in zip(ticking(self.bundles), ways, strict=True)
         ]
         return sorted(range(len(size)), key=lambda i: (len(ways[i].sites), -size[i]))
 
-    def _smallest(self) -> tuple[int, ...]:
-        """For each bundle the number of the way in which it takes fewest bytes on all devices together."""
+    def _smallest_ways(self) -> tuple[int, ...]:
+        """For each bundle, the number of the way that takes fewest bytes on all devices together."""
         numbers = []
         for i, (shard, *_) in enumerate(ticking(self.bundles)):
             # By columns and copied. Divided rows take no less: their outputs are as wide on each device.
             n_bytes = [
-                len(way.sites[0]) * self._peak_bytes(run_of(way.layout.name, shard.table), shard)
+                len(way.sites[0]) * self._peak_bytes(layout_for_table(way.layout.name, shard.table), shard)
                 if way.widths[-1] == shard.width and not way.layout.divides_rows
                 else np.inf
                 for way in self._ways(i)
@@ -310,8 +330,9 @@ class Packings:
             numbers.append(int(np.argmin(n_bytes)))
         return tuple(numbers)
 
-    def apart(self) -> list[Placement] | None:
-        """Placements of tables that are not `fixed_placements`, each as if these were the only others.
+    def place_each_bundle_alone(self) -> list[Placement] | None:
+        """Placements of all tables that are not `fixed_placements`, each placed as if it were the only table besides
+        these.
 
         None if some find no room so, or if all do not fit together.
         """
@@ -319,49 +340,52 @@ class Packings:
             return None
         placements = list[Placement]()
         for i in ticking(self.searched_bundles):
-            if not (alone := self.alone(i)):
+            if not (alone := self.place_bundle_alone(i)):
                 return None
             placements += alone
-        return placements if equally_wide([(p.shard,) for p in placements]) else None
+        return placements if are_parts_equally_wide([(p.shard,) for p in placements]) else None
 
-    def alone(self, i: int) -> list[Placement]:
-        """Placements of a bundle in the first of its ways that has room beside `fixed_placements`, in equal parts.
+    def place_bundle_alone(self, i: int) -> list[Placement]:
+        """Placements of a bundle, in equal parts, in its first way that has room next to `fixed_placements`.
 
         Empty if none has.
         """
-        bundle, first, fixed = self.bundles[i], self.firsts[i], self._first_fixed
+        bundle, first, fixed = self.bundles[i], self.firsts[i], self._first_pass_with_fixed_tables
         if fixed and first.widths[-1] == bundle[0].width:
-            if fixed.lacks(i, bundle[0].width, first.sites).min() <= 0:
+            if fixed.site_excess_bytes(i, bundle[0].width, first.sites).min() <= 0:
                 return list(first.placements)
         for n, way in enumerate(self._ways(i)):
-            fixed = self._place_fixed((*self.first[:i], n, *self.first[i + 1 :]))
+            fixed = self._pass_with_fixed_tables((*self.first[:i], n, *self.first[i + 1 :]))
             if fixed and (parts := fixed.place(i, False)):
-                unit = self.problem.unit_width(bundle[0].table)
+                unit = self.problem.shard_width_unit(bundle[0].table)
                 return list(
-                    map(way.whole, bundle if len(parts) == 1 else equal_parts(bundle[0], len(parts), unit))
+                    map(
+                        way.placement_on_first_site,
+                        bundle if len(parts) == 1 else cut_into_equal_parts(bundle[0], len(parts), unit),
+                    )
                 )
         return []
 
     @cached_property
-    def _first_fixed(self) -> _Pass | None:
-        return self._place_fixed(self.first)
+    def _first_pass_with_fixed_tables(self) -> _Pass | None:
+        return self._pass_with_fixed_tables(self.first)
 
-    def _place_fixed(self, numbers: tuple[int, ...]) -> _Pass | None:
-        """A pass with the tables of `fixed_placements`. None if they find no room."""
+    def _pass_with_fixed_tables(self, numbers: tuple[int, ...]) -> _Pass | None:
+        """Pass with only the tables of `fixed_placements` placed. None if these find no room."""
         one_pass = _Pass.empty(self._choice(numbers), None)
         fixed = sorted({*range(len(self.bundles))} - {*self.searched_bundles})
         return one_pass if all(one_pass.place(i, False) for i in fixed) else None
 
     def plan(self, n_passes: int, more_bytes: float | None = None) -> Plan | None:
-        """A plan that fits. None if no pass finds one.
+        """Plan that fits, found by packing. None if no pass finds a plan.
 
         n_passes: pairs of passes from the first start. Later ones get fewer.
         more_bytes: what each device has more, if the memory of hosts does not count.
         """
-        for k, start in enumerate(islice(self._starts(), n_passes)):
+        for k, start in enumerate(islice(self._starting_ways(), n_passes)):
             if not self._choice(start).fits_together(more_bytes or 0.0):
                 continue
-            numbers, blame, order = list(start), [0] * len(start), self.order
+            numbers, blame, order = list(start), [0] * len(start), self.placing_order
             for _ in range(n_passes // (k + 1)):
                 choice, failed = self._choice(tuple(numbers)), 0
                 # Even loads, then full devices, which leave larger gaps on others.
@@ -373,22 +397,22 @@ class Packings:
                 blame[failed] += 1
                 if order[0] == failed or blame[failed] % 2 == 0:
                     numbers[failed] = (numbers[failed] + 1) % len(self._ways(failed))
-                order = sorted(self.order, key=lambda i: -blame[i])
+                order = sorted(self.placing_order, key=lambda i: -blame[i])
         return None
 
-    def _starts(self) -> Iterator[tuple[int, ...]]:
-        """Numbers of ways to start from: the first, the smallest, and the first but for one bundle."""
+    def _starting_ways(self) -> Iterator[tuple[int, ...]]:
+        """Numbers of ways to start packing from: first ways, smallest ways, and first ways but for one bundle."""
         yield self.first
-        if (smallest := self._smallest()) != self.first:
+        if (smallest := self._smallest_ways()) != self.first:
             yield smallest
-        for i in self.order:
+        for i in self.placing_order:
             for n in range(1, len(self._ways(i))):
                 yield (*self.first[:i], n, *self.first[i + 1 :])
 
     def _place_all(
         self, choice: _Choice, order: Sequence[int], full: bool, more_bytes: float | None
     ) -> Plan | int:
-        """A plan of these ways, or the number of the bundle that is in its way."""
+        """Plan with the chosen ways to run bundles, or the number of the bundle that finds no room."""
         one_pass, parts = _Pass.empty(choice, more_bytes), []
         for i in ticking(order):
             placed = one_pass.place(i, full)
@@ -396,7 +420,7 @@ class Packings:
                 return i
             parts += [(choice.ways[i].layout.name, *of_site) for of_site in placed]
         placements = [Placement(kind, s, tuple(site.tolist())) for kind, part, site in parts for s in part]
-        if equally_wide([(p.shard,) for p in placements]):
+        if are_parts_equally_wide([(p.shard,) for p in placements]):
             return Plan(tuple(placements))
         # TorchRec needs cut sequences of a collection equally wide, so the one with the widest parts runs otherwise.
         cut = [
@@ -409,13 +433,13 @@ class Packings:
 
 @lru_cache(maxsize=2)  # a refusal explains those that a search began with
 def packings_of(problem: Problem) -> Packings:
-    """The packings of a problem."""
+    """Packings of a problem, cached."""
     return Packings(problem)
 
 
 @lru_cache(maxsize=8)
-def roomiest(problem: Problem, quick: bool = False) -> tuple[Plan | None, int]:
-    """A plan that fits, or the plan that lacks least of those tried, and the bytes that some device lacks.
+def least_excess_plan(problem: Problem, quick: bool = False) -> tuple[Plan | None, int]:
+    """Plan that fits, or else the tried plan with the least memory excess, and the excess in bytes.
 
     quick: try few ways.
 
@@ -449,12 +473,12 @@ def roomiest(problem: Problem, quick: bool = False) -> tuple[Plan | None, int]:
 
 def excess_bytes(plan: Plan, problem: Problem) -> int:
     """Largest memory excess of a device with a shard; 0 or less if the plan fits."""
-    lacks = np.subtract(memory.used_bytes(plan, problem), held_bytes(problem))
+    lacks = np.subtract(memory.used_bytes(plan, problem), usable_bytes(problem))
     return int(max(lacks[d] for placement in plan.placements for d in placement.devices))
 
 
-def equally_wide(parts: Sequence[Bundle]) -> bool:
-    """Tell if all cut sequences of a collection have parts of one width, as TorchRec needs them."""
+def are_parts_equally_wide(parts: Sequence[Bundle]) -> bool:
+    """Tell if all cut sequences of a collection have parts of one width, as TorchRec requires."""
     widths: dict[str, int] = {}
     return all(
         widths.setdefault(s.table.collection, s.width) == s.width

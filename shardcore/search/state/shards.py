@@ -11,7 +11,7 @@ from shardcore.cost.model import CostModel, price
 from shardcore.search.ties import sort_by_cost
 from shardcore.step import memory
 from shardcore.step.lower import lower
-from shardcore.step.ways import consolidate, fixed_placements
+from shardcore.step.ways import consolidate_placements, fixed_placements
 
 CONCESSION = 1e-3
 """Share of its cost that a plan may lose to a simpler one, or to the plan in use.
@@ -21,16 +21,16 @@ little would look worse than others.
 """
 
 
-def cheapest(plans: Iterable[Plan], problem: Problem) -> Plan:
-    """The cheapest plan that fits. If none does, the cheapest of all."""
+def cheapest_plan(plans: Iterable[Plan], problem: Problem) -> Plan:
+    """Cheapest plan that fits, or the cheapest of all if none fits."""
     by_cost = sort_by_cost(plans, lambda plan: plan.provenance["predicted_ms"])
-    return next((plan for plan in by_cost if memory.fits(plan, problem)), by_cost[0])
+    return next((plan for plan in by_cost if memory.plan_fits(plan, problem)), by_cost[0])
 
 
-def priced(
+def priced_plan(
     placements: Iterable[Placement], problem: Problem, model: CostModel, fits: bool = False, **provenance: Any
 ) -> Plan:
-    """The consolidated plan of these placements, with provenance and predicted cost.
+    """Consolidated plan of given placements, with provenance and predicted cost.
 
     Tables of `fixed_placements` need not be among them.
 
@@ -40,7 +40,7 @@ def priced(
     there = {placement.shard.table.name for placement in placements}
     placements += [p for p in fixed_placements(problem) if p.shard.table.name not in there]
     # Canonical first: the price is of shards as TorchRec runs them.
-    plan = Plan(consolidate(placements))
+    plan = Plan(consolidate_placements(placements))
     cost = price(lower(plan, problem, fits), model)
     beyond = {"extrapolated": list(cost.extrapolated)} if cost.extrapolated else {}
     return replace(

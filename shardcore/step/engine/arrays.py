@@ -27,7 +27,7 @@ import numba
 import numpy as np
 from numba import boolean, float64, int16, int32, int64, uint64
 
-from shardcore.step.engine.pointers import Array, Record, pointer
+from shardcore.step.engine.pointers import Array, Record, make_record_loader
 
 HEAD = numba.types.FunctionType(float64(float64[::1], float64[::1]))
 """The type of every model's compiled head. One type, so that the search is compiled once for all models."""
@@ -68,7 +68,7 @@ PHASES + t: phases of stage t.
 """
 OF_ENTERED, OF_LOOKUPS = 8, 9
 """Columns of SearchProblem.stages: multiples of what entered, and of lookups. Those before are of the run's share of a
-local batch (see memory.frame)."""
+local batch (see memory.compute_local_batch_bytes)."""
 MOST_ENTERED, MOST_LOOKUPS, MOST_FEATURES = range(3)
 """Columns of SearchProblem.limits: the largest of a run's multiples OF_ENTERED and OF_LOOKUPS, and features of an op
 that FBGEMM runs."""
@@ -111,11 +111,11 @@ class SearchProblem(NamedTuple):
     group_of: int64[:, ::1]  # [Y, D] the device's group in each layout; -1: none
     may_share: boolean[:, ::1]  # [Y, S] whether groups may share the strip
     # Memory.
-    # Pipeline.moments without replicas, and with: bytes of local batches and activations, and multiples of
+    # Pipeline.ids_by_moment without replicas, and with: bytes of local batches and activations, and multiples of
     # State.value[SENT] and of ids that arrived. The last row has the largest of each.
     moments: float64[:, :, ::1]  # [2, 7, 3]
     always: float64  # bytes that are there in all moments
-    looks_up_ahead: boolean  # whether the pipeline does (memory_timeline.stages_under)
+    looks_up_ahead: boolean  # whether the pipeline does (memory_timeline.stages_under_pipeline)
     host_free: float64  # bytes of a host's memory; infinite where they are not given
     runs: int64[:, ::1]  # [N, 8] see COLLECTION
     # Multiples of a run's bytes in a stage. Slots are those of memory.StageCoefficients.
@@ -134,16 +134,16 @@ class SearchProblem(NamedTuple):
     most_tables: int64  # that may move
     most_bytes: int64  # that may move
 
-    def codes(self, options: np.ndarray) -> np.ndarray:
-        """[..., F] encodings of options [...]."""
+    def option_encodings(self, options: np.ndarray) -> np.ndarray:
+        """[..., F] the cost model's encodings of options, by their numbers [...]."""
         return np.ascontiguousarray(self.vectors[options][..., self.first_code :])
 
-    def whole_options(self) -> np.ndarray:
-        """[S] options of the uncut strips."""
+    def options_of_whole_strips(self) -> np.ndarray:
+        """[S] the option number of each strip (columns of a table) as a single, uncut shard."""
         return self.shard[np.arange(len(self.strips)), self.strips[:, SIZE]]
 
-    def shared_options(self, y: int, strips: np.ndarray) -> np.ndarray:
-        """[...] options of strips [...] on each device but the last of a layout's groups."""
+    def options_shared_by_layout(self, y: int, strips: np.ndarray) -> np.ndarray:
+        """[...] option numbers of strips shared by groups of layout y, on each device of a group except the last."""
         return self.shared[0, y, strips]
 
 
@@ -170,7 +170,7 @@ class State(NamedTuple):
     norm: Array("23X", float64)
     ref: Array("3X", float64)  # means that the powers are relative to
     moved: Array("S", int64)  # bytes of each table that moved
-    # The local batch, see memory.frame.
+    # The local batch, see memory.compute_local_batch_bytes.
     runs: Array("N4", float64)  # see SHARDS
     order: Array("N", int64)  # runs in their order; the first number[N_RUNS] are valid
     frame: Array("N4B", float64)  # bytes of a local batch in a run's stages
@@ -226,8 +226,8 @@ SLOT_BEFORE, SLOT_AFTER, SLOT_FREED_LATE, SLOT_PHASES = range(4)
 """Indices of a stage's slots. SLOT_PHASES + i is phase i."""
 
 
-def empty(problem: SearchProblem, n_hosts: int, batch: tuple[int, ...] = ()) -> State:
-    """A State with nothing placed, and without a log. batch: a first dimension of its arrays, for several plans."""
+def empty_state(problem: SearchProblem, n_hosts: int, batch: tuple[int, ...] = ()) -> State:
+    """A search state with no shards placed. batch: leading dimension of its arrays, for several plans."""
     n_devices, n_runs, length = problem.fixed_ops.shape
     sizes = {
         "S": len(problem.strips),
@@ -255,6 +255,6 @@ def empty(problem: SearchProblem, n_hosts: int, batch: tuple[int, ...] = ()) -> 
     return state
 
 
-problem_at = pointer(Record(SearchProblem))
-state_at = pointer(Record(State))
+problem_at = make_record_loader(Record(SearchProblem))
+state_at = make_record_loader(Record(State))
 """Compiled functions get a record from its words so."""

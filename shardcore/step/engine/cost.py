@@ -11,7 +11,7 @@ import math
 
 from numba import int64
 
-from shardcore.core.jit import inner
+from shardcore.core.jit import compile_inner
 from shardcore.core.step_cost import EQUAL
 from shardcore.step.engine.arrays import (
     ARRIVED,
@@ -32,12 +32,12 @@ from shardcore.step.engine.arrays import (
 )
 
 POWERS = 5
-"""log2 of the norm's exponent p. Here p = 32, as in `power`."""
+"""log2 of the norm's exponent p. Here p = 32, as in `norm_power`."""
 
 
-@inner
-def power(x):
-    """x ** p by repeated squaring. Written out, as numba takes long over a loop."""
+@compile_inner
+def norm_power(x):
+    """x ** p, the power in the p-norm of loads, by repeated squaring."""
     x *= x  # x ** 2
     x *= x  # x ** 4
     x *= x  # x ** 8
@@ -45,42 +45,42 @@ def power(x):
     return x * x
 
 
-@inner
-def root(x):
-    """x ** (1 / p), and 0 for 0 or for a sum that rounding made negative."""
+@compile_inner
+def norm_root(x):
+    """x ** (1 / p), the root in the p-norm of loads. 0 for x <= 0, which rounding may give."""
     # Norms are sums of differences, so rounding can leave them just below zero.
     return math.exp(math.log(x) / (1 << POWERS)) if x > 0.0 else 0.0
 
 
-@inner
+@compile_inner
 def is_less(ms, other):
-    """True if a cost of 0 or more is less than another, not just by rounding (cost/model.py)."""
+    """True if a cost is less than another by more than rounding."""
     return ms * (1.0 + EQUAL) < other
 
 
-@inner
-def copy(to, source):
-    """Copy a vector. A slice assignment would allocate."""
+@compile_inner
+def copy_vector(to, source):
+    """Copy a vector in place, without allocating."""
     for i in range(len(to)):
         to[i] = source[i]
 
 
-@inner
-def add(to, source):
-    """Add a vector to another."""
+@compile_inner
+def add_vector(to, source):
+    """Add a vector to another in place."""
     for i in range(len(to)):
         to[i] += source[i]
 
 
-@inner
-def n_devices_of(st):
-    """D."""
+@compile_inner
+def device_count(st):
+    """The number of devices in a search state."""
     return st.held.shape[1]
 
 
-@inner
-def total_of(st, d, entry):
-    """The sum of an entry of the vectors of a device's ops."""
+@compile_inner
+def sum_over_device_ops(st, d, entry):
+    """The sum of one entry over the vectors of a device's ops, such as resident bytes."""
     # Callers pass constants as int64: numba compiles a function again for each constant.
     total = 0.0
     for r in range(st.row.shape[1]):
@@ -88,18 +88,18 @@ def total_of(st, d, entry):
     return total
 
 
-@inner
+@compile_inner
 def exchanged_bytes(st, d, x):
-    """Bytes that a device carries in exchange x."""
+    """Bytes that a device carries in exchange x: outputs of an op, or its ids."""
     n = st.row.shape[1]
     if x < n:
         return st.ops[st.row[d, x], x, ENTERED]
     return st.ops[st.row[d, x - n], x - n, ARRIVED]
 
 
-@inner
-def load_of(fx, st, d, row, a):
-    """ms of a device: its ops at its speed, and for head LOAD its own share of exchanges.
+@compile_inner
+def device_load_ms(fx, st, d, row, a):
+    """ms of a device's ops at its speed, plus its own share of exchanges for head LOAD.
 
     row: the row of State.row with its ops.
     a: the head: LOAD or FETCHED.
@@ -114,48 +114,50 @@ def load_of(fx, st, d, row, a):
     return ms / fx.devices[d, SPEED] + exchanges_ms
 
 
-@inner
-def exposed_ids(fx, ids_ms, work_ms):
-    """ms that ids add to a step. work_ms: the share of ids_ms that nothing hides."""
+@compile_inner
+def exposed_ids_ms(fx, ids_ms, work_ms):
+    """ms by which the exchange of ids makes a step longer. work_ms: the part that is never hidden."""
     # The dense part hides the transfer of ids, but never the devices' own work with them.
     return max(work_ms, ids_ms - fx.hides_ids_ms)
 
 
-@inner
-def longer_chain(fx, ms, fetched):
-    """ms of a step without the dense part and ids; fetches and updates may set it (model.fetch_wait_ms)."""
+@compile_inner
+def step_ms_with_fetches(fx, ms, fetched):
+    """ms of a step without the dense part and ids; the larger of compute and the fetches of caches."""
     return max(ms, fetched - fx.dense_ms) if len(fx.heads) > 1 else ms
 
 
-@inner
-def has_busiest(fx, x):
+@compile_inner
+def depends_on_busiest_device(fx, x):
     """Tell if exchange x takes longer the more its busiest device carries."""
     return fx.rates[x, BUSIEST] > 0.0 or fx.rates[x, WORK_BUSIEST] > 0.0
 
 
-@inner
+@compile_inner
 def exchange_ms(fx, x, total, busiest, of_host):
-    """ms of exchange x, and of the devices' own work with it, from bytes of all, of the busiest device and host."""
+    """ms of exchange x and of devices' work on its ids, from bytes in total, of the busiest device and of the busiest
+    host.
+    """
     rates = fx.rates[x]
     ms = rates[ONCE] + rates[TOTAL] * total + rates[BUSIEST] * busiest + rates[HOST_BUSIEST] * of_host
     return ms, rates[WORK_ONCE] + rates[WORK_TOTAL] * total + rates[WORK_BUSIEST] * busiest
 
 
-@inner
-def energy_of(fx, st, t):
-    """The smooth cost in ms. It is `cost_of` with p-norms in place of maxima.
+@compile_inner
+def smooth_cost_ms(fx, st, t):
+    """The smooth cost of a plan in ms, with p-norms over devices in place of maxima.
 
     t: 0 for the present plan, 1 for that of a trial.
     """
     # Norms are taken of ratios to ref, the means: p-th powers of ms would over- or underflow.
     norm, all_carried = st.norm[t], st.hosts[t, -1]
-    cost, ids_ms, work_ms = st.ref[0, LOAD] * root(norm[0, LOAD]), 0.0, 0.0
+    cost, ids_ms, work_ms = st.ref[0, LOAD] * norm_root(norm[0, LOAD]), 0.0, 0.0
     for x in range(len(fx.rates)):
         # An exchange without bytes is not launched, so its fixed cost does not count either.
         if all_carried[x] > 0.0:
             # In bytes again. At least the largest load, and at most D ** (1 / p) times it.
-            busiest = st.ref[1, x] * root(norm[1, x]) if has_busiest(fx, x) else 0.0
-            of_host = st.ref[2, x] * root(norm[2, x]) if fx.rates[x, HOST_BUSIEST] > 0.0 else 0.0
+            busiest = st.ref[1, x] * norm_root(norm[1, x]) if depends_on_busiest_device(fx, x) else 0.0
+            of_host = st.ref[2, x] * norm_root(norm[2, x]) if fx.rates[x, HOST_BUSIEST] > 0.0 else 0.0
             ms, own_ms = exchange_ms(fx, x, all_carried[x], busiest, of_host)
             # Exchanges of outputs come first. Those of ids may hide behind the dense part.
             if x < len(fx.runs):
@@ -163,25 +165,28 @@ def energy_of(fx, st, t):
             else:
                 ids_ms += ms
                 work_ms += own_ms
-    fetched = st.ref[0, FETCHED] * root(norm[0, FETCHED])
-    return longer_chain(fx, cost, fetched) + exposed_ids(fx, ids_ms, work_ms)
+    fetched = st.ref[0, FETCHED] * norm_root(norm[0, FETCHED])
+    return step_ms_with_fetches(fx, cost, fetched) + exposed_ids_ms(fx, ids_ms, work_ms)
 
 
-@inner
-def largest(st, column):
-    """The device with most in a column of State.devices, the first of equal ones."""
+@compile_inner
+def largest_device(st, column):
+    """The device with the largest entry in a column of State.devices; the first among equals."""
     found = 0
-    for d in range(1, n_devices_of(st)):
+    for d in range(1, device_count(st)):
         if is_less(st.devices[found, column], st.devices[d, column]):
             found = d
     return found
 
 
-@inner
-def cost_of(fx, st):
-    """The exact cost in ms, with maxima. Also notes the slowest and the busiest devices in st.number."""
+@compile_inner
+def exact_cost_ms(fx, st):
+    """The exact cost of a plan in ms. Also records the slowest and the busiest devices in the state."""
     # A step waits for its slowest device. Moves prefer that one, so it is noted.
-    worst, latest = largest(st, int64(LOAD)), largest(st, int64(FETCHED)) if len(fx.heads) > 1 else 0
+    worst, latest = (
+        largest_device(st, int64(LOAD)),
+        largest_device(st, int64(FETCHED)) if len(fx.heads) > 1 else 0,
+    )
     st.number[WORST] = worst
     cost, ids_ms, work_ms = st.devices[worst, LOAD], 0.0, 0.0
     for x in range(len(fx.rates)):
@@ -189,9 +194,9 @@ def cost_of(fx, st):
         if total > 0.0:
             # Where no cost depends on the busiest device, the search for it is skipped.
             busiest, most = 0, 0.0
-            if has_busiest(fx, x):
+            if depends_on_busiest_device(fx, x):
                 r, entry = (x, ENTERED) if x < len(fx.runs) else (x - len(fx.runs), ARRIVED)
-                for d in range(n_devices_of(st)):
+                for d in range(device_count(st)):
                     n_bytes = st.ops[d, r, entry]
                     if n_bytes > most:
                         busiest, most = d, n_bytes
@@ -208,8 +213,8 @@ def cost_of(fx, st):
             else:
                 ids_ms += ms
                 work_ms += own_ms
-    step = longer_chain(fx, cost, st.devices[latest, FETCHED])
+    step = step_ms_with_fetches(fx, cost, st.devices[latest, FETCHED])
     # Where the step waits for rows, less to fetch makes it shorter, so moves prefer that device.
     if step > cost:
         st.number[WORST] = latest
-    return step + exposed_ids(fx, ids_ms, work_ms)
+    return step + exposed_ids_ms(fx, ids_ms, work_ms)

@@ -17,7 +17,7 @@ import math
 import numpy as np
 from numba import int64
 
-from shardcore.core.jit import inner
+from shardcore.core.jit import compile_inner
 from shardcore.step.engine.arrays import (
     ARRIVED,
     CACHED,
@@ -61,21 +61,21 @@ from shardcore.step.engine.arrays import (
     SLOT_FREED_LATE,
     SLOT_PHASES,
 )
-from shardcore.step.engine.cost import add, n_devices_of, total_of
+from shardcore.step.engine.cost import add_vector, device_count, sum_over_device_ops
 from shardcore.step.memory import CACHE_SET_ROWS, MOST_IDS, OF_OP
 
 
-@inner
-def add_option(fx, st, d, option):
-    """Add an option to a device's ops, and what its chain has further."""
+@compile_inner
+def add_option_to_ops(fx, st, d, option):
+    """Add an option's vector, and those of the rest of its bundle, to a device's ops."""
     while option > 0:
-        add(st.ops[d, fx.options[option, OPTION_RUN]], fx.vectors[option])
+        add_vector(st.ops[d, fx.options[option, OPTION_RUN]], fx.vectors[option])
         option = fx.options[option, NEXT]
 
 
-@inner
-def frame(fx, st):
-    """Compute the bytes of the local batch from the runs' outputs, ranks and partial shards."""
+@compile_inner
+def compute_local_batch_bytes(fx, st):
+    """Compute the bytes of a local batch in each stage of each op, from all shards of the plan."""
     # The runs with shards, by insertion sort on the rank of their first table.
     n = 0
     for r in range(len(st.runs)):
@@ -118,7 +118,7 @@ def frame(fx, st):
         joined += outputs if together else 0.0
         # Multiples as StageCoefficients.batch has them.
         case = 4 * int(cut) + 2 * int(together)
-        # The largest phase of the run alone, for `batch_most`.
+        # The largest phase of the run alone, for `max_local_batch_bytes`.
         of_run = 0.0
         for t in range(4):
             for slot in range(fx.stages.shape[2]):
@@ -138,26 +138,26 @@ def frame(fx, st):
     st.value[FRAME_MOST] = max(most, received + max(joined, sent_back))
 
 
-@inner
-def in_moment(fx, st, arrived, m):
-    """Bytes of ids and activations in a moment of Pipeline.moments. arrived: bytes of ids that did."""
+@compile_inner
+def moment_bytes(fx, st, arrived, m):
+    """Bytes of input batches, ids and activations at one moment of the pipeline. arrived: bytes of received ids."""
     of = fx.moments[st.number[REPLICAS], m]
     return of[0] + of[1] * st.value[SENT] + of[2] * arrived
 
 
-@inner
+@compile_inner
 def slot_bytes(fx, st, row, r, t, slot):
-    """Bytes of a slot of run r in stage t: of the local batch, and of what the device's op has."""
+    """Bytes of an op's buffers in one slot of a stage: of the local batch, and of the device's shards."""
     of, op = fx.stages[r, t, slot], st.ops[st.row[row, r], r]
     return st.frame[r, t, slot] + of[OF_ENTERED] * op[ENTERED] + of[OF_LOOKUPS] * op[LOOKUPS]
 
 
-@inner
-def peak(fx, st, row):
-    """Bytes of a device's largest phase, without those that are in all phases."""
-    n, arrived = st.number[N_RUNS], total_of(st, row, int64(ARRIVED))
+@compile_inner
+def peak_phase_bytes(fx, st, row):
+    """Bytes of a device's largest memory phase, without those present in all phases."""
+    n, arrived = st.number[N_RUNS], sum_over_device_ops(st, row, int64(ARRIVED))
     # Outputs are joined after the stages of forward.
-    most, held = st.value[JOINED] + in_moment(fx, st, arrived, int64(2)), 0.0
+    most, held = st.value[JOINED] + moment_bytes(fx, st, arrived, int64(2)), 0.0
     # Two stages forward (look up, wait for outputs), two backward (send gradients, wait for them).
     for t in range(4):
         # At first, all runs have the buffers that precede their phases.
@@ -165,10 +165,10 @@ def peak(fx, st, row):
         for i in range(n):
             held += slot_bytes(fx, st, row, st.order[i], t, SLOT_BEFORE)
         if t == 0:  # ids arrive before lookups
-            most = max(most, held + in_moment(fx, st, arrived, int64(0)))
+            most = max(most, held + moment_bytes(fx, st, arrived, int64(0)))
         if t == 2:  # the dense part comes between forward and backward
-            most = max(most, st.value[DENSE_PART] + held + in_moment(fx, st, arrived, int64(3)))
-        freed_late, ids = 0.0, in_moment(fx, st, arrived, 1 + t if t < 2 else 4)
+            most = max(most, st.value[DENSE_PART] + held + moment_bytes(fx, st, arrived, int64(3)))
+        freed_late, ids = 0.0, moment_bytes(fx, st, arrived, 1 + t if t < 2 else 4)
         for i in range(n):
             # Autograd goes back from the last run to the first.
             r = st.order[i] if t < 2 else st.order[n - 1 - i]
@@ -182,24 +182,27 @@ def peak(fx, st, row):
             held += slot_bytes(fx, st, row, r, t, SLOT_AFTER)
             freed_late = slot_bytes(fx, st, row, r, t, SLOT_FREED_LATE)
     # The dense optimizer steps last.
-    return max(most, held + st.value[SCRATCH] + in_moment(fx, st, arrived, int64(5)))
+    return max(most, held + st.value[SCRATCH] + moment_bytes(fx, st, arrived, int64(5)))
 
 
-@inner
-def batch_most(fx, st):
-    """The most bytes that a local batch takes on any device, in any phase."""
+@compile_inner
+def max_local_batch_bytes(fx, st):
+    """Upper bound of the bytes that a local batch takes on any device in any phase."""
     of = fx.moments[st.number[REPLICAS], -1]
     return fx.always + of[0] + of[1] * st.value[SENT] + st.value[SCRATCH] + st.value[FRAME_MOST]
 
 
-@inner
-def set_room(fx, st, d, row):
-    """Compute HELD and ROOM of a row of State.devices, from the ops that it stands for.
+@compile_inner
+def set_memory_room(fx, st, d, row):
+    """Compute a device's resident bytes and its room for a local batch, from its ops.
 
     What a device lacks has to be counted only where a local batch may take more than its room. That is infinite for
     a device without a shard. It takes nothing: it may be one whose memory is all reserved.
     """
-    held, arrived = total_of(st, row, int64(RESIDENT)), total_of(st, row, int64(ARRIVED))
+    held, arrived = (
+        sum_over_device_ops(st, row, int64(RESIDENT)),
+        sum_over_device_ops(st, row, int64(ARRIVED)),
+    )
     st.devices[row, HELD] = held
     if held == 0.0 and arrived == 0.0:
         st.devices[row, ROOM] = np.inf
@@ -209,7 +212,7 @@ def set_room(fx, st, d, row):
         return
     room = fx.devices[d, FREE] - held - fx.moments[0, -1, 2] * arrived
     if len(fx.caches) > 0:
-        room -= cache_padding(fx, st, row)
+        room -= cache_padding_bytes(fx, st, row)
     # Each run's largest phase. Only the largest of all counts, so this is quick, and mostly enough.
     for r in range(len(fx.runs)):
         op = st.ops[st.row[row, r], r]
@@ -217,28 +220,32 @@ def set_room(fx, st, d, row):
     st.devices[row, ROOM] = room
 
 
-@inner
-def lack_of(fx, st, d, row):
-    """Bytes that device d lacks if it has these ops. Needs the row's HELD and ROOM."""
+@compile_inner
+def excess_bytes(fx, st, d, row):
+    """Bytes by which a device's memory is exceeded with the given ops; 0 if they fit."""
     # A lower bound of the room holds an upper bound of the batch. Most trials need no exact count.
-    if st.devices[row, ROOM] >= batch_most(fx, st):
+    if st.devices[row, ROOM] >= max_local_batch_bytes(fx, st):
         return 0.0
     # Rounded as memory.used_bytes rounds, so that both agree to the byte.
-    left = fx.devices[d, FREE] - st.devices[row, HELD] - math.floor(fx.always + peak(fx, st, row) + 0.5)
+    left = (
+        fx.devices[d, FREE]
+        - st.devices[row, HELD]
+        - math.floor(fx.always + peak_phase_bytes(fx, st, row) + 0.5)
+    )
     # A cache has whole sets of rows, so its bytes do not add up over shards.
     if len(fx.caches) > 0:
-        left -= cache_padding(fx, st, row)
+        left -= cache_padding_bytes(fx, st, row)
     if fx.ops_limited:
         # Scaled by OF_OP, so that an op that is too large lacks bytes, as a full device does.
         left = min(left, op_headroom(fx, st, row))
     return max(0.0, -left)
 
 
-@inner
-def cache_padding(fx, st, row):
-    """Bytes of a device's caches beyond those that are resident, as memory.Caches counts them."""
+@compile_inner
+def cache_padding_bytes(fx, st, row):
+    """Bytes of a device's embedding caches beyond those counted as resident."""
     # RESIDENT counts each shard's cache as wide as that shard. This entry sums these bytes: take them off.
-    beyond = -total_of(st, row, int64(CACHED))
+    beyond = -sum_over_device_ops(st, row, int64(CACHED))
     for c in range(len(fx.caches)):
         r, first, widest = fx.caches[c, 0], fx.caches[c, 1], fx.caches[c, 2]
         op = st.ops[st.row[row, r], r]
@@ -249,7 +256,7 @@ def cache_padding(fx, st, row):
     return beyond
 
 
-@inner
+@compile_inner
 def op_headroom(fx, st, row):
     """Remaining headroom under FBGEMM's per-op limits, in pseudo-bytes (OF_OP); the minimum over ops."""
     left = np.inf
@@ -261,45 +268,46 @@ def op_headroom(fx, st, row):
     return left
 
 
-@inner
-def set_lacks(fx, st):
-    """Compute room and lack of each device, the bytes on hosts, and what all of them lack."""
-    # Only a plan with OVER of 0 fits; `change_shared` refuses to raise it.
+@compile_inner
+def set_excess_bytes(fx, st):
+    """Compute the memory excess of each device and host, and their sum."""
+    # Only a plan with OVER of 0 fits; `try_shared_move` refuses to raise it.
     over = 0.0
     for h in range(st.hosts.shape[1]):
         st.hosts[0, h, -1] = 0.0
-    for d in range(n_devices_of(st)):
-        set_room(fx, st, d, d)
-        st.devices[d, LACK] = lack_of(fx, st, d, d)
+    for d in range(device_count(st)):
+        set_memory_room(fx, st, d, d)
+        st.devices[d, LACK] = excess_bytes(fx, st, d, d)
         over += st.devices[d, LACK]
-        st.hosts[0, fx.host[d], -1] += total_of(st, d, int64(ON_HOST))
+        st.hosts[0, fx.host[d], -1] += sum_over_device_ops(st, d, int64(ON_HOST))
     for h in range(st.hosts.shape[1] - 1):
         over += max(0.0, st.hosts[0, h, -1] - fx.host_free)
     st.value[OVER] = over
 
 
-@inner
-def host_fits(fx, st, d, row):
-    """Tell if the memory of d's host fits if d has other ops. A host that is too full already may lose some."""
-    more = total_of(st, row, int64(ON_HOST)) - total_of(st, d, int64(ON_HOST))
+@compile_inner
+def host_memory_fits(fx, st, d, row):
+    """Tell if a host's memory suffices with other ops on device d. A host that is too full may still shrink."""
+    more = sum_over_device_ops(st, row, int64(ON_HOST)) - sum_over_device_ops(st, d, int64(ON_HOST))
     return more <= 0.0 or st.hosts[0, fx.host[d], -1] + more <= fx.host_free
 
 
-@inner
-def expect(fx, st, s, option):
-    """Count an option of strip s among those that runs have. `frame` computes what follows."""
+@compile_inner
+def count_option(fx, st, s, option):
+    """Count an option of strip s (columns of a table) in the local batch of its op."""
     run, alone = st.runs[fx.options[option, OPTION_RUN]], fx.alone[option]
     run[OUTPUTS] += alone[OUTPUTS]
     # Runs follow each other in the order of their first tables.
     run[FIRST_RANK] = min(run[FIRST_RANK], float(fx.strips[s, RANK]))
     # A dense optimizer updates one table after another, so only the largest buffer counts.
     st.value[SCRATCH] = max(st.value[SCRATCH], alone[OF_SCRATCH])
-    change_option(fx, st, int64(0), option)
+    replace_counted_option(fx, st, int64(0), option)
 
 
-@inner
-def change_option(fx, st, was, now):
-    """Count another option of a strip in the local batch. Returns whether it changes which runs have cut tables.
+@compile_inner
+def replace_counted_option(fx, st, was, now):
+    """Replace an option of a strip in the local batch. Returns True if an op gains its first cut table or loses its
+    last.
 
     Ids of a local batch exist once for each shard; outputs do not depend on how a strip is cut.
     """

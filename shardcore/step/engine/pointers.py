@@ -37,8 +37,8 @@ class Array:
 
 
 @cache
-def fields_of(record: type) -> dict[str, Any]:
-    """numba's types of a record's fields, by name."""
+def record_fields(record: type) -> dict[str, Any]:
+    """numba types of a record's fields, by name."""
     return {
         name: types.Array(kind.dtype, len(kind.dims), "C") if isinstance(kind, Array) else kind
         for name, kind in record.__annotations__.items()
@@ -52,7 +52,7 @@ class Record(types.Type):
     """
 
     def __init__(self, of: type) -> None:
-        self.fields = fields_of(of)
+        self.fields = record_fields(of)
         # Number of the first word of each field.
         sizes = [1 + getattr(field, "ndim", 0) for field in self.fields.values()]
         self.at = dict(zip(self.fields, np.cumsum([0, *sizes]).tolist(), strict=False))
@@ -63,15 +63,15 @@ class Record(types.Type):
 register_model(Record)(models.OpaqueModel)
 
 
-def packed(record: Any) -> Any:
-    """The words of a record, for a compiled function. The record has to outlive the call.
+def pack_record(record: Any) -> Any:
+    """Pack a record into int64 words for a compiled function. The record has to outlive the call.
 
     Anything that is not a NamedTuple stays as it is.
     """
     if not isinstance(record, tuple):
         return record
     words: list[int] = []
-    for name, kind in fields_of(type(record)).items():
+    for name, kind in record_fields(type(record)).items():
         value = getattr(record, name)
         if not isinstance(kind, types.Array):
             # All words are int64, so a float is stored by its bits.
@@ -88,9 +88,9 @@ def packed(record: Any) -> Any:
     return np.array(words, np.int64)
 
 
-def packed_batch(records: Any) -> np.ndarray:
-    """[B, W] words of B records. records: one record, whose arrays have a first dimension of B."""
-    words = np.tile(packed(type(records)(*(array[0] for array in records))), (len(records[0]), 1))
+def pack_batch(records: Any) -> np.ndarray:
+    """[B, W] packed words of B records. records: one record, whose arrays have a first dimension of B."""
+    words = np.tile(pack_record(type(records)(*(array[0] for array in records))), (len(records[0]), 1))
     # Arrays of one record follow those of the one before, so only the addresses differ.
     for name, at in Record(type(records)).at.items():
         array = getattr(records, name)
@@ -98,23 +98,23 @@ def packed_batch(records: Any) -> np.ndarray:
     return words
 
 
-def pointer(record: Record) -> Any:
-    """A function for compiled code: from packed words to the record."""
+def make_record_loader(record: Record) -> Any:
+    """Make a function for compiled code that turns packed words into a record."""
 
     @intrinsic
-    def of_words(typing_context, words):  # noqa: ANN001, ANN202 (numba's own form)
-        def code(context, builder, signature, args):  # noqa: ANN001, ANN202
+    def load_record(typing_context, words):  # noqa: ANN001, ANN202 (numba's own form)
+        def codegen(context, builder, signature, args):  # noqa: ANN001, ANN202
             array = context.make_array(signature.args[0])(context, builder, args[0])
             # The array's data is the record, so its address is the pointer.
             return builder.bitcast(array.data, context.get_value_type(record))
 
-        return record(words), code
+        return record(words), codegen
 
-    return of_words
+    return load_record
 
 
-entry = partial(jit.entry, convert=packed)
-"""Declare an entry like jit.entry, for functions that take records."""
+entry = partial(jit.compile_entry, convert=pack_record)
+"""Declare an entry like jit.compile_entry, for functions that take records."""
 
 
 @infer_getattr
@@ -127,28 +127,29 @@ class _FieldTypes(AttributeTemplate):
 
 @lower_getattr_generic(Record)
 def _load_field(context, builder, record, pointer, name):  # noqa: ANN001, ANN202 (numba's own form)
+    """Compile the access to a field of a packed record."""
     kind, at, word_type = record.fields[name], record.at[name], context.get_value_type(types.int64)
     words = builder.bitcast(pointer, word_type.as_pointer())
 
-    def word(i: int) -> Any:
+    def load_word(i: int) -> Any:
         loaded = builder.load(builder.gep(words, [word_type(at + i)]))
         # Addresses and shapes stay the same during a call. So LLVM may load them once, before a loop.
         loaded.set_metadata("invariant.load", builder.module.add_metadata([]))
         return loaded
 
     if kind is types.boolean:
-        return builder.trunc(word(0), cgutils.bool_t)
+        return builder.trunc(load_word(0), cgutils.bool_t)
     if not isinstance(kind, types.Array):
         # The bits of a float64, read back as one.
-        return builder.bitcast(word(0), context.get_value_type(kind))
+        return builder.bitcast(load_word(0), context.get_value_type(kind))
     array = context.make_array(kind)(context, builder)
-    shape = [word(1 + i) for i in range(kind.ndim)]
+    shape = [load_word(1 + i) for i in range(kind.ndim)]
     size = context.get_abi_sizeof(context.get_data_type(kind.dtype))
     # In C order entries of the last dimension are neighbours. Each one before strides over all after it.
     strides = [word_type(size)]
     for length in shape[:0:-1]:
         strides.insert(0, builder.mul(strides[0], length))
-    data = builder.inttoptr(word(0), context.get_data_type(kind.dtype).as_pointer())
+    data = builder.inttoptr(load_word(0), context.get_data_type(kind.dtype).as_pointer())
     # Without meminfo numba counts no references: the record owns the memory.
     populate_array(array, data=data, shape=shape, strides=strides, itemsize=size, meminfo=None)
     return array._getvalue()

@@ -9,21 +9,27 @@ import numpy as np
 from shardcore.core.job import PIPELINES
 from shardcore.core.types import Placement
 from shardcore.step.engine.arrays import CACHED, WORK_ONCE
-from shardcore.step.kinds import WHOLE_ROWS, Layout, run_of, shards_on
-from shardcore.step.memory import held_bytes, may_bind, most_features
+from shardcore.step.kinds import WHOLE_ROWS, Layout, layout_for_table, shards_by_device
+from shardcore.step.memory import max_op_features, may_exceed_op_limits, usable_bytes
 from shardcore.step.options import Options, Part
-from shardcore.step.shard_memory import expanded_bytes, moments_of, run_batches, table_order
+from shardcore.step.shard_memory import (
+    expanded_output_bytes,
+    local_batch_by_moment,
+    local_batch_shares,
+    table_sort_keys,
+)
 from shardcore.step.ways import fixed_placements
 
 
-def engine_fields(options: Options, shared: bool) -> dict[str, Any]:
-    """The fields of SearchProblem that do not depend on a search. Rates of exchanges are 0, and no moves are limited.
+def search_problem_fields(options: Options, shared: bool) -> dict[str, Any]:
+    """Fields of SearchProblem that are the same for all searches of a problem. Rates of exchanges are 0, and moves
+    free.
 
     shared: whether groups share tables.
     """
     problem, runs, layouts, stages = options.problem, options.runs, options.layouts, options.stages
     job, topology, n_strips = problem.job, problem.topology, len(options)
-    order = table_order(problem)
+    order = table_sort_keys(problem)
     rank = {name: i for i, name in enumerate(sorted(order, key=order.__getitem__))}
     # Outputs of a collection's runs are joined to one tensor, so the local batch looks at them together.
     collections = sorted({(run.collection, run.sequence) for run in runs})
@@ -33,13 +39,13 @@ def engine_fields(options: Options, shared: bool) -> dict[str, Any]:
     of_groups = [
         (layouts.index(layout), group[0], group[-1], runs.index(layout)) for layout, group in options.groups
     ]
-    on_hosts = topology.on_hosts
+    on_hosts = topology.devices_by_host
     # The first entry may make options.
     return {
-        "shared": options.shared if shared else np.zeros((2, len(layouts), n_strips), np.int64),
-        "shard": options.numbers(np.arange(n_strips)[:, None], np.arange(options.size.max() + 1)).astype(
-            np.int32
-        ),
+        "shared": options.shared_options if shared else np.zeros((2, len(layouts), n_strips), np.int64),
+        "shard": options.option_numbers(
+            np.arange(n_strips)[:, None], np.arange(options.size.max() + 1)
+        ).astype(np.int32),
         "vectors": options.vectors,
         "options": np.ascontiguousarray(options.options),
         "alone": options.alone,
@@ -55,7 +61,7 @@ def engine_fields(options: Options, shared: bool) -> dict[str, Any]:
                     min(rank[s.table.name] for run, s in parts if run is parts[0][0])
                     for parts in options.parts
                 ],
-                # No limits of re-sharding: `keeping` puts them in.
+                # No limits of re-sharding: `limit_moves` puts them in.
                 np.zeros(n_strips),
                 np.zeros(n_strips),
             ],
@@ -64,19 +70,19 @@ def engine_fields(options: Options, shared: bool) -> dict[str, Any]:
         # No rows if nothing is restricted: the engine then skips the check.
         "allowed": options.allowed[:0] if options.allowed.all() else options.allowed,
         # The local batch comes off in the engine, as it changes with the plan.
-        "devices": np.stack([options.speed, held_bytes(problem)], 1).astype(float),
+        "devices": np.stack([options.speed, usable_bytes(problem)], 1).astype(float),
         # Of ranks, which are host by host, and then of devices.
         "host": np.repeat(np.arange(len(on_hosts)), [len(devices) for devices in on_hosts])[
             np.argsort(topology.ranks)
         ],
         "rates": np.zeros((2 * len(runs), WORK_ONCE + 1)),
         "n_kinds": len(options.kinds),
-        "hides_ids_ms": job.hides_ids_ms,
+        "hides_ids_ms": job.id_overlap_ms,
         "dense_ms": job.dense_ms,
         "groups": np.array(of_groups, np.int64).reshape(-1, 4),
         "group_of": group_of,
-        "moments": moments_of(problem),
-        "always": float(expanded_bytes(problem) + job.dense_bytes),
+        "moments": local_batch_by_moment(problem),
+        "always": float(expanded_output_bytes(problem) + job.dense_bytes),
         "looks_up_ahead": PIPELINES[job.pipeline].looks_up_ahead,
         "host_free": float(topology.memory[0].bytes) if topology.memory else np.inf,
         "runs": np.array(
@@ -93,8 +99,8 @@ def engine_fields(options: Options, shared: bool) -> dict[str, Any]:
             np.int64,
         ),
         "stages": np.concatenate([stages.batch, stages.sums], -1),
-        "limits": np.column_stack([stages.most, [most_features(run.batch(problem)) for run in runs]]),
-        "ops_limited": may_bind(problem),
+        "limits": np.column_stack([stages.most, [max_op_features(run.op_batch(problem)) for run in runs]]),
+        "ops_limited": may_exceed_op_limits(problem),
         **_cache_fields(options),
         **_fixed_fields(options, rank),
         "kept": np.zeros((0, len(topology)), np.int16),
@@ -104,7 +110,7 @@ def engine_fields(options: Options, shared: bool) -> dict[str, Any]:
 
 
 def _cache_fields(options: Options) -> dict[str, np.ndarray]:
-    """The fields about caches."""
+    """Fields of SearchProblem that describe embedding caches in device memory."""
     row_bytes = np.zeros(options.vectors.shape[1])
     row_bytes[CACHED : options.first_code] = options.caches.row_bytes
     # A cache has a count of rows, then a count of shards for each width, ascending.
@@ -117,19 +123,19 @@ def _cache_fields(options: Options) -> dict[str, np.ndarray]:
 
 
 def _fixed_fields(options: Options, rank: dict[str, int]) -> dict[str, Any]:
-    """The fields about tables that are in every plan: those of fixed kinds, and tables of a bundle that run apart.
+    """Fields of SearchProblem for tables that every plan places alike.
 
     rank: place of each table in the order in which TorchRec runs them.
     """
     problem, runs = options.problem, options.runs
     fixed, devices_of = fixed_placements(problem), dict[Part, list[int]]()
     for placement in fixed:
-        for device, shard in shards_on(placement):
-            devices_of.setdefault((run_of(placement.kind, shard.table), shard), []).append(device)
+        for device, shard in shards_by_device(placement):
+            devices_of.setdefault((layout_for_table(placement.kind, shard.table), shard), []).append(device)
     ops = np.zeros((len(options.speed), len(runs), options.vectors.shape[1]))
     if devices_of:
         # Replicas are the same on all devices, and are encoded once.
-        vectors, _ = options.amounts(list(devices_of))
+        vectors, _ = options.vectors_and_batch_shares(list(devices_of))
         for ((run, _), devices), vector in zip(devices_of.items(), vectors, strict=True):
             ops[devices, runs.index(run)] += vector
     apart = [
@@ -142,10 +148,10 @@ def _fixed_fields(options: Options, rank: dict[str, int]) -> dict[str, Any]:
     fixed_runs, tables = np.zeros((len(runs), 4)), dict[Layout, list[str]]()
     fixed_runs[:, 3] = len(problem.tables)
     for placement in (*fixed, *apart):
-        tables.setdefault(run_of(placement.kind, placement.shard.table), []).append(
+        tables.setdefault(layout_for_table(placement.kind, placement.shard.table), []).append(
             placement.shard.table.name
         )
-    batches = run_batches([*fixed, *apart], problem)
+    batches = local_batch_shares([*fixed, *apart], problem)
     for run, batch in batches.items():
         # None of them is cut by columns: each is whole, or has its rows divided.
         fixed_runs[runs.index(run)] = (

@@ -72,7 +72,7 @@ class Agreement:
         self.timeout_s = timeout_s
 
     @contextmanager
-    def phase(self, name: str, share: Callable[[], Any] = lambda: None) -> Iterator[list[Any]]:
+    def agreed_phase(self, name: str, share: Callable[[], Any] = lambda: None) -> Iterator[list[Any]]:
         """Context for this rank's part of a phase; on exit it waits until all ranks have done theirs.
 
         share: called after the part. Its result, JSON, goes to all ranks, into the list.

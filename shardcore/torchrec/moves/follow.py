@@ -61,7 +61,7 @@ class Plans(Protocol):
         ...
 
     def read(self, version: str) -> Any:
-        """Plan and problem of a version in the store, with the longest step that its prediction allows."""
+        """Plan and problem of a version in the store, and the step time above which its prediction counts as wrong."""
 
     def roll_back(self, version: str, reason: str) -> str:
         """Mark a version as slower than predicted, for a reason in words. Returns the version that is current then."""
@@ -134,7 +134,7 @@ class PlanFollower:
         """Move the tables to the store's current plan if its version is new."""
         change = Agreement.new(self.config.move.timeout_s)
         measured = list(self._steps_ms)
-        with change.phase("look", lambda: {"found": current, "ms": measured}) as shared:
+        with change.agreed_phase("look", lambda: {"found": current, "ms": measured}) as shared:
             current = self._encode_new_version() if change.rank == 0 else None
         current, self._step_ms = shared[0]["found"], _slowest_median_ms([s["ms"] for s in shared]) or None
         if current is None:
@@ -182,7 +182,7 @@ class PlanFollower:
         self._trial = None
         version, change = trial.versions[1], Agreement.new(self.config.move.timeout_s)
         measured = list(self._steps_ms)
-        with change.phase("judge", lambda: measured) as after:
+        with change.agreed_phase("judge", lambda: measured) as after:
             pass
         before_ms, after_ms = trial.before_ms, _slowest_median_ms(after)
         self._step_ms = after_ms

@@ -164,9 +164,9 @@ def reshard(
 def _move_tables(model: Any, new_plan: ShardingPlan, optimizer: DenseOptimizer, config: MoveConfig) -> Moved:
     clock, rank = _Clock(), dist.get_rank()
     agreed = Agreement.new(config.timeout_s)
-    with agreed.phase("plan", lambda: move.facts_for_other_ranks()) as shared:
+    with agreed.agreed_phase("plan", lambda: move.facts_for_other_ranks()) as shared:
         move = _Move.plan_move(model, new_plan, optimizer, config)
-    with agreed.phase("same plan"):
+    with agreed.agreed_phase("same plan"):
         if differing := [r for r, of in enumerate(shared) if of["digest"] != shared[0]["digest"]]:
             raise ShardCoreError(
                 f"rank {differing[0]} was given another plan or other settings than rank 0; all need the same"
@@ -177,17 +177,17 @@ def _move_tables(model: Any, new_plan: ShardingPlan, optimizer: DenseOptimizer, 
     built: list[_NewCollection] = []
     group: Any = None
     try:
-        with agreed.phase("build"), time_limit(model._env.process_group, config.timeout_s):
+        with agreed.agreed_phase("build"), time_limit(model._env.process_group, config.timeout_s):
             group = dist.new_group(timeout=timedelta(seconds=config.timeout_s))
             built += [
                 c.build_new_shards(model, optimizer, _OptimizerProgress.merge_ranks(shared))
                 for c in move.collections
             ]
         clock.lap("build")
-        with agreed.phase("fill"):
+        with agreed.agreed_phase("fill"):
             move.fill_new_shards(built, group, config)
         clock.lap("fill")
-        with agreed.phase("digest", lambda: {"before": before, "after": after}) as found:
+        with agreed.agreed_phase("digest", lambda: {"before": before, "after": after}) as found:
             # Of replicas that all ranks had, that of rank 0 counts.
             counted = (
                 part
@@ -197,7 +197,7 @@ def _move_tables(model: Any, new_plan: ShardingPlan, optimizer: DenseOptimizer, 
             )
             before = tensor_digests(counted, move.formats_to_verify())
             after = tensor_digests((p for b in built for p in b.parts.values()), move.formats_to_verify())
-        with agreed.phase("compare"):
+        with agreed.agreed_phase("compare"):
             totals = move.require_equal_digests(found)
     finally:
         if group is not None:

@@ -26,10 +26,10 @@ import torch.distributed as dist
 from torch import nn
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.validation import require, shown
-from shardcore.io.envelope import document, open_document, seal, unseal
+from shardcore.core.validation import require, short_repr
+from shardcore.io.envelope import add_digest, open_document, remove_digest, with_schema
 from shardcore.io.model_files import UNREADABLE
-from shardcore.io.schema import build, require_file
+from shardcore.io.schema import build_record, require_file
 from shardcore.io.writing import write_atomic, write_json
 from shardcore.tables.hot_rows import COLD, INSIDE
 from shardcore.torchrec.modules import collections_of_model
@@ -85,7 +85,7 @@ def save_rows(model: nn.Module, folder: str | Path, optimizer: Any = None) -> No
         # Written last: without it the folder is not whole.
         if rank == 0:
             body = {"ranks": n, "files": {name: of for of_rank in of_ranks for name, of in of_rank.items()}}
-            write_json(folder / "complete.json", document(_COMPLETE, seal(body)))
+            write_json(folder / "complete.json", with_schema(_COMPLETE, add_digest(body)))
 
 
 def load_rows(model: nn.Module, folder: str | Path, optimizer: Any = None, approximate: bool = False) -> None:
@@ -263,11 +263,11 @@ def _read_manifest(folder: Path) -> dict[Path, _File]:
         raise ShardCoreError(
             f"{folder} has {len(names)} files of rows and no complete.json; it needs a folder that save_rows finished"
         )
-    files = build(_Manifest, unseal(open_document(path, _COMPLETE), path), str(path)).files
+    files = build_record(_Manifest, remove_digest(open_document(path, _COMPLETE), path), str(path)).files
     if differ := sorted(names ^ set(files)):
         raise ShardCoreError(
             f"{folder} and its complete.json differ in {len(differ)} files, such as "
-            f"{shown(differ[0])}; it needs a folder that save_rows finished"
+            f"{short_repr(differ[0])}; it needs a folder that save_rows finished"
         )
     return {folder / name: file for name, file in sorted(files.items())}
 
@@ -298,8 +298,8 @@ def _read_rows_file(path: Path, file: _File) -> Part:
     for name, tensor in tensors.items():
         if not tensor.is_floating_point() or tuple(tensor.shape) not in ((n,), (n, part.width)):
             raise ShardCoreError(
-                f"{path} has {shown(name)} {tensor.dtype} {list(tensor.shape)} for {n} rows and {part.width} columns; "
-                "it needs numbers of rows or cells"
+                f"{path} has {short_repr(name)} {tensor.dtype} {list(tensor.shape)} for {n} rows and {part.width} "
+                "columns; it needs numbers of rows or cells"
             )
     return part
 

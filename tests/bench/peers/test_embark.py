@@ -3,7 +3,7 @@
 import pytest
 from shapes import with_room
 
-from bench.peers.embark import EmbarkConfig, embark, replicating
+from bench.peers.embark import EmbarkConfig, embark, replicated_layout
 from shardcore.core.access_statistics import Zipf
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import ShardCoreError
@@ -11,8 +11,8 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.search import Budget
-from shardcore.step.kinds import run_of, shards_on
-from shardcore.step.memory import local_batch_bytes, own_peaks, table_bytes
+from shardcore.step.kinds import layout_for_table, shards_by_device
+from shardcore.step.memory import local_batch_bytes, peak_bytes_function, table_peak_bytes
 
 BATCH, MIB = 64, 2**20
 HOT = Table("hot", 1000, 64, 40.0, Zipf(0))
@@ -51,12 +51,19 @@ def plan_of(
 
 
 def replica_bytes(table: Table, problem: Problem) -> int:
-    return own_peaks(problem)(run_of(replicating(problem).name, table), Shard.whole(table))
+    return peak_bytes_function(problem)(
+        layout_for_table(replicated_layout(problem).name, table), Shard.whole(table)
+    )
 
 
 def parts(plan: Plan, name: str) -> list[tuple[int, int]]:
     """Rows and columns of each part of a table."""
-    return [(s.rows, s.width) for p in plan.placements if p.shard.table.name == name for _, s in shards_on(p)]
+    return [
+        (s.rows, s.width)
+        for p in plan.placements
+        if p.shard.table.name == name
+        for _, s in shards_by_device(p)
+    ]
 
 
 def test_the_first_round_is_greedy_and_later_ones_cut_the_hottest():
@@ -105,7 +112,7 @@ def test_small_tables_are_replicated_as_far_as_that_is_allowed_and_fits():
     assert {p.shard.table.name for p in plan.placements if p.kind == "data_parallel"} == {"small"}
 
     everywhere = replica_bytes(small, problem)
-    alone = table_bytes(small, problem)
+    alone = table_peak_bytes(small, problem)
     tight = exactly((everywhere - 1,) * 3 + (alone,), small)
     sweep = EmbarkConfig(replicated_rows=(0.0, 0.5))
     assert all(p.kind == "column" for p in embark(tight, MODEL, config=sweep).placements)
@@ -113,7 +120,7 @@ def test_small_tables_are_replicated_as_far_as_that_is_allowed_and_fits():
 
 def test_replicas_take_room_from_what_is_placed():
     small, ample = Table("small", 20, 8, 1.0), problem_of(HOT)
-    hot, copy = table_bytes(HOT, ample), replica_bytes(small, ample)
+    hot, copy = table_peak_bytes(HOT, ample), replica_bytes(small, ample)
     # Beside replicas a local batch stays longer in memory, which planners that add up numbers do not count.
     kept = local_batch_bytes(ample)
     problem = exactly(

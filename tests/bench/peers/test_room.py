@@ -13,7 +13,7 @@ from shardcore.core.types import Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.search import Budget
 from shardcore.step.lower import lower
-from shardcore.step.memory import held_bytes, local_batch_bytes, table_bytes, used_bytes
+from shardcore.step.memory import local_batch_bytes, table_peak_bytes, usable_bytes, used_bytes
 
 BATCH, MIB = 64, 2**20
 TABLES = tuple(Table(f"t{i}", 6000 + 10 * i, 8 + 8 * (i % 3), 2.0 + i) for i in range(8))
@@ -28,7 +28,7 @@ def problem(kinds: dict[str, str] = ASKED, **asked):
 
 def test_tables_on_all_devices_leave_less():
     of, free = problem({"t0": "data_parallel"}), free_bytes(problem({}))
-    assert free == [n - local_batch_bytes(of) for n in held_bytes(of)]
+    assert free == [n - local_batch_bytes(of) for n in usable_bytes(of)]
     # Its weights, its gradients twice (the kernel's own, and DDP's buckets), and offsets of its lookups.
     taken = 3 * of.tables[0].bytes + 8 * of.local_batch
     assert [n - less for n, less in zip(free, free_bytes(of), strict=True)] == [taken] * 2
@@ -42,7 +42,7 @@ def test_a_bundle_takes_what_its_tables_do_and_goes_where_it_may_be():
     assert room.fits(bundle).tolist() == [False, True]
     assert not room.fits((Shard.whole(of.tables[3]),)).any()  # its rows have to be divided
     room.put(bundle, 1)
-    assert (before - room.left).tolist() == [0, sum(table_bytes(s.table, of) for s in bundle)]
+    assert (before - room.left).tolist() == [0, sum(table_peak_bytes(s.table, of) for s in bundle)]
     assert not Room(of, [0, room.bytes_of(bundle) - 1]).fits(bundle).any()
 
 

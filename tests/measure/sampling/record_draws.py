@@ -34,7 +34,9 @@ def planned_draws(
     """The problems and planners of the first draws, as compute_request asks for them."""
     for index in range(draws):
         rng = np.random.default_rng([1, seed, index])
-        if rng.random() < GroupConfig().planned and (found := placements.planned(pool, rng, setting)):
+        if rng.random() < GroupConfig().planned and (
+            found := placements.draw_planned_problem(pool, rng, setting)
+        ):
             yield found
 
 
@@ -48,7 +50,7 @@ def columns_of(drawn: Problem, planner: str, setting: Setting) -> placements.Col
     found: placements.Columns = [{} for _ in drawn.topology.devices]
     for placement in plan.placements:
         shard, [device] = placement.shard, placement.devices
-        if not shard.full_rows:
+        if not shard.has_all_rows:
             raise ShardCoreError(
                 f"{planner} divides rows of table {shard.table.name!r}; recorded plans have columns only"
             )
@@ -61,12 +63,12 @@ def record(pool: Sequence[Table], seed: int, draws: int, setting: Setting) -> di
     """Lines of the plans that are neither recorded nor the draws' own, by their keys."""
     new: dict[str, list[str]] = {}
     for drawn, planner in planned_draws(pool, seed, draws, setting):
-        key = placements.key(drawn, planner)
+        key = placements.recorded_plan_key(drawn, planner)
         if key in placements.recorded_plans():
             continue
         columns = columns_of(drawn, planner, setting)
-        if columns and columns != placements.computed(drawn, planner):
-            new[key] = [placements.line(of, drawn) for of in columns]
+        if columns and columns != placements.compute_placement(drawn, planner):
+            new[key] = [placements.recorded_plan_line(of, drawn) for of in columns]
     return new
 
 

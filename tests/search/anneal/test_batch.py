@@ -28,16 +28,16 @@ from shardcore.core.tiers import Memory
 from shardcore.core.types import Setting, Shard
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
-from shardcore.search.anneal.batch import PlanBatch, space_by_columns
+from shardcore.search.anneal.batch import PlanBatch, search_space_by_columns
 from shardcore.step.lower import lower
 from shardcore.step.memory import used_bytes
-from shardcore.step.ways import bundles, devices_of, equal_parts
+from shardcore.step.ways import allowed_devices_of_shard, bundle_shards, cut_into_equal_parts
 
 
 def batch_of(problem, shards, plans=1, model=MODEL):
     """A batch with nothing placed, and the keys of the shards."""
-    space = space_by_columns(problem, model, shards, cut=False)
-    keys = space.cache.keys(shards)
+    space = search_space_by_columns(problem, model, shards, cut=False)
+    keys = space.cache.shard_keys(shards)
     return PlanBatch(space, np.array([keys]), plans), keys
 
 
@@ -51,11 +51,11 @@ def test_it_costs_what_its_plan_does(seed, rows):
     )
     shards = draw_cuts(rng, problem, rows)
     batch, keys = batch_of(problem, shards)
-    devices = [int(rng.choice(devices_of(s, problem))) for s in shards]
+    devices = [int(rng.choice(allowed_devices_of_shard(s, problem))) for s in shards]
     for i in rng.permutation(len(keys)):
         batch.place(*keys[i], devices[i])
     assert batch.cost_ms()[0, 0] == pytest.approx(total_ms(shards, devices, problem), rel=1e-9)
-    plan = batch.plan(algorithm="drawn")
+    plan = batch.first_plan(algorithm="drawn")
     assert plan.provenance["predicted_ms"] == pytest.approx(batch.cost_ms()[0, 0], rel=1e-9)
     assert plan.provenance["algorithm"] == "drawn"
 
@@ -69,7 +69,7 @@ def test_it_costs_what_its_plan_does_with_tables_of_fixed_kinds(seed):
     model = AnalyticModel(Setting("made-up", BATCH, problem.precision, problem.optimizer))
     batch, keys = batch_of(problem, shards, model=model)
     device_of = dict(zip(shards, devices, strict=True))
-    for key, bundle in zip(keys, bundles(shards, problem), strict=True):
+    for key, bundle in zip(keys, bundle_shards(shards, problem), strict=True):
         batch.place(*key, device_of[bundle[0]])
     ms = price(lower(plan_of(shards, devices, problem), problem), model).total_ms
     assert batch.cost_ms()[0, 0] == pytest.approx(ms, rel=1e-9)
@@ -107,7 +107,7 @@ def test_plans_of_a_batch_are_kept_apart_and_as_single_ones():
     several, keys = batch_of(problem, shards, plans=3)
     devices = np.random.default_rng(0).integers(4, size=(1, 3, len(keys)))
     for i, (strip, units) in enumerate(keys):
-        assert several.fits(strip, units).shape == (1, 3, 4)
+        assert several.fitting_devices(strip, units).shape == (1, 3, 4)
         several.place(strip, units, devices[..., i])
     for k in range(3):
         one, _ = batch_of(problem, shards)
@@ -123,12 +123,12 @@ def devices_that_fit(problem, cuts, devices, c) -> set[int]:
 
     One batch has plans of all ways.
     """
-    space = space_by_columns(problem, MODEL, cuts[c], cut=True)
-    keys = [space.cache.keys(shards) for shards in cuts]
+    space = search_space_by_columns(problem, MODEL, cuts[c], cut=True)
+    keys = [space.cache.shard_keys(shards) for shards in cuts]
     homes = []
     for shards, at in zip(cuts, devices, strict=True):
         device_of = dict(zip(shards, at, strict=True))
-        homes.append([device_of[bundle[0]] for bundle in bundles(shards, problem)])
+        homes.append([device_of[bundle[0]] for bundle in bundle_shards(shards, problem)])
     keys, homes = np.array(keys), np.array(homes)
     that_fit = set()
     for device in set(homes[c].tolist()):
@@ -136,7 +136,7 @@ def devices_that_fit(problem, cuts, devices, c) -> set[int]:
         batch = PlanBatch(space, keys, 3)
         for i in set(range(len(homes[c]))) - {last}:
             batch.place(*keys[:, i].T[..., None], homes[:, i, None])
-        if batch.fits(*keys[:, last].T[..., None])[c, :, device].all():
+        if batch.fitting_devices(*keys[:, last].T[..., None])[c, :, device].all():
             that_fit.add(device)
     return that_fit
 
@@ -169,7 +169,7 @@ def test_halves_of_a_table_that_meet_take_memory_of_other_devices():
         drawn, tables=tables, constraints=Constraints(kinds=(("t2", ("row",)), ("t3", ("row",))))
     )
     problem = with_memory(problem, [1 << 30] * 4)
-    halves = equal_parts(Shard.whole(tables[0]), 2)
+    halves = cut_into_equal_parts(Shard.whole(tables[0]), 2)
     shards = [Shard.whole(tables[1]), *halves]
     apart, together = (used_bytes(plan_of(shards, (1, 0, d), problem), problem) for d in (2, 0))
     assert apart[1] < together[1]
@@ -178,7 +178,7 @@ def test_halves_of_a_table_that_meet_take_memory_of_other_devices():
         batch, keys = batch_of(limited, shards)
         for key, device in zip(keys[:2], (1, 0), strict=True):
             batch.place(*key, device)
-        assert batch.fits(*keys[2])[0, 0].tolist() == [fits, False, True, True]
+        assert batch.fitting_devices(*keys[2])[0, 0].tolist() == [fits, False, True, True]
 
 
 def test_a_plan_that_lacks_a_table_is_refused():
@@ -186,4 +186,4 @@ def test_a_plan_that_lacks_a_table_is_refused():
     batch, keys = batch_of(problem, list(map(Shard.whole, problem.tables)))
     batch.place(*keys[0], 0)
     with pytest.raises(ShardCoreError, match="'t1'"):
-        batch.plan()
+        batch.first_plan()

@@ -18,10 +18,10 @@ from shardcore.cost.model import price
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.anneal import compiled
 from shardcore.search.anneal import search_space as spaces
-from shardcore.search.anneal.batch import space_by_columns
-from shardcore.search.anneal.rates import output_rates
+from shardcore.search.anneal.batch import search_space_by_columns
+from shardcore.search.anneal.rates import output_exchange_rates
 from shardcore.search.anneal.reshard import Reshard
-from shardcore.search.portfolio import annealing as anneal
+from shardcore.search.portfolio import search_with_annealing as anneal
 from shardcore.step import memory
 from shardcore.step.access import output_bytes
 from shardcore.step.kinds import WHOLE_ROWS
@@ -139,7 +139,7 @@ def test_copies_take_no_byte_more_than_there_is():
 def test_copies_fit_where_outputs_are_too_large_to_be_side_by_side():
     small = tuple(Table(f"t{i}", n, 4, 1.0) for i, n in enumerate((3, 2020)))
     problem = Problem("outputs", small, Topology((Device(1),) * 6), 49_152)
-    each = memory.table_bytes(small[0], problem)  # rows in six ranges take 39% of it each
+    each = memory.table_peak_bytes(small[0], problem)  # rows in six ranges take 39% of it each
     devices = (*(Device(int(0.35 * each)),) * 5, Device(int(1.4 * each), host="b"))
     problem = with_room(replace(problem, topology=Topology(devices)))
     for name in ("anneal", "anneal_columns"):
@@ -170,7 +170,7 @@ def test_memory_for_exactly_half_the_rows_is_enough():
 def test_rates_of_exchanges_are_exact_where_the_law_is_linear():
     problem = draw_random_problem(1, 12, [8 * MIB] * 4)
     plan = SHARDERS["dim_greedy"](problem, small_problem_model(problem))
-    own, busiest, _, total, once = output_rates(problem, small_problem_model(problem), WHOLE_ROWS)
+    own, busiest, _, total, once = output_exchange_rates(problem, small_problem_model(problem), WHOLE_ROWS)
     outputs = np.zeros(4)
     for p in plan.placements:
         outputs[p.devices[0]] += output_bytes(p.shard, BATCH)
@@ -304,7 +304,7 @@ def test_a_budget_in_seconds_bounds_the_starts_too(algorithm, each_s, greedy_pla
     """The first greedy plan may take any time. All others end in the first quarter of the budget."""
     clock, begun = Clock(), []
     monkeypatch.setattr(progress, "time", clock)
-    greedy, anneal = compiled.greedy, compiled.anneal
+    greedy, anneal = compiled.place_greedily, compiled.anneal
 
     def slowly(*args):
         begun.append(clock.now - 1000)
@@ -317,7 +317,7 @@ def test_a_budget_in_seconds_bounds_the_starts_too(algorithm, each_s, greedy_pla
         clock.now += 1.0
         return anneal(*args)
 
-    monkeypatch.setattr(compiled, "greedy", slowly)
+    monkeypatch.setattr(compiled, "place_greedily", slowly)
     monkeypatch.setattr(compiled, "anneal", annealed_slowly)
     problem = draw_random_problem(1, 20, [8 * MIB] * 4)
     plan = SHARDERS[algorithm](problem, small_problem_model(problem), budget=Budget(seconds=10.0))
@@ -339,7 +339,7 @@ def test_the_parts_of_tables_are_priced_once(monkeypatch):
 
     problem = draw_random_problem(2, 12, [8 * MIB] * 4)
     anneal(problem, Counted(small_problem_model(problem).setting), budget=Budget(evals=500))
-    cut = [s for s in encoded if s.full_rows and s.width < s.table.dim]
+    cut = [s for s in encoded if s.has_all_rows and s.width < s.table.dim]
     assert cut and len(cut) == len(set(cut))
 
 
@@ -349,7 +349,7 @@ def test_in_a_large_problem_what_weighs_little_is_not_cut(monkeypatch):
     heavy = Table("heavy", 40_000, 64, 40.0, Zipf(0.4))
     light = tuple(Table(f"t{i}", 200 + i % 50, 16, 0.01) for i in range(600))
     ample = Problem("large", (heavy, *light), Topology((Device(int(0.5 * heavy.bytes)),) * 4), BATCH)
-    more = sum(memory.table_bytes(t, ample) for t in light) // 4
+    more = sum(memory.table_peak_bytes(t, ample) for t in light) // 4
     problem = with_room(replace(ample, topology=Topology((Device(int(0.5 * heavy.bytes) + more),) * 4)))
     model, budget = small_problem_model(problem), Budget(evals=20_000)
     small = anneal(problem, model, budget=budget, space="columns")
@@ -381,8 +381,8 @@ def test_tables_without_lookups_cost_no_more_than_those_with_some():
 
 
 def test_starts_on_thousands_of_devices_keep_to_a_budget_in_evaluations(monkeypatch):
-    made, greedy = [], compiled.greedy
-    monkeypatch.setattr(compiled, "greedy", lambda *given: made.append(0) or greedy(*given))
+    made, greedy = [], compiled.place_greedily
+    monkeypatch.setattr(compiled, "place_greedily", lambda *given: made.append(0) or greedy(*given))
     tables = tuple(Table(f"t{i}", 10_000 + i, 16, 5.0) for i in range(4))
 
     def starts(hosts: int) -> int:
@@ -402,7 +402,7 @@ def test_starts_on_thousands_of_devices_keep_to_a_budget_in_evaluations(monkeypa
 def test_devices_of_a_host_need_no_numbers_in_a_row():
     topology = on_hosts("xyzyxz", MIB)
     problem = Problem("mixed", (Table("t", 100, 8, 1.0),), topology, BATCH)
-    space = space_by_columns(
+    space = search_space_by_columns(
         problem, small_problem_model(problem), [Shard.whole(problem.tables[0])], cut=True
     )
     assert space.fixed.host.tolist() == [topology.hosts.index(d.host) for d in topology.devices]

@@ -12,8 +12,8 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.profile import load_profile
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.anneal import sharder
-from shardcore.search.anneal.sharder import simplify
-from shardcore.search.state.shards import CONCESSION, priced
+from shardcore.search.anneal.sharder import simplify_plan
+from shardcore.search.state.shards import CONCESSION, priced_plan
 from shardcore.step.memory import used_bytes
 from shardcore.tables.public import public_optimizer, public_pool
 from shardcore.testing.plans import check_plan
@@ -39,15 +39,15 @@ def given(problem: Problem = PROBLEM) -> Plan:
     """A hot table over all devices, and a small one in two parts for nothing."""
     placements = [*parts(HOT, dict.fromkeys(range(4), 16)), *parts(SMALL[0], {0: 4, 1: 12})]
     placements += [column(table, i % 4) for i, table in enumerate(SMALL[1:])]
-    return priced(placements, problem, MODEL)
+    return priced_plan(placements, problem, MODEL)
 
 
 def parts_of(plan: Plan) -> dict[str, int]:
-    return {name: len(placements) for name, placements in plan.by_table().items()}
+    return {name: len(placements) for name, placements in plan.placements_by_table().items()}
 
 
 def test_a_part_that_saves_nothing_goes_and_a_hot_table_stays_cut():
-    plan = simplify(given(), PROBLEM, MODEL, 0, Budget().start())
+    plan = simplify_plan(given(), PROBLEM, MODEL, 0, Budget().start())
     check_plan(plan, PROBLEM)
     assert parts_of(plan)["t0"] == 1 and parts_of(plan)["hot"] > 1
     assert plan.provenance["predicted_ms"] <= (1 + CONCESSION) * given().provenance["predicted_ms"]
@@ -58,27 +58,27 @@ def test_small_tables_in_parts_become_whole_at_once():
     small = tuple(Table(f"t{i}", 1000, 16, 4.0) for i in range(24))
     problem = replace(PROBLEM, tables=(HOT, *small))
     placements = [p for t in problem.tables for p in parts(t, dict.fromkeys(range(4), t.dim // 4))]
-    cut = priced(placements, problem, MODEL)
-    plan = simplify(cut, problem, MODEL, 0, Budget(evals=100).start())
+    cut = priced_plan(placements, problem, MODEL)
+    plan = simplify_plan(cut, problem, MODEL, 0, Budget(evals=100).start())
     check_plan(plan, problem)
     assert {parts_of(plan)[t.name] for t in small} == {1} and parts_of(plan)["hot"] > 1
     # What that saves is not spent on fewer parts of the hot table.
-    longer = simplify(cut, problem, MODEL, 0, Budget(evals=20_000).start())
+    longer = simplify_plan(cut, problem, MODEL, 0, Budget(evals=20_000).start())
     assert longer.provenance["predicted_ms"] <= (1 + CONCESSION) * plan.provenance["predicted_ms"]
 
 
 def test_the_same_seed_makes_the_same_simple_plan():
-    first, second = (simplify(given(), PROBLEM, MODEL, 3, Budget().start()) for _ in range(2))
+    first, second = (simplify_plan(given(), PROBLEM, MODEL, 3, Budget().start()) for _ in range(2))
     assert first == second
 
 
 def test_without_time_a_plan_stays_as_it_is():
-    assert simplify(given(), PROBLEM, MODEL, 0, Budget(seconds=1e-9).start()) == given()
+    assert simplify_plan(given(), PROBLEM, MODEL, 0, Budget(seconds=1e-9).start()) == given()
 
 
 def test_a_simple_plan_fits_to_the_byte():
     tight = replace(PROBLEM, topology=on_hosts("aaaa", max(used_bytes(given(), PROBLEM))))
-    check_plan(simplify(given(tight), tight, MODEL, 0, Budget().start()), tight)
+    check_plan(simplify_plan(given(tight), tight, MODEL, 0, Budget().start()), tight)
 
 
 def test_every_sharder_ends_with_it(monkeypatch):
@@ -89,7 +89,7 @@ def test_every_sharder_ends_with_it(monkeypatch):
         PROBLEM, tables=(narrow, *SMALL), topology=on_hosts("aaaa", 90 * 2**20), constraints=kinds
     )
     simple: list[Plan] = []
-    monkeypatch.setattr(sharder, "simplify", lambda plan, *_: simple.append(plan) or plan)
+    monkeypatch.setattr(sharder, "simplify_plan", lambda plan, *_: simple.append(plan) or plan)
     for name in ("portfolio", "anneal_columns", "neuroshard", "size_greedy", "random"):
         assert SHARDERS[name](tight, MODEL, budget=Budget(evals=300)) is simple[-1]
     assert len(simple) == 5

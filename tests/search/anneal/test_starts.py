@@ -35,10 +35,10 @@ def parts(start) -> dict[str, int]:
 def test_recut_plans_have_one_part_more_or_fewer_of_a_costly_table():
     """Parts of a table that meet on a device are one, so that others may have fewer, too."""
     starts = search_for(Budget(evals=10_000)).starts
-    halves = starts.of_plan(halved_plan(), "all")
-    by_columns = next(starts.by_columns("all", feasible_shards(PROBLEM)))
+    halves = starts.start_from_plan(halved_plan(), "all")
+    by_columns = next(starts.starts_by_columns("all", feasible_shards(PROBLEM)))
     for start, change in ((halves, 1), (by_columns, -1)):
-        before, recut = parts(start), starts.recut(start)
+        before, recut = parts(start), starts.recut_starts(start)
         assert before["hot"] + change in {parts(x)["hot"] for x in recut}
         for x in recut:
             more = {name for name, n in parts(x).items() if n > before[name]}
@@ -53,4 +53,4 @@ def test_recut_plans_have_one_part_more_or_fewer_of_a_costly_table():
 )
 def test_nothing_is_recut_where_columns_are_only_halved_and_without_time(space, budget):
     starts = search_for(budget).starts
-    assert starts.recut(starts.of_plan(halved_plan(), space)) == []
+    assert starts.recut_starts(starts.start_from_plan(halved_plan(), space)) == []

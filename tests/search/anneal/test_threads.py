@@ -6,7 +6,7 @@ import pytest
 from shapes import on_hosts
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.progress import listening
+from shardcore.core.progress import report_to_listener
 from shardcore.core.types import Problem, Setting, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.search import SHARDERS, Budget
@@ -76,7 +76,7 @@ def test_an_interrupt_ends_all_threads_within_a_stage():
         if phase == "annealing" and threading.active_count() > before:
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), listening(interrupted):
+    with pytest.raises(KeyboardInterrupt), report_to_listener(interrupted):
         SHARDERS["anneal"](problem, gpu(problem), budget=Budget(evals=10**9, threads=2))
     assert threading.active_count() == before
 

@@ -6,8 +6,8 @@ from test_lower_bound import contended, crowded
 
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem
-from shardcore.search.bound.contention import least_rates, least_sums
-from shardcore.search.bound.options import Run, runs_of
+from shardcore.search.bound.contention import least_feature_sums, op_rates_lower_bound
+from shardcore.search.bound.options import Run, runs_of_problem
 from shardcore.testing.problems import BATCH, MIB, draw_random_tables
 
 
@@ -15,7 +15,7 @@ def run_of(model) -> Run:
     """Columns of 8 tables on two devices."""
     tables = draw_random_tables(np.random.default_rng(1), 8, dims=(4, 8, 12))
     problem = Problem("ops", tables, Topology((Device(MIB),) * 2), BATCH)
-    [run] = runs_of(problem, model, ())
+    [run] = runs_of_problem(problem, model, ())
     return run
 
 
@@ -36,7 +36,7 @@ def test_no_op_of_a_load_has_lower_rates(model):
         op = sorted(best, key=lambda s: liking[s] / load[s])[: 1 + i % 8]
         drawn.append((load[op].sum(), run.codes[op].sum(0)))
     loads = np.array([of for of, _ in drawn])
-    least = least_rates(model, run.codes, load, run.item, loads)
+    least = op_rates_lower_bound(model, run.codes, load, run.item, loads)
     for (_, sums), rates in zip(drawn, least, strict=True):
         assert (model.rates(sums) >= rates * (1 - 1e-9)).all()
 
@@ -53,8 +53,8 @@ def test_what_has_little_of_one_feature_has_much_of_another():
     """Each feature by itself may be 0. Both together are as many as there are run."""
     codes = np.concatenate([np.tile([1.0, 0.0, 1.0], (10, 1)), np.tile([0.0, 1.0, 1.0], (10, 1))])
     load, table, wanted = np.ones(20), np.arange(20), np.array([3.0, 10.0])
-    assert not least_sums(codes, load, table, wanted)[:, :2].any()
-    rates = least_rates(Alternatives(), codes, load, table, wanted)
+    assert not least_feature_sums(codes, load, table, wanted)[:, :2].any()
+    rates = op_rates_lower_bound(Alternatives(), codes, load, table, wanted)
     assert ([4.0 * 0.9, 11.0 * 0.9] < rates[:, 2]).all() and (rates[:, 2] <= [4.0, 11.0]).all()
 
 
@@ -63,7 +63,7 @@ def test_features_that_raise_no_rate_are_not_divided():
     run = run_of(model)
     load = run.codes @ model.rates(run.codes.sum(0))
     wanted = np.array([load.max()])
-    [rates] = least_rates(model, run.codes, load, run.item, wanted)
-    each = least_sums(run.codes, load, run.item, wanted)
+    [rates] = op_rates_lower_bound(model, run.codes, load, run.item, wanted)
+    each = least_feature_sums(run.codes, load, run.item, wanted)
     # Only the number of shards counts, and it is one feature.
     assert rates == pytest.approx(model.rates(each)[0], rel=1e-6)

@@ -24,7 +24,7 @@ from shardcore.cost.neural import NeuralModel
 from shardcore.cost.profile import load_profile, profile_names
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.bound import lower_bound, options
-from shardcore.step.exchange_lines import even_is_least, has_equal_transfers
+from shardcore.step.exchange_lines import has_equal_transfers, is_even_division_cheapest
 from shardcore.step.kinds import LAYOUTS
 from shardcore.step.lower import Workload, lower
 from shardcore.testing.plans import all_plans
@@ -88,9 +88,9 @@ def test_no_plan_is_cheaper_than_the_proved_bound_and_it_is_near(made):
         hosts = {"links": links_of(within_host=2.0, latency_ms=0.001)} if seed % 3 == 2 else {}
         problem = tiny(seed, 4 if seed % 4 == 3 else 2, **hosts)
         model = made(problem, seed)
-        result = lower_bound.bound(problem, model)
+        result = lower_bound.prove_lower_bound(problem, model)
         ratios.append(result.proved_ms / optimum_ms(problem, model))
-        columns = lower_bound.bound(problem, model, shared=())
+        columns = lower_bound.prove_lower_bound(problem, model, shared=())
         ratios.append(columns.proved_ms / optimum_ms(problem, model, columns_alone=True))
         assert result.proved_ms <= columns.proved_ms * (1 + 1e-3)
     assert max(ratios) <= 1 and np.mean(ratios) > 0.75, ratios
@@ -101,7 +101,7 @@ def test_the_bound_is_near_good_plans_of_many_tables():
         "many", draw_random_tables(np.random.default_rng(1), 60), Topology((Device(64 * MIB),) * 4), BATCH
     )
     ms = SHARDERS["neuroshard"](problem, small_problem_model(problem)).provenance["predicted_ms"]
-    result = lower_bound.bound(problem, small_problem_model(problem), shared=())
+    result = lower_bound.prove_lower_bound(problem, small_problem_model(problem), shared=())
     assert 0.95 < result.proved_ms / ms <= 1 and result.limit == "the work of all tables, divided evenly"
     assert result.space == "each table whole or cut by columns (multiples of 4)"
 
@@ -140,7 +140,7 @@ def test_no_plan_of_drawn_problems_of_other_shapes_is_cheaper(shape, seeds):
             "p", draw_random_tables(rng, 2 if "hosts" in shape else 3, dims=(4, 8)), where, BATCH
         )
         for model in (small_problem_model(problem), contended(seed)):
-            result = lower_bound.bound(problem, model)
+            result = lower_bound.prove_lower_bound(problem, model)
             assert ("rows divided over one host" in result.space) == ("hosts" in shape)
             ratios.append(result.proved_ms / optimum_ms(problem, model))
     assert max(ratios) <= 1 and np.mean(ratios) > 0.75, ratios
@@ -172,7 +172,7 @@ def test_no_plan_is_cheaper_under_any_hardware_profile(hosts, scale, links, ever
     problem = Problem("p", tables, on_hosts(hosts, 1 << 40, links=links), BATCH * scale)
     models = [load_profile(name).model().for_problem(problem) for name in profile_names()[::every]]
     least_ms = np.min([models[0].steps_ms(w, models) for w in every_workload(problem, False)], axis=0)
-    ratios = [lower_bound.bound(problem, m).proved_ms for m in models] / least_ms
+    ratios = [lower_bound.prove_lower_bound(problem, m).proved_ms for m in models] / least_ms
     assert max(ratios) <= 1 and np.mean(ratios) > 0.8, ratios
 
 
@@ -194,14 +194,14 @@ def test_no_device_waits_for_rows_of_another_host_backward():
     slow |= dict.fromkeys((n for n in given.values if n.endswith("latency_us")), 1e-3)
     slow |= {f"all_to_all_{level}_gbps": 1000.0 for level in ("within_host", "between_hosts")}
     slow |= {f"{ring}_within_host_gbps": 1.0 for ring in ("reduce_scatter", "all_gather")}
-    model = given.valued({**given.values, **slow}).model().for_problem(problem)
+    model = given.with_values({**given.values, **slow}).model().for_problem(problem)
     plan = Plan(
         tuple(
             host_row(t, group)
             for t, group in zip(problem.tables, LAYOUTS["host_row"].groups(where), strict=True)
         )
     )
-    proved_ms = lower_bound.bound(problem, model, shared=[LAYOUTS["host_row"]]).proved_ms
+    proved_ms = lower_bound.prove_lower_bound(problem, model, shared=[LAYOUTS["host_row"]]).proved_ms
     assert 0.8 < proved_ms / price(lower(plan, problem), model).total_ms <= 1
 
 
@@ -212,7 +212,7 @@ def test_hot_tables_that_do_not_fit_side_by_side_raise_the_bound():
     problem = Problem("hot", hot, where, BATCH, constraints=Constraints(unsplit=tuple(t.name for t in hot)))
     model = small_problem_model(problem)
     ms = SHARDERS["anneal_columns"](problem, model, budget=Budget(evals=20_000)).provenance["predicted_ms"]
-    assert 0.97 < lower_bound.bound(problem, model, shared=()).proved_ms / ms <= 1
+    assert 0.97 < lower_bound.prove_lower_bound(problem, model, shared=()).proved_ms / ms <= 1
 
 
 def test_a_mix_of_kinds_contends_too():
@@ -224,7 +224,10 @@ def test_a_mix_of_kinds_contends_too():
         BATCH,
     )
     model = contended(3)
-    every, columns = lower_bound.bound(problem, model), lower_bound.bound(problem, model, shared=())
+    every, columns = (
+        lower_bound.prove_lower_bound(problem, model),
+        lower_bound.prove_lower_bound(problem, model, shared=()),
+    )
     assert 0.96 < every.proved_ms / columns.proved_ms <= 1, (every, columns)
 
 
@@ -238,11 +241,11 @@ def test_a_table_that_must_stay_whole_or_tables_kept_together_are_in_the_way():
         tables=(replace(largest, pooling=50.0), *(t for t in free.tables if t != largest)),
         constraints=Constraints(unsplit=names),
     )
-    limit = lower_bound.bound(whole, model, shared=[LAYOUTS["row"]]).limit
+    limit = lower_bound.prove_lower_bound(whole, model, shared=[LAYOUTS["row"]]).limit
     words = "whole on a device it takes more than an even share of all, and its parts together cost more"
     assert limit == f"table {largest.name!r}: {words}"
     together = replace(free, constraints=Constraints(together=(names,)))
-    result = lower_bound.bound(together, model, shared=[LAYOUTS["row"]])
+    result = lower_bound.prove_lower_bound(together, model, shared=[LAYOUTS["row"]])
     assert "kept together on one device" in result.limit
     shards = [Shard.whole(t) for t in free.tables]
     assert result.proved_ms >= model.head(model.encode(shards).sum(0, keepdims=True))[0] * (1 - 1e-9)
@@ -254,7 +257,7 @@ def test_what_cannot_be_proved_is_left_out():
     pods = on_hosts(["p/a", "p/b", "p/c", "q/d"], MIB, links=links_of(shared=True, between_hosts=3.0))
     for of_unequal in (unequal, replace(problem, topology=pods)):
         # Exchanges of unequal hosts are left out of the proof.
-        proved_ms = lower_bound.bound(of_unequal, small_problem_model(of_unequal)).proved_ms
+        proved_ms = lower_bound.prove_lower_bound(of_unequal, small_problem_model(of_unequal)).proved_ms
         assert 0 < proved_ms < optimum_ms(of_unequal, small_problem_model(of_unequal))
     model = contended(0)
     band = {
@@ -266,10 +269,12 @@ def test_what_cannot_be_proved_is_left_out():
     below, above = (
         at_confidence(replace(model, weights={**model.weights, **band}), level) for level in (0.2, 0.9)
     )
-    assert lower_bound.bound(problem, below) is None
+    assert lower_bound.prove_lower_bound(problem, below) is None
     # what its model proves of itself holds for what is never cheaper
-    result = lower_bound.bound(problem, above)
-    assert result.proved_ms == pytest.approx(lower_bound.bound(problem, model).proved_ms, rel=2e-3)
+    result = lower_bound.prove_lower_bound(problem, above)
+    assert result.proved_ms == pytest.approx(
+        lower_bound.prove_lower_bound(problem, model).proved_ms, rel=2e-3
+    )
     assert result.proved_ms < optimum_ms(problem, above)
 
 
@@ -285,7 +290,7 @@ def test_the_last_rows_may_be_few_and_their_device_slow():
         exchange_gbps=1000,
     )
     plan = SHARDERS["anneal"](problem, model, budget=Budget(evals=5000))
-    assert lower_bound.bound(problem, model).proved_ms <= plan.provenance["predicted_ms"]
+    assert lower_bound.prove_lower_bound(problem, model).proved_ms <= plan.provenance["predicted_ms"]
 
 
 def test_a_large_problem_is_bounded_in_a_smaller_space_and_says_so(monkeypatch):
@@ -295,13 +300,13 @@ def test_a_large_problem_is_bounded_in_a_smaller_space_and_says_so(monkeypatch):
     spaces = []
     for most in (10_000, 20):
         monkeypatch.setattr(options, "MOST_SHARDS", most)
-        spaces.append(lower_bound.bound(problem, small_problem_model(problem)).space)
+        spaces.append(lower_bound.prove_lower_bound(problem, small_problem_model(problem)).space)
     assert "multiples of 4" in spaces[0] and "powers of two" in spaces[1]
 
 
 def test_a_model_for_another_setting_is_refused():
     with pytest.raises(SettingMismatch):
-        lower_bound.bound(tiny(0), AnalyticModel(Setting("made-up", 2 * BATCH)))
+        lower_bound.prove_lower_bound(tiny(0), AnalyticModel(Setting("made-up", 2 * BATCH)))
 
 
 @pytest.mark.parametrize(
@@ -326,7 +331,7 @@ def test_the_properties_that_models_declare_hold(made):
             assert (model.rates(few) <= model.rates(more)).all()
             assert model.head(more) >= (model.launch_ms() + model.rates(few) @ more) * (1 - 1e-12)
         for topology in topologies:
-            assert even_is_least(model, topology)
+            assert is_even_division_cheapest(model, topology)
             assert has_equal_transfers(model, topology) == (bool(topology.links) or model_is_linear)
             n, speed = len(topology), np.array([d.speed for d in topology.devices])
             for name in ("all_to_all", "reduce_scatter"):  # replicas are alike on all devices
@@ -335,7 +340,7 @@ def test_the_properties_that_models_declare_hold(made):
                 even = model.comm(traffic.mean(-1, keepdims=True) + 0 * traffic, np.zeros((40, n)), topology)
                 assert (some.forward_ms.max(-1) >= even.forward_ms.max(-1) - 1e-12).all()
                 assert (some.backward_ms @ speed >= even.backward_ms @ speed - 1e-9).all()
-    assert not even_is_least(made(0), Topology((*hosts, Device(MIB, host="host-2"))))
+    assert not is_even_division_cheapest(made(0), Topology((*hosts, Device(MIB, host="host-2"))))
 
 
 @pytest.mark.parametrize("dense_ms", [0.05, pytest.param(1000.0, marks=pytest.mark.long)])
@@ -343,10 +348,10 @@ def test_ids_that_the_dense_part_hides_raise_no_bound(dense_ms):
     drawn = Problem("p", draw_random_tables(np.random.default_rng(5), 6), on_hosts("aaa"), BATCH)
     given = replace(drawn, job=Job(dense_forward_ms=dense_ms, dense_backward_ms=0.0))
     model = small_problem_model(given)
-    result = lower_bound.bound(given, model)
+    result = lower_bound.prove_lower_bound(given, model)
     step_ms = SHARDERS["anneal"](given, model, budget=Budget(evals=5_000)).provenance["predicted_ms"]
     assert dense_ms < result.proved_ms <= step_ms
-    without = lower_bound.bound(drawn, model).proved_ms
+    without = lower_bound.prove_lower_bound(drawn, model).proved_ms
     assert result.proved_ms <= without + dense_ms
 
 
@@ -400,7 +405,7 @@ def test_no_plan_is_cheaper_if_caches_fetch_ahead(seed, gbps):
         )
         for model in (small_problem_model(problem), contended(seed)):
             own = model.for_problem(problem)
-            proved_ms = lower_bound.bound(problem, own, ()).proved_ms
+            proved_ms = lower_bound.prove_lower_bound(problem, own, ()).proved_ms
             assert proved_ms and 0 < proved_ms <= optimum_ms(problem, own, columns_alone=True)
 
 
@@ -416,11 +421,11 @@ def test_no_plan_is_cheaper_where_tables_share_a_cache(factors):
     topology = Topology((Device(MIB),), memory=(Memory("host", MIB, 0.01),))
     problem = Problem("p", tables, topology, BATCH)
     model = small_problem_model(problem).for_problem(problem)
-    proved_ms = lower_bound.bound(problem, model, ()).proved_ms
+    proved_ms = lower_bound.prove_lower_bound(problem, model, ()).proved_ms
     assert proved_ms and 0 < proved_ms <= optimum_ms(problem, model, columns_alone=True)
     # Caches of one memory miss no less together.
     alike = replace(problem, tables=tuple(replace(t, access=Zipf(1.2), load_factor=0.3) for t in tables))
-    proved_ms = lower_bound.bound(alike, model, ()).proved_ms
+    proved_ms = lower_bound.prove_lower_bound(alike, model, ()).proved_ms
     assert proved_ms == pytest.approx(optimum_ms(alike, model, columns_alone=True), rel=0.01)
 
 
@@ -434,7 +439,7 @@ def test_what_one_host_shares_does_not_contend_on_others():
     plans = [Plan(placements) for placements in product(*ways)]
     best = min(plans, key=lambda plan: price(lower(plan, given), model).total_ms)
     assert sorted(p.devices for p in best.placements if p.kind == shared.name) == [(0, 1), (2, 3)]
-    proved = lower_bound.bound(given, model, shared=(shared,)).proved_ms
+    proved = lower_bound.prove_lower_bound(given, model, shared=(shared,)).proved_ms
     assert 0.5 < proved / price(lower(best, given), model).total_ms <= 1
 
 
@@ -458,7 +463,7 @@ def test_links_with_a_head_start_are_bounded():
             )
         }
     )
-    assert 0 <= lower_bound.bound(problem, model).proved_ms <= optimum_ms(problem, model)
+    assert 0 <= lower_bound.prove_lower_bound(problem, model).proved_ms <= optimum_ms(problem, model)
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
@@ -480,7 +485,7 @@ def test_worths_that_fall_to_nothing_prove_nothing(rows, dim, pooling, speeds, l
         job=Job(dense_forward_ms=1.0, dense_backward_ms=0.0),
     )
     bounded = [
-        lower_bound.bound(
+        lower_bound.prove_lower_bound(
             given, model := AnalyticModel(Setting("made-up", 240), lookup_ns=ns).for_problem(given)
         ).proved_ms
         <= price(lower(SHARDERS["anneal"](given, model, budget=Budget(evals=500)), given), model).total_ms

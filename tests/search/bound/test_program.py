@@ -19,10 +19,10 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem
 from shardcore.cost.model import price
 from shardcore.cost.profile import load_profile
-from shardcore.search.bound.contention import Curve, op_curve
-from shardcore.search.bound.lower_bound import bound
-from shardcore.search.bound.options import Run, runs_of
-from shardcore.search.bound.program import dual_feasible
+from shardcore.search.bound.contention import Curve, op_slowdown_curve
+from shardcore.search.bound.lower_bound import prove_lower_bound
+from shardcore.search.bound.options import Run, runs_of_problem
+from shardcore.search.bound.program import dual_feasible_functions
 from shardcore.step.lower import Workload, lower
 from shardcore.testing.plans import all_plans
 from shardcore.testing.problems import BATCH, MIB, draw_random_tables, small_problem_model
@@ -87,7 +87,7 @@ def test_no_plan_of_sequences_or_of_several_collections_is_cheaper(shape, n_tabl
         jobs = {"job": Job(dense_forward_ms=0.01, dense_backward_ms=0.01)} if seed % 2 else {}
         problem = drawn(shape, seed, n_tables=n_tables, **jobs)
         models = models_of(problem, seed)
-        ratios.append([bound(problem, m).proved_ms for m in models] / optima_ms(problem, models))
+        ratios.append([prove_lower_bound(problem, m).proved_ms for m in models] / optima_ms(problem, models))
     assert np.max(ratios) <= 1 and np.mean(ratios) > 0.7, ratios
 
 
@@ -107,7 +107,7 @@ def test_too_little_memory_for_the_best_plan_raises_the_bound(shape, seeds):
         most = min(max(w.memory_bytes) for w in workloads_of(ample))
         devices = tuple(replace(d, memory_bytes=most) for d in ample.topology.devices)
         tight = replace(ample, topology=replace(ample.topology, devices=devices))
-        before, after = ([bound(p, m).proved_ms for m in models] for p in (ample, tight))
+        before, after = ([prove_lower_bound(p, m).proved_ms for m in models] for p in (ample, tight))
         assert (np.array(after) <= optima_ms(tight, models)).all()
         assert (np.array(after) >= np.array(before) * (1 - 2e-3)).all()
         raised.append(np.array(after) > np.array(before) * 1.01)
@@ -124,7 +124,7 @@ def test_more_tables_than_devices_that_hold_one_each_have_no_cheap_plan():
     for memory in (1.5, 4.0):
         devices = tuple(Device(int(memory * large[0].bytes)) for _ in range(2))
         asked = replace(problem, tables=large, topology=Topology(devices), constraints=kinds)
-        found.append(bound(asked, small_problem_model(asked)).proved_ms)
+        found.append(prove_lower_bound(asked, small_problem_model(asked)).proved_ms)
     assert found[0] > 1.4 * found[1]
 
 
@@ -133,15 +133,17 @@ def test_kinds_that_constraints_leave_out_do_not_count():
     model = small_problem_model(problem)
     name = max(problem.tables, key=lambda t: t.pooling).name
     given = replace(problem, constraints=Constraints(kinds=((name, ("data_parallel",)),)))
-    assert bound(given, model).proved_ms >= bound(problem, model).proved_ms * (1 - 2e-3)
-    assert bound(given, model).proved_ms <= optima_ms(given, [model])[0]
+    assert prove_lower_bound(given, model).proved_ms >= prove_lower_bound(problem, model).proved_ms * (
+        1 - 2e-3
+    )
+    assert prove_lower_bound(given, model).proved_ms <= optima_ms(given, [model])[0]
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))])
 def test_prices_of_a_solver_that_is_wrong_prove_less_but_nothing_false(seed, monkeypatch):
     problem = drawn("collections", seed, n_tables=3)
     model, solve, rng = small_problem_model(problem), optimize.linprog, np.random.default_rng(seed)
-    right, best_ms = bound(problem, model).proved_ms, optima_ms(problem, [model])[0]
+    right, best_ms = prove_lower_bound(problem, model).proved_ms, optima_ms(problem, [model])[0]
 
     def wrong(*args, **options):
         result = solve(*args, **options)
@@ -150,10 +152,10 @@ def test_prices_of_a_solver_that_is_wrong_prove_less_but_nothing_false(seed, mon
         return SimpleNamespace(status=result.status, ineqlin=SimpleNamespace(marginals=marginals))
 
     monkeypatch.setattr(optimize, "linprog", wrong)
-    assert bound(problem, model).proved_ms < right <= best_ms
+    assert prove_lower_bound(problem, model).proved_ms < right <= best_ms
     # Nothing is proved where the solver gives up.
     monkeypatch.setattr(optimize, "linprog", lambda *args, **options: SimpleNamespace(status=4))
-    assert bound(problem, model).proved_ms == 0
+    assert prove_lower_bound(problem, model).proved_ms == 0
 
 
 def test_sums_of_dual_feasible_functions_are_at_most_1():
@@ -163,7 +165,7 @@ def test_sums_of_dual_feasible_functions_are_at_most_1():
             size = rng.dirichlet(rng.uniform(0.1, 3, n)) * rng.choice([1.0, rng.random()])
             # Sizes that are shares of a device, too.
             size = np.full(n, 1 / n) if rng.random() < 0.1 else size
-            sums = [f.sum() for f in dual_feasible(size)]
+            sums = [f.sum() for f in dual_feasible_functions(size)]
             assert max(sums) <= 1 + 1e-9
             most = max(most, sums[1])
     assert most == 1
@@ -171,7 +173,7 @@ def test_sums_of_dual_feasible_functions_are_at_most_1():
 
 def curve_of(run: Run, model) -> Curve:
     """The curve of ops of two devices."""
-    return op_curve(run.codes, run.item, run.codes[run.part == 1].sum(0) / 2, model)
+    return op_slowdown_curve(run.codes, run.item, run.codes[run.part == 1].sum(0) / 2, model)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +183,7 @@ def test_lines_are_below_all_ops(model):
     rng, run = np.random.default_rng(0), run_of(model)
     curve, whole = curve_of(run, model), run.codes[run.part == 1]
     most_ms = float(model.head(whole.sum(0)[None])[0])
-    lines = curve.lines_below(most_ms, model.launch_ms())
+    lines = curve.lines_below_op_ms(most_ms, model.launch_ms())
     near = []
     for _ in range(300):
         tables = rng.permutation(8)[: rng.integers(1, 9)]
@@ -192,7 +194,7 @@ def test_lines_are_below_all_ops(model):
             assert below <= ms * (1 + 1e-9)
             near.append(below / ms)
     assert max(near) > 0.8
-    assert curve.lines_below(0.0, model.launch_ms()) == []
+    assert curve.lines_below_op_ms(0.0, model.launch_ms()) == []
 
 
 @pytest.mark.parametrize(
@@ -207,7 +209,7 @@ def test_no_op_takes_less_than_its_load_does(made):
         given = Problem(
             "ops", draw_random_tables(rng, 8, dims=(4, 8, 12)), Topology((Device(MIB),) * 2), BATCH
         )
-        [run] = runs_of(given, model, ())
+        [run] = runs_of_problem(given, model, ())
         curve = curve_of(run, model)
         for _ in range(300):
             tables = rng.permutation(8)[: rng.integers(1, 9)]
@@ -225,5 +227,5 @@ def test_a_table_that_must_stay_on_slow_devices_takes_longer():
     model = small_problem_model(free)
     pins = tuple((t.name, (1,)) for t in free.tables)
     pinned = replace(free, constraints=Constraints(pinned=pins))
-    ms = [bound(p, model, shared=()).proved_ms for p in (free, pinned)]
+    ms = [prove_lower_bound(p, model, shared=()).proved_ms for p in (free, pinned)]
     assert ms[1] > 3 * ms[0]

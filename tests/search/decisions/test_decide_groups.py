@@ -14,7 +14,7 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.search import SHARDERS
 from shardcore.search.decisions.driver import decide
-from shardcore.search.decisions.groups import Groups, cost_of
+from shardcore.search.decisions.groups import Groups, grouped_cost
 from shardcore.step.lower import lower
 from shardcore.step.sharding_groups import GroupedPlan, Grouping, problem_of_group, synced_bytes
 
@@ -97,7 +97,7 @@ def test_gradients_of_replicated_tables_travel_among_all_groups():
     own = problem_of_group(given, grouping)
     first, *others = own.tables
     plan = Plan((replica(first, own.topology), *(column(t, i % 4) for i, t in enumerate(others))))
-    cost = cost_of(GroupedPlan(grouping, plan, own), given, model_of(given).for_problem(own))
+    cost = grouped_cost(GroupedPlan(grouping, plan, own), given, model_of(given).for_problem(own))
     # A ring over 8 devices of two hosts moves 7 of 8 parts over each link, one over 4 neighbours 3 of 4.
     far, near = 2 * first.bytes * 7 / 8 / (FAR * 1e6), 2 * first.bytes * 3 / 4 / (NEAR * 1e6)
     assert cost.dense_gradients_ms == pytest.approx(far - near)
@@ -112,7 +112,9 @@ def test_rows_in_host_memory_cross_their_link_twice_to_be_averaged():
     for of in (given, hosted):
         own = problem_of_group(of, grouping)
         plan = Plan(tuple(column(t, i % 4) for i, t in enumerate(own.tables)))
-        costs.append(cost_of(GroupedPlan(grouping, plan, own), of, model_of(of).for_problem(own)).sync_ms)
+        costs.append(
+            grouped_cost(GroupedPlan(grouping, plan, own), of, model_of(of).for_problem(own)).sync_ms
+        )
     assert costs[1] - costs[0] == pytest.approx(2 * given.tables[0].bytes / 25e6)
 
 

@@ -80,4 +80,4 @@ def test_each_size_of_groups_has_units_of_its_own():
         x.proposal.words: x.found and [e.proposed for e in x.found.ledger.entries] for x in best.outcomes
     }
     assert len(units["all 8 devices as one group"]) == 2
-    assert best.grouped.problem.topology.rows_over is None
+    assert best.grouped_plan.problem.topology.rows_over is None

@@ -28,21 +28,21 @@ from shardcore.cost.model import price
 from shardcore.io import files
 from shardcore.io.towers import Towers, read_towers
 from shardcore.search import SHARDERS, Budget, greedy
-from shardcore.search.anneal.batch import PlanBatch, space_by_columns
-from shardcore.search.bound.lower_bound import bound
+from shardcore.search.anneal.batch import PlanBatch, search_space_by_columns
+from shardcore.search.bound.lower_bound import prove_lower_bound
 from shardcore.search.decisions.driver import decide
 from shardcore.search.decisions.row_units import RowUnits
 from shardcore.search.decisions.towers import (
     Division,
     OnTowers,
-    as_planned,
-    as_towers,
-    ms_without_towers,
-    tower_hosts,
+    assign_tower_hosts,
+    pin_tables_to_towers,
+    step_ms_without_towers,
+    with_towers_of_plan,
 )
 from shardcore.step.kinds import CHANNELS
 from shardcore.step.lower import lower
-from shardcore.step.memory import table_bytes
+from shardcore.step.memory import table_peak_bytes
 
 B = 64
 MODEL = AnalyticModel(
@@ -85,7 +85,7 @@ def test_no_division_of_few_units_is_better(seed):
         for h in product(range(n_hosts), repeat=n_units)
         if allowed[range(n_units), h].all()
     )
-    found = division.best()
+    found = division.best_division()
     assert allowed[range(n_units), found[n_hosts:]].all()
     assert division.cost(found) == pytest.approx(least, rel=1e-9, abs=1e-9)
 
@@ -98,7 +98,7 @@ def test_out_of_time_the_first_division_that_fits_will_do():
         Division(affinity + affinity.T, load, capacity, np.ones((30, 3), dtype=bool), seconds)
         for seconds in (1e-9, None)
     )
-    assert whole.cost(whole.best()) < at_once.cost(at_once.best())
+    assert whole.cost(whole.best_division()) < at_once.cost(at_once.best_division())
 
 
 def test_memory_counts_before_affinity():
@@ -109,7 +109,7 @@ def test_memory_counts_before_affinity():
     for room, beside in ((10.5, 3), (11.0, 1)):
         capacity = np.array([(1, room)] * 2)
         division = Division(affinity, load, capacity, np.ones((4, 2), dtype=bool))
-        host = division.best()[2:]
+        host = division.best_division()[2:]
         assert np.flatnonzero(host == host[0]).tolist() == [0, beside]
 
 
@@ -118,7 +118,7 @@ def test_blocks_of_a_matrix_are_found_and_hosts_are_even():
     problem = Problem("blocks", alike, on_hosts("aabbcc"), 48)
     block = np.arange(12) * 5 % 3  # tables of a block are not neighbours
     matrix = np.where(block[:, None] == block, 1.0, 0.01)
-    found = tower_hosts(
+    found = assign_tower_hosts(
         problem, Towers(2.0, (), tuple(t.name for t in problem.tables), tuple(map(tuple, matrix))), MODEL
     )
     hosts = [{found.host_of[f"t{i}"] for i in np.flatnonzero(block == b)} for b in range(3)]
@@ -131,13 +131,15 @@ def test_blocks_of_a_matrix_are_found_and_hosts_are_even():
 def test_groups_stay_together_with_pins_and_bundles_and_missing_tables_are_alone():
     asked = Constraints(pinned=(("t0", (1, 3)), ("t5", ("a",))), together=(("t2", "t4"),))
     problem = problem_of(constraints=asked)
-    found = tower_hosts(problem, Towers(4.0, (("t1", "t0"), ("t3", "t2"), ("t5", "t4"))), MODEL)
+    found = assign_tower_hosts(problem, Towers(4.0, (("t1", "t0"), ("t3", "t2"), ("t5", "t4"))), MODEL)
     assert found.host_of["t1"] == found.host_of["t0"]
     assert {found.host_of[f"t{i}"] for i in (2, 3, 4, 5)} == {"a"}  # t2 with t4, which is with t5
-    assert found.problem.pinned["t0"] == ((1,) if found.host_of["t0"] == "a" else (3,))
+    assert found.problem.pinned_devices["t0"] == ((1,) if found.host_of["t0"] == "a" else (3,))
     assert found.problem.constraints.together == asked.together
     assert max(map(max, found.loads)) < 1.3
-    assert found == tower_hosts(problem, Towers(4.0, (("t1", "t0"), ("t3", "t2"), ("t5", "t4"))), MODEL)
+    assert found == assign_tower_hosts(
+        problem, Towers(4.0, (("t1", "t0"), ("t3", "t2"), ("t5", "t4"))), MODEL
+    )
 
 
 # --- what travels -------------------------------------------------------------------------------------------
@@ -147,7 +149,7 @@ def test_what_enters_each_channel_by_hand():
     # 2 hosts of 2 devices, batch 64, ratio 4. Device 0 has 16 columns, device 1 none, 2 has 8, 3 has 24.
     a, b, c = (Table(n, 100, d, 1.0) for n, d in (("a", 16), ("b", 8), ("c", 24)))
     plain = Problem("hand", (a, b, c), on_hosts("aabb"), B)
-    problem = as_towers(plain, {"a": "a", "b": "b", "c": "b"}, 4.0)
+    problem = pin_tables_to_towers(plain, {"a": "a", "b": "b", "c": "b"}, 4.0)
     plan = Plan((column(a, 0), column(b, 2), column(c, 3)))
     found = entering(lower(plan, problem).traffic)
     # Within a host all outputs; across, a host's outputs / 4, half of them on each of its two devices.
@@ -156,13 +158,13 @@ def test_what_enters_each_channel_by_hand():
         "all_to_all_cross": [B * 16 / 2, B * 16 / 2, B * 32 / 2, B * 32 / 2],
     }
     assert entering(lower(plan, plain).traffic) == {"all_to_all": [B * 16 * 4, 0, B * 8 * 4, B * 24 * 4]}
-    assert ms_without_towers(plan, problem, MODEL) == price(lower(plan, plain), MODEL).total_ms
-    assert ms_without_towers(plan, plain, MODEL) is None
+    assert step_ms_without_towers(plan, problem, MODEL) == price(lower(plan, plain), MODEL).total_ms
+    assert step_ms_without_towers(plan, plain, MODEL) is None
 
 
 def test_rows_divided_over_a_host_are_summed_and_compressed():
     t, u = Table("t", 100, 16, 1.0), Table("u", 100, 8, 1.0)
-    problem = as_towers(Problem("rows", (t, u), on_hosts("aabb"), B), {"t": "a", "u": "b"}, 4.0)
+    problem = pin_tables_to_towers(Problem("rows", (t, u), on_hosts("aabb"), B), {"t": "a", "u": "b"}, 4.0)
     plan = Plan((host_row(t, (0, 1)), column(u, 2)))
     work = lower(plan, problem)
     of = dict(zip(CHANNELS, work.traffic.tolist(), strict=True))
@@ -184,13 +186,13 @@ def test_towers_of_pods_send_as_towers_of_hosts_do(rows):
         (on_hosts(IN_PODS, rows_over="pod"), ("p", "q"), "pod"),
     ):
         whole = Problem("towers", (t, u), on, B)
-        problem = as_towers(whole, dict(zip("tu", names, strict=True)), 4.0)
+        problem = pin_tables_to_towers(whole, dict(zip("tu", names, strict=True)), 4.0)
         first = Placement(f"{unit}_row", Shard.whole(t), (0, 1)) if rows else column(t, 0)
         plan = Plan((first, column(u, 2)), {"tower_ratio": 4.0})
         sent = entering(lower(plan, problem).traffic)
         found.append(sorted(sent.values()))
         assert {CHANNEL[name].scope.unit for name in sent} == {f"within_{unit}"}
-        assert as_planned(plan, whole) == problem
+        assert with_towers_of_plan(plan, whole) == problem
     assert found[0] == found[1]
 
 
@@ -208,7 +210,7 @@ def test_towers_are_divided_over_pods_and_a_plan_to_start_from_keeps_them(algori
     assert kept == of_table and again.ledger.chosen == "hosts of the plan before"
     with pytest.raises(ShardCoreError, match="table 't0' on pods 'p' and 'q'; it needs one"):
         apart = Plan((Placement("row", Shard.whole(on_pods.tables[0]), (0, 1, 2, 3)),), {"tower_ratio": 4.0})
-        as_planned(apart, on_pods)
+        with_towers_of_plan(apart, on_pods)
 
 
 def test_units_of_rows_are_not_chosen_for_towers():
@@ -222,7 +224,7 @@ def test_units_of_rows_are_not_chosen_for_towers():
 @pytest.mark.parametrize("ratio", [1, 8])
 def test_a_ratio_divides_what_crosses_hosts_and_nothing_else(ratio):
     towers = replace(pairs(), compression_ratio=ratio)
-    problem = tower_hosts(problem_of(hosts="aabbccdd"), towers, MODEL).problem
+    problem = assign_tower_hosts(problem_of(hosts="aabbccdd"), towers, MODEL).problem
     plan = SHARDERS["size_greedy"](problem, MODEL)
     plain = replace(problem, job=replace(problem.job, tower_ratio=None))
     sent, whole = (entering(lower(plan, of).traffic) for of in (problem, plain))
@@ -242,22 +244,22 @@ KIN = {*greedy.ORDERS, "anneal", "anneal_columns"} - {"size_greedy"}
     [pytest.param(name, marks=[pytest.mark.long] if name in KIN else []) for name in SHARDERS],
 )
 def test_every_sharder_keeps_towers_on_their_hosts(algorithm):
-    found = tower_hosts(problem_of(), pairs(), MODEL)
+    found = assign_tower_hosts(problem_of(), pairs(), MODEL)
     problem, host = found.problem, [d.host for d in found.problem.topology.devices]
     plan = SHARDERS[algorithm](problem, MODEL, seed=1, budget=Budget(evals=300))
     for p in plan.placements:
         assert {host[d] for d in p.devices} == {found.host_of[p.shard.table.name]}
     ms = price(lower(plan, problem), MODEL).total_ms
     assert plan.provenance["predicted_ms"] == pytest.approx(ms)
-    proved = bound(problem, MODEL).proved_ms
+    proved = prove_lower_bound(problem, MODEL).proved_ms
     assert proved is None or proved <= ms * (1 + 1e-9)
 
 
 def test_a_table_too_large_for_a_device_is_divided_over_its_host():
     big = Table("big", 60_000, 4, 1.0)
-    problem = problem_of(6, memory_bytes=table_bytes(big, problem_of(6)) * 6 // 10)
+    problem = problem_of(6, memory_bytes=table_peak_bytes(big, problem_of(6)) * 6 // 10)
     problem = replace(problem, tables=(*problem.tables, big))
-    found = tower_hosts(problem, pairs(6), MODEL)
+    found = assign_tower_hosts(problem, pairs(6), MODEL)
     plan = SHARDERS["anneal"](found.problem, MODEL, budget=Budget(evals=300))
     [placement] = [p for p in plan.placements if p.shard.table == big]
     assert placement.kind == "host_row" and len(placement.devices) == 2
@@ -273,21 +275,24 @@ def test_a_sequence_that_is_on_every_device_is_so_beside_towers():
         tables=(*problem.tables, hot),
         constraints=Constraints(kinds=(("s_hot", ("data_parallel",)),)),
     )
-    found = tower_hosts(problem, pairs(), MODEL)
+    found = assign_tower_hosts(problem, pairs(), MODEL)
     assert "s_hot" not in dict(found.problem.constraints.pinned)
     plan = SHARDERS["size_greedy"](found.problem, MODEL)
     [placement] = [p for p in plan.placements if p.shard.table == hot]
     assert placement.kind == "data_parallel" and placement.devices == (0, 1, 2, 3)
     told = Plan(plan.placements, {**plan.provenance, "tower_ratio": found.problem.job.tower_ratio})
-    assert lower(plan, as_planned(told, problem)).memory_bytes == lower(plan, found.problem).memory_bytes
+    assert (
+        lower(plan, with_towers_of_plan(told, problem)).memory_bytes
+        == lower(plan, found.problem).memory_bytes
+    )
 
 
 def test_a_plan_under_construction_costs_what_its_workload_does():
-    found = tower_hosts(problem_of(), pairs(), MODEL)
+    found = assign_tower_hosts(problem_of(), pairs(), MODEL)
     plan = SHARDERS["random"](found.problem, MODEL)
     whole = [Shard.whole(t) for t in found.problem.tables]
-    space = space_by_columns(found.problem, MODEL, whole, cut=False)
-    keys = [space.cache.key(placement.shard) for placement in plan.placements]
+    space = search_space_by_columns(found.problem, MODEL, whole, cut=False)
+    keys = [space.cache.shard_key(placement.shard) for placement in plan.placements]
     batch = PlanBatch(space, np.array([keys]))
     for placement, (strip, units) in zip(plan.placements, keys, strict=True):
         batch.place(strip, units, placement.devices[0])
@@ -299,7 +304,7 @@ def test_slow_links_between_hosts_make_towers_pay():
     slow = replace(slow, topology=replace(slow.topology, links=links))
     problems = [
         slow,
-        *(tower_hosts(slow, replace(pairs(), compression_ratio=r), MODEL).problem for r in (2, 16)),
+        *(assign_tower_hosts(slow, replace(pairs(), compression_ratio=r), MODEL).problem for r in (2, 16)),
     ]
     plans = [SHARDERS["anneal_columns"](p, MODEL, budget=Budget(evals=2000)) for p in problems]
     costs = [price(lower(plan, p), MODEL) for plan, p in zip(plans, problems, strict=True)]
@@ -330,12 +335,16 @@ APART = Constraints(pinned=(("t0", ("a",)), ("t1", ("b",))))
             "has 1 pod; towers need 2 or more, for they make smaller what crosses pods",
         ),
         (lambda: problem_of(constraints=APART), pairs(), "'t0', 't1' on one host, but constraints.pinned"),
-        (lambda: tower_hosts(problem_of(), pairs(), MODEL).problem, pairs(), "has job.tower_ratio 4.0, so"),
+        (
+            lambda: assign_tower_hosts(problem_of(), pairs(), MODEL).problem,
+            pairs(),
+            "has job.tower_ratio 4.0, so",
+        ),
     ],
 )
 def test_what_cannot_have_towers_is_refused(make, towers, said):
     with pytest.raises(ShardCoreError, match=said):
-        tower_hosts(make(), towers, MODEL)
+        assign_tower_hosts(make(), towers, MODEL)
 
 
 @pytest.mark.parametrize(
@@ -355,17 +364,17 @@ def test_a_job_with_towers_needs_each_table_on_one_host(hosts, pins, ratio, said
 
 def test_a_group_that_does_not_fit_is_named_and_by_how_much():
     roomy = problem_of()
-    needed = [table_bytes(t, roomy) for t in roomy.tables]
+    needed = [table_peak_bytes(t, roomy) for t in roomy.tables]
     tight = problem_of(memory_bytes=sum(needed) * 3 // 10)  # a host has 60% of what all tables take
     seven = tuple(f"t{i}" for i in np.argsort(needed)[-9:])
     with pytest.raises(Infeasible, match=r"no division .* the group .* and 4 more is on host .* too little"):
-        tower_hosts(tight, Towers(2, (seven,)), MODEL)
+        assign_tower_hosts(tight, Towers(2, (seven,)), MODEL)
     # Three equal groups, each over half of a host.
     equal = Problem("equal", tuple(Table(f"t{i}", 1000, 16, 1.0) for i in range(6)), on_hosts("aabb"), B)
-    each = table_bytes(equal.tables[0], equal)
+    each = table_peak_bytes(equal.tables[0], equal)
     equal = with_room(replace(equal, topology=on_hosts("aabb", each * 3 // 2 + 8)))
     with pytest.raises(Infeasible, match=r"no division of its towers .* the group 't\d', 't\d' is on host"):
-        tower_hosts(equal, pairs(6), MODEL)
+        assign_tower_hosts(equal, pairs(6), MODEL)
 
 
 GOOD = {"schema": "shardcore/towers", "version": 1, "compression_ratio": 4, "towers": [["t0", "t1"]]}
@@ -412,12 +421,12 @@ def test_an_affinity_that_is_no_number_is_refused_in_python_too():
 
 def test_a_problem_with_towers_survives_its_file_and_a_plan_tells_its_towers(tmp_path):
     plain = problem_of()
-    problem = tower_hosts(plain, pairs(), MODEL).problem
+    problem = assign_tower_hosts(plain, pairs(), MODEL).problem
     files.write_problem(tmp_path / "p.json", problem)
     assert files.read_problem(tmp_path / "p.json") == problem
     plan = SHARDERS["size_greedy"](problem, MODEL)
-    assert as_planned(plan, plain) is plain
-    assert as_planned(Plan(plan.placements, {"tower_ratio": 4.0}), plain) == problem
+    assert with_towers_of_plan(plan, plain) is plain
+    assert with_towers_of_plan(Plan(plan.placements, {"tower_ratio": 4.0}), plain) == problem
     astray = Plan((column(plain.tables[0], 0, 0, 4), column(plain.tables[0], 2, 4)), {"tower_ratio": 4.0})
     with pytest.raises(ShardCoreError, match="table 't0' on hosts 'a' and 'b'; it needs one"):
-        as_planned(astray, plain)
+        with_towers_of_plan(astray, plain)

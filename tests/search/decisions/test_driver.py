@@ -19,12 +19,12 @@ from shardcore.io.towers import Towers
 from shardcore.plans.replan import ReplanConfig, Start
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.decisions import provision
-from shardcore.search.decisions.driver import Decision, Proposal, decide, ledger_of
+from shardcore.search.decisions.driver import Decision, Proposal, decide, ledger_from_provenance
 from shardcore.search.decisions.groups import FoundGroups, Groups
 from shardcore.search.decisions.hot_rows import HotRows
 from shardcore.search.decisions.memory_tiers import MemoryTiers
 from shardcore.search.decisions.row_units import RowUnits
-from shardcore.search.decisions.towers import OnTowers, as_planned
+from shardcore.search.decisions.towers import OnTowers, with_towers_of_plan
 from shardcore.step.lower import lower
 from shardcore.step.sharding_groups import problem_of_group
 from shardcore.tables.hot_rows import COLD, HOT
@@ -90,7 +90,7 @@ def test_a_decision_hears_what_came_of_each_proposal_and_the_ledger_has_it():
     asked = Memories(64, 32, 1, 16)
     best = found(problem(), asked)
     assert asked.outcome.found is None and isinstance(asked.outcome.error, Infeasible)
-    ledger = ledger_of(json.loads(json.dumps(best.plan.provenance)))
+    ledger = ledger_from_provenance(json.loads(json.dumps(best.plan.provenance)))
     assert ledger == best.ledger
     assert (ledger.decision, ledger.chosen) == ("memories", "64 MiB")
     assert ledger.because == "least ms of 2 with a plan"
@@ -103,7 +103,7 @@ def test_a_decision_hears_what_came_of_each_proposal_and_the_ledger_has_it():
 
 def test_a_ledger_of_another_form_is_named():
     with pytest.raises(ShardCoreError, match="provenance: decisions.* 'chosen'"):
-        ledger_of({"decisions": {"decision": "memories"}})
+        ledger_from_provenance({"decisions": {"decision": "memories"}})
 
 
 def test_what_no_proposal_can_is_one_error_that_names_the_first():
@@ -158,12 +158,14 @@ def test_out_of_time_it_ends_with_what_it_has(monkeypatch):
 def test_every_decision_gives_a_plan_of_its_problem_at_its_cost_and_a_ledger_that_files_keep(make, tmp_path):
     asked = problem(sequences=2)
     best = found(asked, make(asked))
-    own = as_planned(best.plan, best.problem)
+    own = with_towers_of_plan(best.plan, best.problem)
     assert price(lower(best.plan, own), MODEL.for_problem(own)).total_ms == pytest.approx(best.ms)
-    assert best.ms == min(x.ms for x in best.outcomes) and best.chosen in [x.proposal for x in best.outcomes]
+    assert best.ms == min(x.ms for x in best.outcomes) and best.chosen_proposal in [
+        x.proposal for x in best.outcomes
+    ]
     files.write_plan(tmp_path / "plan.json", best.plan, best.problem)
     read = files.read_plan(tmp_path / "plan.json", best.problem)
-    assert read == best.plan and ledger_of(read.provenance) == best.ledger
+    assert read == best.plan and ledger_from_provenance(read.provenance) == best.ledger
     assert best.ledger.best.ms == best.ms and best.evals >= best.ledger.best.evals > 0
 
 
@@ -194,7 +196,7 @@ def test_towers_hold_the_cold_rows_of_their_sequences_and_hot_ones_are_everywher
     best = found(asked, OnTowers(towers), HotRows())
     hot = {table.name.removesuffix(HOT) for table in best.problem.tables if table.name.endswith(HOT)}
     assert hot and best.problem.job == asked.job and not best.problem.constraints.pinned
-    own = as_planned(best.plan, best.problem)
+    own = with_towers_of_plan(best.plan, best.problem)
     assert own.job.tower_ratio == 4.0
     assert price(lower(best.plan, own), MODEL.for_problem(own)).total_ms == pytest.approx(best.ms)
     devices, host_of = asked.topology.devices, {}
@@ -214,7 +216,7 @@ def test_towers_may_have_rows_in_host_memory():
     tight = problem(2 * MIB, memory=(Memory("host", 64 * MIB, 25.0),))
     best = found(tight, OnTowers(Towers(2.0, (("t0", "t1"),))), MemoryTiers())
     assert any(table.in_host_memory for table in best.problem.tables) and not best.problem.constraints.pinned
-    own = as_planned(best.plan, best.problem)
+    own = with_towers_of_plan(best.plan, best.problem)
     assert price(lower(best.plan, own), MODEL.for_problem(own)).total_ms == pytest.approx(best.ms)
 
 

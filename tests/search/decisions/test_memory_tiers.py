@@ -21,14 +21,14 @@ from shardcore.search import SHARDERS, Budget
 from shardcore.search.decisions.driver import decide
 from shardcore.search.decisions.memory_tiers import (
     MemoryTiers,
-    filled,
-    gains_ms,
-    link_ms,
-    options_of,
-    shared_out,
-    tier_bytes,
-    tiered,
-    tiers_of,
+    choose_tiers,
+    device_bytes_for_tables,
+    fill_free_memory,
+    least_link_ms,
+    link_ms_savings,
+    tier_options,
+    tiers_of_tables,
+    with_fastest_tiers,
     with_load_factors,
 )
 from shardcore.step.lower import lower
@@ -36,7 +36,7 @@ from shardcore.step.memory import require_fits
 
 
 def device_bytes(of: Problem) -> int:
-    return sum(tier.device_bytes for tier in tiers_of(of))
+    return sum(tier.device_bytes for tier in tiers_of_tables(of))
 
 
 def simpler(of: Problem) -> Iterator[Problem]:
@@ -46,7 +46,7 @@ def simpler(of: Problem) -> Iterator[Problem]:
     one = ({t.name: float(factor) for t in of.tables} for factor in np.linspace(1, 0, 101))
     for factors in (out, one):
         several = (with_load_factors(of, some) for some in factors)
-        yield next(x for x in several if device_bytes(x) <= tier_bytes(of))
+        yield next(x for x in several if device_bytes(x) <= device_bytes_for_tables(of))
 
 
 def two_devices(memory, optimizer="exact_sgd", gbps=25.0, host_bytes=1 << 34):
@@ -63,58 +63,60 @@ def two_devices(memory, optimizer="exact_sgd", gbps=25.0, host_bytes=1 << 34):
 
 
 def test_all_rows_are_in_device_memory_where_they_fit():
-    found = tiered(two_devices(1 << 30))
+    found = with_fastest_tiers(two_devices(1 << 30))
     assert {table.kernel for table in found.tables} == {"fused"}
-    assert link_ms(found) == 0
+    assert least_link_ms(found) == 0
 
 
 @pytest.mark.parametrize("optimizer", ["exact_sgd", "rowwise_adagrad"])
 def test_what_does_not_fit_is_cached_within_memory(optimizer):
     asked = two_devices(18 << 20, optimizer)
-    found = tiered(asked)
-    assert 0 < device_bytes(found) <= tier_bytes(asked)
+    found = with_fastest_tiers(asked)
+    assert 0 < device_bytes(found) <= device_bytes_for_tables(asked)
     kernels = {table.name: table.kernel for table in found.tables}
     assert kernels["idle"] == "fused_uvm" and "fused_uvm_caching" in kernels.values()
     for other in simpler(asked):
-        assert device_bytes(other) <= tier_bytes(asked) and link_ms(found) < link_ms(other)
+        assert device_bytes(other) <= device_bytes_for_tables(asked) and least_link_ms(found) < least_link_ms(
+            other
+        )
 
 
 def test_state_of_rows_stays_in_device_memory():
     """As FBGEMM has it: nothing of it crosses the link."""
     plain, rowwise = (two_devices(18 << 20, optimizer) for optimizer in ("exact_sgd", "rowwise_adagrad"))
     plain, rowwise = (with_load_factors(p, {"flat": 0.25}) for p in (plain, rowwise))
-    without, having = (tiers_of(p)[1] for p in (plain, rowwise))
+    without, having = (tiers_of_tables(p)[1] for p in (plain, rowwise))
     assert having.device_bytes - without.device_bytes == 4 * having.table.rows
     assert (having.host_bytes, having.link_bytes) == (without.host_bytes, without.link_bytes)
     assert having.host_bytes == having.table.bytes
 
 
 def test_more_memory_never_crosses_more():
-    slow = [link_ms(tiered(two_devices(mib << 20))) for mib in range(12, 60, 4)]
+    slow = [least_link_ms(with_fastest_tiers(two_devices(mib << 20))) for mib in range(12, 60, 4)]
     assert slow == sorted(slow, reverse=True)
     assert slow[-1] == 0
 
 
 def test_gains_are_what_more_memory_saves():
     asked = two_devices(18 << 20)
-    none, some, all_of_it = gains_ms(asked, [0, 0.005, 1])
-    assert none == 0 < some < all_of_it == link_ms(tiered(asked))
+    none, some, all_of_it = link_ms_savings(asked, [0, 0.005, 1])
+    assert none == 0 < some < all_of_it == least_link_ms(with_fastest_tiers(asked))
 
 
 @pytest.mark.parametrize("share", [0.1, 0.3, 0.6, 0.9])
 def test_no_other_choice_of_whole_tables_and_caches_of_one_memory_is_faster(share):
     asked = with_load_factors(two_devices(1 << 30), dict.fromkeys(("hot", "flat", "small", "idle"), 0.5))
     room = share * sum(t.bytes for t in asked.tables)
-    found = sum(t.link_bytes for t in shared_out(asked, asked.tables, room, {"host": 1 << 34}, 2, None))
+    found = sum(t.link_bytes for t in choose_tiers(asked, asked.tables, room, {"host": 1 << 34}, 2, None))
     for memory in range(64):
-        for choice in product(*(options_of(table, asked, ("host",), memory) for table in asked.tables)):
+        for choice in product(*(tier_options(table, asked, ("host",), memory) for table in asked.tables)):
             if sum(tier.device_bytes for tier in choice) <= room:
                 assert found <= sum(tier.link_bytes for tier in choice) * (1 + 1e-3)
 
 
 def test_a_decision_forgets_an_earlier_one():
     asked = two_devices(18 << 20)
-    assert tiered(tiered(asked)) == tiered(asked)
+    assert with_fastest_tiers(with_fastest_tiers(asked)) == with_fastest_tiers(asked)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +124,11 @@ def test_a_decision_forgets_an_earlier_one():
     [
         (lambda: two_devices(1 << 20, gbps=0.0), ShardCoreError, "memory 'host' has gbps 0.0; it needs"),
         (lambda: two_devices(1 << 20, host_bytes=-1), ShardCoreError, "memory 'host' has bytes -1; it needs"),
-        (lambda: tiered(two_devices(18 << 20, gbps=None)), ShardCoreError, "needs memory of tier 'host'"),
+        (
+            lambda: with_fastest_tiers(two_devices(18 << 20, gbps=None)),
+            ShardCoreError,
+            "needs memory of tier 'host'",
+        ),
         (
             lambda: with_load_factors(two_devices(1 << 30, gbps=None), {"flat": 0.5}),
             ShardCoreError,
@@ -133,10 +139,14 @@ def test_a_decision_forgets_an_earlier_one():
             ShardCoreError,
             "load_factor 1.5; it needs",
         ),
-        (lambda: tiered(two_devices(1 << 16)), Infeasible, "lacks at least .* of device memory"),
-        (lambda: tiered(two_devices(18 << 20, host_bytes=1 << 20)), Infeasible, "it needs .* more of it"),
+        (lambda: with_fastest_tiers(two_devices(1 << 16)), Infeasible, "lacks at least .* of device memory"),
         (
-            lambda: tiered(
+            lambda: with_fastest_tiers(two_devices(18 << 20, host_bytes=1 << 20)),
+            Infeasible,
+            "it needs .* more of it",
+        ),
+        (
+            lambda: with_fastest_tiers(
                 replace(
                     two_devices(18 << 20),
                     tables=(Table("r", 10**6, 64, 1.0, Reuse((1.0,) + (0.0,) * 16, 64)),),
@@ -156,10 +166,12 @@ def test_a_data_parallel_table_is_on_every_device_as_a_whole():
     """TorchRec caches no such table."""
     asked = two_devices(36 << 20)
     asked = replace(asked, constraints=Constraints(kinds=(("hot", ("data_parallel",)),)))
-    found = tiered(asked)
-    [hot] = [tier for tier in tiers_of(found) if tier.table.name == "hot"]
+    found = with_fastest_tiers(asked)
+    [hot] = [tier for tier in tiers_of_tables(found) if tier.table.name == "hot"]
     assert (hot.table.load_factor, hot.device_bytes) == (1.0, 2 * hot.table.bytes)
-    assert any(table.in_host_memory for table in found.tables) and device_bytes(found) <= tier_bytes(asked)
+    assert any(table.in_host_memory for table in found.tables) and device_bytes(
+        found
+    ) <= device_bytes_for_tables(asked)
 
 
 @pytest.mark.parametrize("dense_ms, hides", [(0.0, False), (50.0, True)])
@@ -170,14 +182,14 @@ def test_caches_are_preferred_where_what_they_fetch_is_hidden(dense_ms, hides):
     cold = tuple(Table(f"cold{i}", 3_000_000, 64, 1.0, Zipf(0.5)) for i in range(8))
     topology = profile.topology(1, 4, 1 << 40)
     of = Problem("cold", (*hot, *cold), topology, 16_384, "exact_sgd")
-    beside = 4 * topology.devices[0].memory_bytes - tier_bytes(of)
+    beside = 4 * topology.devices[0].memory_bytes - device_bytes_for_tables(of)
     memory = int(beside + 0.02 * sum(t.bytes for t in of.tables)) // 4
     of = replace(of, topology=replace(topology, devices=(Device(memory),) * 4))
     cached = {}
     for name in ("sparse_dist", "prefetch"):
         job = Job(name, dense_forward_ms=dense_ms / 3, dense_backward_ms=dense_ms * 2 / 3)
-        chosen = tiered(replace(of, job=job), model=profile.model())
-        assert device_bytes(chosen) <= tier_bytes(replace(of, job=job))
+        chosen = with_fastest_tiers(replace(of, job=job), model=profile.model())
+        assert device_bytes(chosen) <= device_bytes_for_tables(replace(of, job=job))
         cached[name] = sum(0 < t.load_factor < 1 for t in chosen.tables)
     assert (cached["prefetch"] > cached["sparse_dist"]) == hides
 
@@ -212,7 +224,7 @@ def test_where_host_memory_holds_few_tables_whole_ones_stay_on_devices():
     """Caches of both would leave both in host memory, which holds one: that one is cached."""
     tables = (Table("a", 300_000, 16, 4.0, Zipf(1.0)), Table("b", 299_000, 16, 4.0, Zipf(1.0)))
     topology = Topology((Device(22 << 20),), memory=(Memory("host", 20 << 20, 5.0),))
-    found = tiered(Problem("two", tables, topology, 64))
+    found = with_fastest_tiers(Problem("two", tables, topology, 64))
     cached, whole = sorted(t.load_factor for t in found.tables)
     assert 0 < cached < whole == 1.0
 
@@ -251,7 +263,7 @@ def test_equal_tables_fill_host_memory_before_ssd():
     """At a price of host memory all of them leave it together."""
     asked = with_ssd(4 << 20)
     tables = tuple(Table(f"t{i}", 25_000, 16, 4.0, Zipf(0.8)) for i in range(14))
-    found = tiered(replace(asked, tables=tables))
+    found = with_fastest_tiers(replace(asked, tables=tables))
     host = [t for t in found.tables if t.in_host_memory and t.tier == "host"]
     assert len(host) == (4 << 20) // tables[0].bytes
     assert any(t.tier == "ssd" for t in found.tables)
@@ -259,18 +271,18 @@ def test_equal_tables_fill_host_memory_before_ssd():
 
 def test_what_ssd_cannot_hold_or_run_is_refused():
     with pytest.raises(Infeasible, match="of tables in SSD, which may hold 1.0 MiB"):
-        tiered(with_ssd(1 << 20, 1 << 20))
+        with_fastest_tiers(with_ssd(1 << 20, 1 << 20))
     with pytest.raises(
         ShardCoreError, match="has memory of tier 'ssd', and TorchRec's key_value has no optimizer"
     ):
-        tiered(replace(with_ssd(0), optimizer="adam"))
+        with_fastest_tiers(replace(with_ssd(0), optimizer="adam"))
     # Where another tier is left, tables are there.
     adam = replace(with_ssd(1 << 30), optimizer="adam")
-    assert {t.tier for t in tiered(adam).tables} == {"host"}
+    assert {t.tier for t in with_fastest_tiers(adam).tables} == {"host"}
     with pytest.raises(
         Infeasible, match="of tables in host memory, .*; TorchRec's key_value has no optimizer"
     ):
-        tiered(replace(with_ssd(4 << 20), optimizer="adam"))
+        with_fastest_tiers(replace(with_ssd(4 << 20), optimizer="adam"))
 
 
 def test_more_memory_never_gains_less_where_few_large_tables_fill_host_memory():
@@ -283,15 +295,15 @@ def test_more_memory_never_gains_less_where_few_large_tables_fill_host_memory():
     asked = Problem(
         "p", tables, Topology((Device(19 * 10**9),) * 8, memory=memory), 8192, optimizer="rowwise_adagrad"
     )
-    some, more = gains_ms(asked, (32, 64))
+    some, more = link_ms_savings(asked, (32, 64))
     assert 0 < some <= more
 
 
 def test_memory_that_is_left_on_a_device_goes_to_its_tables():
     asked = with_load_factors(problem(), {t.name: 0.1 for t in TABLES})
     plan = SHARDERS["size_greedy"](asked, MODEL.for_problem(asked))
-    better, now = filled(plan, asked, MODEL)
-    assert link_ms(better) < 0.5 * link_ms(asked)
+    better, now = fill_free_memory(plan, asked, MODEL)
+    assert least_link_ms(better) < 0.5 * least_link_ms(asked)
     assert now.provenance["predicted_ms"] < plan.provenance["predicted_ms"]
     assert [p.devices for p in now.placements] == [p.devices for p in plan.placements]
     lower(now, better)
@@ -299,7 +311,7 @@ def test_memory_that_is_left_on_a_device_goes_to_its_tables():
 
 @pytest.mark.parametrize("algorithm", sorted(SHARDERS))
 def test_every_sharder_takes_load_factors(algorithm):
-    asked = tiered(problem(), -(1 << 20))
+    asked = with_fastest_tiers(problem(), -(1 << 20))
     found = SHARDERS[algorithm](asked, MODEL.for_problem(asked), budget=Budget(evals=200))
     lower(found, asked)
     held = {t.name for t in asked.tables if t.in_host_memory}

@@ -8,7 +8,7 @@ from offers import write_offers
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import Infeasible, SettingMismatch, ShardCoreError
 from shardcore.core.links import Link, links_of
-from shardcore.core.progress import listening
+from shardcore.core.progress import report_to_listener
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Setting, Table
 from shardcore.cost.analytic import AnalyticModel
@@ -19,8 +19,8 @@ from shardcore.search.decisions.provision import (
     Offer,
     Provision,
     Target,
-    best_of_each,
-    clusters,
+    best_cluster_of_each_offer,
+    candidate_clusters,
     read_offers,
 )
 
@@ -47,19 +47,21 @@ def sweep(problem: Problem, offers, models, search, target: Target = ANY) -> lis
 
 
 def test_every_number_of_hosts_that_divides_the_batch_is_a_cluster():
-    found = [(c.offer.name, c.hosts, len(c.problem.topology)) for c in clusters(PROBLEM, [SMALL, LARGE])]
+    found = [
+        (c.offer.name, c.hosts, len(c.problem.topology)) for c in candidate_clusters(PROBLEM, [SMALL, LARGE])
+    ]
     # 1,536 samples are not divided evenly by 5 devices.
     assert found == [("small", n, n) for n in (1, 2, 3, 4)] + [("large", 1, 4), ("large", 2, 8)]
-    two = list(clusters(PROBLEM, [LARGE]))[1].problem
+    two = list(candidate_clusters(PROBLEM, [LARGE]))[1].problem
     assert two.topology.hosts == ("host-0", "host-1") and two.topology.links == LARGE.links
     assert two.tables == PROBLEM.tables and two.global_batch == 1536
-    [named] = clusters(PROBLEM, [replace(LARGE, name="8 x H100 (été)", most_hosts=1)])
+    [named] = candidate_clusters(PROBLEM, [replace(LARGE, name="8 x H100 (été)", most_hosts=1)])
     assert named.problem.name == "p.1x8-x-H100-t-" and named.words == "1 x '8 x H100 (été)'"
 
 
 def test_more_machines_are_faster_and_the_cheapest_that_is_fast_enough_is_chosen():
     heard = []
-    with listening(lambda phase, best_ms, left_s: heard.append(phase)):
+    with report_to_listener(lambda phase, best_ms, left_s: heard.append(phase)):
         found = sweep(PROBLEM, [SMALL, LARGE], MODELS, SHARDERS["size_greedy"])
     assert [p for p in heard if p.endswith("begins")] == [f"{x.proposal.words}: begins" for x in found]
     assert len(found) == 6 and all(x.found for x in found)
@@ -73,14 +75,16 @@ def test_more_machines_are_faster_and_the_cheapest_that_is_fast_enough_is_chosen
         SHARDERS["size_greedy"],
     )
     assert chosen.ms <= four.ms and chosen.ledger.because.startswith("cheapest with step_ms ")
-    assert chosen.chosen.price_per_hour == min(x.proposal.price_per_hour for x in found if x.ms <= four.ms)
+    assert chosen.chosen_proposal.price_per_hour == min(
+        x.proposal.price_per_hour for x in found if x.ms <= four.ms
+    )
 
 
 def test_targets_of_time_speed_and_price():
     found = [of(SMALL, 1, 12.0), of(SMALL, 2, 6.0), of(SMALL, 4, 4.0), of(LARGE, 1, 3.0), of(LARGE, 2, 2.0)]
 
     def chosen(**target):
-        best = best_of_each(found, Target(**target))
+        best = best_cluster_of_each_offer(found, Target(**target))
         return [(x.proposal.offer.name, x.proposal.hosts) for x in best]
 
     assert chosen(step_ms=6.0) == [("small", 2), ("large", 1)]
@@ -93,9 +97,9 @@ def test_targets_of_time_speed_and_price():
 def test_equally_cheap_clusters_rank_by_speed_and_equally_fast_ones_by_price():
     same, cheap = replace(SMALL, name="same"), replace(SMALL, name="cheap", price_per_hour=0.5)
     found = [of(SMALL, 2, 5.0), of(same, 2, 4.0), of(cheap, 2, 4.0)]
-    names = [x.proposal.offer.name for x in best_of_each(found[:2], Target(step_ms=7.0))]
+    names = [x.proposal.offer.name for x in best_cluster_of_each_offer(found[:2], Target(step_ms=7.0))]
     assert names == ["same", "small"]
-    assert best_of_each(found, Target(price_per_hour=9.0))[0].proposal.offer is cheap
+    assert best_cluster_of_each_offer(found, Target(price_per_hour=9.0))[0].proposal.offer is cheap
 
 
 def test_a_cluster_without_room_says_why_and_a_target_out_of_reach_names_the_nearest():
@@ -111,9 +115,9 @@ def test_a_cluster_without_room_says_why_and_a_target_out_of_reach_names_the_nea
         )
     assert len(heard) == 2 and "MiB" in str(heard[0].error) and heard[0].ms == float("inf")
     with pytest.raises(ShardCoreError, match="no cluster of 2 reaches step_ms 1; the nearest, 2 x 'small'"):
-        best_of_each([of(SMALL, 1, 12.0), of(SMALL, 2, 6.0)], Target(step_ms=1.0))
+        best_cluster_of_each_offer([of(SMALL, 1, 12.0), of(SMALL, 2, 6.0)], Target(step_ms=1.0))
     with pytest.raises(ShardCoreError, match="price_per_hour 0.5; the nearest, 1 x 'small', has 1"):
-        best_of_each([of(SMALL, 1, 12.0), of(SMALL, 2, 6.0)], Target(price_per_hour=0.5))
+        best_cluster_of_each_offer([of(SMALL, 1, 12.0), of(SMALL, 2, 6.0)], Target(price_per_hour=0.5))
 
 
 @pytest.mark.parametrize(
@@ -127,7 +131,7 @@ def test_a_cluster_without_room_says_why_and_a_target_out_of_reach_names_the_nea
         (lambda: Target(1.0, 2.0), "it needs one of step_ms, samples_per_s, price_per_hour"),
         (
             lambda: list(
-                clusters(replace(PROBLEM, constraints=Constraints(pinned=(("t0", (0,)),))), [SMALL])
+                candidate_clusters(replace(PROBLEM, constraints=Constraints(pinned=(("t0", (0,)),))), [SMALL])
             ),
             "constraints.pinned",
         ),
@@ -164,7 +168,11 @@ def test_what_is_kept_free_by_default_follows_the_machines_that_are_offered():
 
     def kept(reserved):
         of = replace(PROBLEM, constraints=Constraints(reserved_bytes=reserved))
-        return [c.problem.constraints.reserved_bytes for c in clusters(of, [SMALL, larger]) if c.hosts == 1]
+        return [
+            c.problem.constraints.reserved_bytes
+            for c in candidate_clusters(of, [SMALL, larger])
+            if c.hosts == 1
+        ]
 
     assert kept(int(0.15 * GIB)) == [int(0.15 * GIB), int(0.15 * 8 * GIB)]
     assert kept(1000) == [1000, 1000]

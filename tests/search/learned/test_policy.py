@@ -9,7 +9,7 @@ from policies import untrained
 
 from shardcore.core.errors import SettingMismatch, ShardCoreError
 from shardcore.io import model_files
-from shardcore.search import LEARNED, SHARDERS, known, sharder
+from shardcore.search import LEARNED, SHARDERS, require_known_sharder, sharder
 from shardcore.search.learned.policy import NETS, read_policy, write_policy
 from shardcore.testing.problems import CASES, small_problem_model
 
@@ -109,7 +109,7 @@ def test_a_policy_of_other_hardware_is_refused():
 
 @pytest.mark.parametrize("name", LEARNED)
 def test_a_learned_sharder_needs_its_own_policy(name):
-    assert known(name) == name and name not in SHARDERS
+    assert require_known_sharder(name) == name and name not in SHARDERS
     wanted = LEARNED[name][0]
     with pytest.raises(ShardCoreError, match=f"'{name}' needs a policy '{wanted}', and none was given"):
         sharder(name)

@@ -13,14 +13,14 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Shard, Table
 from shardcore.cost.model import price
 from shardcore.search import Budget, sharder
-from shardcore.search.anneal.batch import space_by_columns
-from shardcore.search.learned.nets import FEATURES, features
+from shardcore.search.anneal.batch import search_space_by_columns
+from shardcore.search.learned.nets import FEATURES, shard_features
 from shardcore.search.learned.policy import NETS
 from shardcore.search.learned.rollout import Rollouts
 from shardcore.search.learned.training import CostSample, Learner, PolicyConfig, Prepared
 from shardcore.step import access
 from shardcore.step.lower import lower
-from shardcore.step.ways import equal_parts, placements_of
+from shardcore.step.ways import cut_into_equal_parts, placements_of_bundles
 from shardcore.tables import streams
 from shardcore.testing.plans import check_plan
 from shardcore.testing.problems import CASES, small_problem_model
@@ -33,7 +33,7 @@ def rolled(name, problem, plans=6, random=True):
     setting = replace(MODEL.setting, batch=problem.global_batch)
     policy, prepared = untrained(name), Prepared(problem, replace(MODEL, setting=setting))
     rollouts = Rollouts(policy.net, policy.weights, plans, np.random.default_rng(0) if random else None)
-    return prepared, rollouts.run(prepared.space, prepared.keys)
+    return prepared, rollouts.roll_out(prepared.space, prepared.keys)
 
 
 @each_net
@@ -42,12 +42,12 @@ def test_costs_are_the_prices_of_the_plans_and_parts_are_theirs(name):
     prepared, rollout = rolled(name, problem)
     keys, made = prepared.keys[0][rollout.placed.order[0]], rollout.placed
     for k in range(6):
-        bundles = prepared.cache.bundles([tuple(key) for key in keys.tolist()])
-        plan = Plan(tuple(placements_of(bundles, made.devices[0, k], problem)))
+        bundles = prepared.cache.deal_bundles([tuple(key) for key in keys.tolist()])
+        plan = Plan(tuple(placements_of_bundles(bundles, made.devices[0, k], problem)))
         cost = price(lower(plan, problem), prepared.cache.model)
         assert cost.total_ms == pytest.approx(made.total_ms[0, k])
         parts = np.stack([cost.forward_compute_ms, cost.backward_comm_ms, cost.backward_compute_ms], 1)
-        assert made.batch.parts_ms()[0, k] == pytest.approx(parts)
+        assert made.batch.device_part_ms()[0, k] == pytest.approx(parts)
 
 
 @each_net
@@ -107,7 +107,7 @@ def test_weights_at_their_limits_still_make_a_plan_that_fits():
 
 def test_features_are_those_of_the_papers_and_of_a_shards_own_columns():
     table = Table("t", 1000, 32, 5.0, Zipf(1.1))
-    whole, half = features([Shard.whole(table), Shard(table, 0, 1000, 0, 16)], 64)
+    whole, half = shard_features([Shard.whole(table), Shard(table, 0, 1000, 0, 16)], 64)
     assert len(FEATURES) == len(whole) == 21 and whole[4:].sum() == pytest.approx(1, abs=1e-5)
     assert np.exp(whole[:4]) == pytest.approx([32, 1000, 5.1, 128_000], rel=1e-5)
     changed = np.flatnonzero(whole != half)
@@ -117,9 +117,9 @@ def test_features_are_those_of_the_papers_and_of_a_shards_own_columns():
 def test_a_power_laws_reuse_bins_are_those_of_its_streams():
     table = Table("t", 5000, 16, 8.0, Zipf(1.05))
     drawn = np.mean(
-        [access.reuse_of(streams.draw_lookups(table, 256, seed)[0], 256).bins for seed in range(20)], 0
+        [access.reuse_from_ids(streams.draw_lookups(table, 256, seed)[0], 256).bins for seed in range(20)], 0
     )
-    assert access.reuse_bins(table, 256) == pytest.approx(drawn, abs=0.02)
+    assert access.reuse_histogram(table, 256) == pytest.approx(drawn, abs=0.02)
 
 
 @each_net
@@ -127,20 +127,22 @@ def test_halves_that_meet_on_a_device_look_like_the_shard_that_they_become(name)
     problem = draw_problem(4, n_tables=5)
     widest = max(problem.tables, key=lambda t: t.dim)
     whole = [Shard.whole(t) for t in problem.tables if t != widest]
-    space = space_by_columns(problem, MODEL, [*whole, *equal_parts(Shard.whole(widest), 4, 4)], cut=False)
+    space = search_space_by_columns(
+        problem, MODEL, [*whole, *cut_into_equal_parts(Shard.whole(widest), 4, 4)], cut=False
+    )
     cache, policy = space.cache, untrained(name)
     strip = cache.strip_by_name[widest.name]
     units = int(cache.size[strip]) // 4
     keys = [(s, int(cache.size[s])) for s in range(5) if s != strip] + [(strip, units)] * 4
     rollouts = Rollouts(policy.net, policy.weights, 20, np.random.default_rng(0))
-    rollout = rollouts.run(space, np.array([keys]))
-    latents, in_order = rollouts.latents_of(cache), np.array(keys)[rollout.placed.order[0]]
+    rollout = rollouts.roll_out(space, np.array([keys]))
+    latents, in_order = rollouts.latents_of_cached_shards(cache), np.array(keys)[rollout.placed.order[0]]
     met = 0
     for k in range(20):
         held = np.zeros((5, len(cache.speed)), int)
         np.add.at(held, (in_order[:, 0], rollout.placed.devices[0, k]), in_order[:, 1])
         met += (held[strip] > units).any()
-        expected = latents[cache.numbers(np.arange(5)[:, None], held)].sum(0)
+        expected = latents[cache.option_numbers(np.arange(5)[:, None], held)].sum(0)
         assert rollout.latents[0, k] == pytest.approx(expected / cache.speed[:, None], abs=1e-3)
     assert met
 
@@ -152,8 +154,8 @@ def test_a_cost_network_learns_from_all_shards_of_a_plan(name):
     problem = Problem("cut", tables, Topology((Device(20 << 20),) * 4), 48)
     prepared, rollout = rolled(name, problem, plans=1)
     assert len(rollout.placed.devices[0, 0]) == 5
-    plan = CostSample.of(prepared, rollout.placed)
-    latents = untrained(name).net.latents(untrained(name).weights, plan.x)
+    plan = CostSample.of_first_plan(prepared, rollout.placed)
+    latents = untrained(name).net.shard_latents(untrained(name).weights, plan.x)
     sums = np.stack([latents[plan.devices == d].sum(0) for d in range(4)])
     assert sums == pytest.approx(rollout.latents[0, 0], abs=1e-4)
 
@@ -163,7 +165,7 @@ def test_an_update_gives_illegal_devices_no_share(name):
     problem = CASES["pinned"]
     prepared = Prepared(problem, small_problem_model(problem))
     learner = Learner(name, [prepared], PolicyConfig(plans_each=4))
-    rollout = learner.roll(prepared, 4)
+    rollout = learner.roll_out_randomly(prepared, 4)
     shares = learner.logits(prepared, rollout).softmax(-1).detach().numpy()
     somewhere = rollout.placed.legal[0].any(-1)  # a step without a legal device teaches nothing
     legal, shares = rollout.placed.legal[0][somewhere], shares[somewhere]

@@ -14,7 +14,14 @@ from shardcore.core.links import links_of
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem, Table
 from shardcore.search.learned.policy import NETS
-from shardcore.search.learned.training import PolicyConfig, PolicyProblems, Prepared, draw, make_policy, train
+from shardcore.search.learned.training import (
+    PolicyConfig,
+    PolicyProblems,
+    Prepared,
+    draw_policy_problems,
+    make_policy,
+    train_policy,
+)
 from shardcore.tables.held_out import is_held_out
 
 RNG = np.random.default_rng(0)
@@ -61,11 +68,18 @@ def test_a_policy_that_the_model_rewards_learns_to_balance():
 
 def test_it_stops_when_plans_no_longer_get_better():
     config = replace(QUICK, rounds=50, patience=2, learning_rate=1e-9)
-    assert len(train("dreamshard_direct", *draw(POOL, MODEL.setting, FEW, 0)[:2], MODEL, config).curves) == 3
+    assert (
+        len(
+            train_policy(
+                "dreamshard_direct", *draw_policy_problems(POOL, MODEL.setting, FEW, 0)[:2], MODEL, config
+            ).curves
+        )
+        == 3
+    )
 
 
 def test_test_problems_have_no_table_of_the_others():
-    to_learn, validation, test = draw(POOL, MODEL.setting, FEW, 0)
+    to_learn, validation, test = draw_policy_problems(POOL, MODEL.setting, FEW, 0)
     names = [{t.name for p in side for t in p.tables} for side in (to_learn, validation, test)]
     assert not names[2] & (names[0] | names[1]) and (len(to_learn), len(validation), len(test)) == (6, 3, 4)
     assert all(is_held_out(t, one_of=2) for p in test for t in p.tables)
@@ -74,7 +88,7 @@ def test_test_problems_have_no_table_of_the_others():
 
 def test_problems_may_be_drawn_for_the_devices_of_another():
     like = Topology((Device(5, 2.0, "a"), Device(7, 1.0, "b")), links=links_of(within_host=3.0))
-    [problem, *_], _, _ = draw(POOL, MODEL.setting, FEW, 0, like)
+    [problem, *_], _, _ = draw_policy_problems(POOL, MODEL.setting, FEW, 0, like)
     assert [(d.speed, d.host) for d in problem.topology.devices] == [(2.0, "a"), (1.0, "b")]
     assert problem.topology.links == like.links and problem.topology.devices[0].memory_bytes > 7
     assert Prepared(problem, MODEL).cache.speed.tolist() == [2.0, 1.0]
@@ -95,11 +109,11 @@ def test_a_config_that_cannot_be_is_refused(change, message):
 
 def test_too_few_tables_and_unknown_names_are_refused():
     with pytest.raises(ShardCoreError, match="half of the pool is for training.*the pool has . tables"):
-        draw(POOL[:10], MODEL.setting, FEW, 0)
+        draw_policy_problems(POOL[:10], MODEL.setting, FEW, 0)
     with pytest.raises(ShardCoreError, match="there is no policy 'alphashard'; known are dreamshard"):
         make_policy("alphashard", POOL, MODEL, FEW)
     with pytest.raises(ShardCoreError, match="training got 0 problems and 0 for validation"):
-        train("autoshard", [], [], MODEL)
+        train_policy("autoshard", [], [], MODEL)
 
 
 @pytest.mark.parametrize("name", NETS)
@@ -109,5 +123,5 @@ def test_plans_that_do_not_fit_teach_no_cost(name):
     whole = Constraints(unsplit=tuple(t.name for t in tables))
     topology = Topology((Device(3 * 120_000),) * 3)
     problem = with_room(Problem("tight", tables, topology, 48, constraints=whole))
-    trained = train(name, [problem], [problem], MODEL, QUICK)
+    trained = train_policy(name, [problem], [problem], MODEL, QUICK)
     assert all(np.isfinite(v) for row in trained.curves for v in row.values())

@@ -9,18 +9,18 @@ from shapes import column
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.job import Job
-from shardcore.core.topology import Device, Topology, default_reserve
+from shardcore.core.topology import Device, Topology, default_reserved_bytes
 from shardcore.core.types import Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.search import SHARDERS
 from shardcore.search.budget import Budget
 from shardcore.search.state import refusal
-from shardcore.search.state.feasible import feasible_shards, fitting
-from shardcore.step.memory import fits, table_bytes, used_bytes
+from shardcore.search.state.feasible import feasible_shards, find_fitting_plan
+from shardcore.step.memory import plan_fits, table_peak_bytes, used_bytes
 
 BATCH = 48
 TABLES = tuple(Table(f"t{i}", 1000, 16, 1.0) for i in range(6))
-EACH = table_bytes(TABLES[0], Problem("p", TABLES, Topology((Device(1),)), BATCH))
+EACH = table_peak_bytes(TABLES[0], Problem("p", TABLES, Topology((Device(1),)), BATCH))
 """Bytes of one of them."""
 MODEL = AnalyticModel(Setting("made-up", BATCH))
 
@@ -41,21 +41,21 @@ def test_tables_pinned_to_a_part_of_some_devices_count_against_these_too():
     two, three = needed(0, 1), needed(2, 3, 4)
     enough = problem_of(TABLES, [two, three, 2 * three], pinned=pinned)
     assert feasible_shards(enough) == list(map(Shard.whole, TABLES))
-    assert fits(SHARDERS["size_greedy"](enough, MODEL), enough)
+    assert plan_fits(SHARDERS["size_greedy"](enough, MODEL), enough)
     with pytest.raises(
         Infeasible,
         match="tables pinned to devices 0, 1 .*'t0', 't1', 't2', 't3', 't4', "
         "take 0.4 MiB .* they may hold 0.3 MiB, .* bytes too little",
     ) as error:
-        fitting(problem_of(TABLES, [two, two, 2 * three], pinned=pinned))
+        find_fitting_plan(problem_of(TABLES, [two, two, 2 * three], pinned=pinned))
     lacks = int(re.search(r"with (\d+) bytes more per device", str(error.value))[1])
     for less in (0, 1):
         given = problem_of(TABLES, [two + lacks - less, two + lacks - less, 2 * three], pinned=pinned)
         if less:
             with pytest.raises(Infeasible, match="with 1 byte more per device"):
-                fitting(given)
+                find_fitting_plan(given)
         else:
-            assert fits(fitting(given), given)
+            assert plan_fits(find_fitting_plan(given), given)
 
 
 def test_a_group_that_fits_no_device_is_named_with_what_it_takes():
@@ -79,7 +79,7 @@ def test_what_many_tables_lack_is_said_and_is_enough(times):
         feasible_shards(problem_of(tables, [memory] * 8))
     more = float(re.search(r"with ([\d.]+) MiB more per device", str(error.value))[1])
     enough = problem_of(tables, [memory + int(more * 2**20)] * 8)
-    assert fits(fitting(enough), enough)
+    assert plan_fits(find_fitting_plan(enough), enough)
 
 
 @pytest.mark.parametrize("name", SHARDERS)
@@ -106,7 +106,7 @@ def test_what_is_said_to_be_enough_is_enough(n, n_tables):
     tables = tuple(Table(f"t{i}", 50_000 + i, 64, 5.0) for i in range(n_tables))
 
     def of(devices: tuple[Device, ...], batch: int = BATCH) -> Problem:
-        reserved = Constraints(reserved_bytes=default_reserve(devices))
+        reserved = Constraints(reserved_bytes=default_reserved_bytes(devices))
         return Problem("tight", tables, Topology(devices), batch, constraints=reserved)
 
     devices = (Device(20_000_000),) * n
@@ -137,11 +137,11 @@ def test_a_large_problem_is_refused_with_memory_that_is_enough():
     tables = [Table(f"t{i}", 1000 + i % 50, 64, 3.0) for i in range(1400)]
     short = problem_of(tables, [EACH] * 48)
     with pytest.raises(Infeasible) as raised:
-        fitting(short)
+        find_fitting_plan(short)
     more = float(re.search(r"It would fit with ([\d.]+) MiB more per device", str(raised.value))[1])
     enough = problem_of(tables, [EACH + round(more * 2**20)] * 48)
-    assert fits(fitting(enough), enough)
-    assert more * 2**20 < 1.05 * max(used_bytes(fitting(enough), enough))
+    assert plan_fits(find_fitting_plan(enough), enough)
+    assert more * 2**20 < 1.05 * max(used_bytes(find_fitting_plan(enough), enough))
 
 
 def test_a_table_that_may_only_be_replicated_has_no_place_under_a_pipeline_that_looks_up_ahead():
@@ -157,12 +157,12 @@ def test_a_table_that_may_only_be_replicated_has_no_place_under_a_pipeline_that_
 
 def test_devices_that_lack_memory_together_are_not_packed_for_a_refusal(monkeypatch):
     """A memory of 80 bytes, where 80 GB were meant: packing hundreds of such devices takes minutes."""
-    tried, roomiest = [], refusal.roomiest
+    tried, roomiest = [], refusal.least_excess_plan
     monkeypatch.setattr(
-        refusal, "roomiest", lambda *a, **k: tried.append(len(a[0].topology)) or roomiest(*a, **k)
+        refusal, "least_excess_plan", lambda *a, **k: tried.append(len(a[0].topology)) or roomiest(*a, **k)
     )
     with pytest.raises(Infeasible, match="It would fit with .* more per device"):
-        fitting(problem_of(TABLES, [80, 80]))
+        find_fitting_plan(problem_of(TABLES, [80, 80]))
     assert set(tried) == {2}
 
 
@@ -174,4 +174,4 @@ def test_a_remedy_by_replicas_is_found_where_all_outputs_do_not_fit_together():
         "p", tables, Topology((Device(9 << 18),) * 4), 4096, constraints=Constraints(kinds=kinds)
     )
     with pytest.raises(Infeasible, match="or without constraints.kinds"):
-        fitting(problem)
+        find_fitting_plan(problem)

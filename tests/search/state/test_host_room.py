@@ -10,7 +10,7 @@ from shardcore.core.tiers import Memory
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
-from shardcore.plans.diff import diff
+from shardcore.plans.diff import diff_plans
 from shardcore.plans.replan import ReplanConfig, replan
 from shardcore.search import SHARDERS, Budget
 from shardcore.step.lower import lower
@@ -74,6 +74,6 @@ def test_tables_leave_a_host_that_holds_too_much_within_the_limits():
     problem = replace(PROBLEM, topology=replace(PROBLEM.topology, devices=equal))
     old = Plan(tuple(Placement("column", Shard.whole(t), (0,)) for t in TABLES))
     plan = replan(old, problem, MODEL, ReplanConfig(2, budget=Budget(evals=500)))
-    assert lower(plan, problem) and len(diff(old, plan).moves) == 2
+    assert lower(plan, problem) and len(diff_plans(old, plan).moves) == 2
     with pytest.raises(Infeasible):
         replan(old, problem, MODEL, ReplanConfig(1, budget=Budget(evals=500)))

@@ -15,10 +15,10 @@ from shardcore.core.tiers import Memory
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import MIN_WIDTH, Placement, Plan, Problem, Shard, Table
 from shardcore.search import SHARDERS, Budget
-from shardcore.search.state.packing import excess_bytes, roomiest
+from shardcore.search.state.packing import excess_bytes, least_excess_plan
 from shardcore.step import memory
 from shardcore.step.lower import lower
-from shardcore.step.ways import equal_parts
+from shardcore.step.ways import cut_into_equal_parts
 from shardcore.testing.problems import small_problem_model
 
 
@@ -32,7 +32,7 @@ def ways(table: Table, topology: Topology):
     yield (replica(table, topology),)
     if table.dim == MIN_WIDTH:
         return
-    halves = equal_parts(Shard.whole(table), 2, MIN_WIDTH)
+    halves = cut_into_equal_parts(Shard.whole(table), 2, MIN_WIDTH)
     if not (table.sequence and halves[0].width != halves[1].width):
         yield from (
             tuple(Placement("column", s, (d,)) for s, d in zip(halves, pair, strict=True))
@@ -91,10 +91,10 @@ def test_what_is_said_to_be_lacking_is_enough_and_not_much_more(seed):
     given = small(seed)
     least = least_memory(given)
     short = with_memory(given, least // 2)
-    plan, lacks = roomiest(short)
+    plan, lacks = least_excess_plan(short)
     assert lacks == excess_bytes(plan, short)
     assert lacks <= least - least // 2  # finer cuts than halves may need less
-    assert roomiest(with_memory(given, least // 2 + lacks))[1] <= 0
+    assert least_excess_plan(with_memory(given, least // 2 + lacks))[1] <= 0
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 4))])
@@ -116,8 +116,8 @@ def test_where_cached_tables_differ_in_width_what_a_plan_takes_is_enough(seed):
 @pytest.mark.parametrize("seed", [1, 7, *(pytest.param(seed, marks=pytest.mark.long) for seed in (3, 5))])
 def test_what_fits_by_one_packing_is_not_refused_with_just_its_memory(seed):
     given = draw_all_kinds(seed, caches=seed % 4 > 1)
-    least = roomiest(with_memory(given, 1))[1] + 1
-    assert roomiest(with_memory(given, least))[1] <= 0
+    least = least_excess_plan(with_memory(given, 1))[1] + 1
+    assert least_excess_plan(with_memory(given, least))[1] <= 0
 
 
 # --- large ones ---------------------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ def sequences_beside_bags(memory_bytes: int, **constraints) -> Problem:
 
 
 def test_sequences_are_divided_where_that_makes_a_problem_fit():
-    least = roomiest(sequences_beside_bags(1))[1] + 1
+    least = least_excess_plan(sequences_beside_bags(1))[1] + 1
     given = sequences_beside_bags(least)
     plan = SHARDERS["size_greedy"](given, small_problem_model(given))
     lower(plan, given)
@@ -163,7 +163,7 @@ def test_constraints_are_kept_by_plans_that_just_fit():
         "together": (("bag4", "bag5"),),
         "min_widths": (("bag6", 64),),
     }
-    least = roomiest(sequences_beside_bags(1, **constraints))[1] + 1
+    least = least_excess_plan(sequences_beside_bags(1, **constraints))[1] + 1
     given = sequences_beside_bags(least, **constraints)
     for name in ("size_greedy", "anneal_columns"):
         lower(SHARDERS[name](given, small_problem_model(given), budget=Budget(evals=100)), given)
@@ -270,22 +270,22 @@ def test_columns_are_poured_to_the_last_that_fits():
     given = Problem("poured", (wide,), Topology((Device(1 << 40),) * 3), 66, constraints=only)
     exact = memory.used_bytes(plan, given)
     given = replace(given, topology=Topology(tuple(map(Device, exact))))
-    poured, lacks = roomiest(given)
+    poured, lacks = least_excess_plan(given)
     assert lacks <= 0 and {p.devices[0]: p.shard.width for p in poured.placements} == {0: 28, 1: 24, 2: 12}
     less = replace(given, topology=Topology(tuple(Device(n - (d == 0)) for d, n in enumerate(exact))))
-    assert roomiest(less)[1] > 0
+    assert least_excess_plan(less)[1] > 0
 
 
 def test_many_alike_fill_devices_to_the_last():
     tables = [Table(f"t{i}", 1000, 16, 1.0) for i in range(100)]
     given = problem_of(tables, "aaaa", unsplit=tuple(t.name for t in tables))
     full = just_for(Plan(tuple(column(t, i % 4) for i, t in enumerate(tables))), given)
-    plan, lacks = roomiest(full)
+    plan, lacks = least_excess_plan(full)
     assert lacks == 0 and np.bincount([p.devices[0] for p in plan.placements]).tolist() == [25] * 4
     less = replace(
         full, constraints=replace(full.constraints, kinds=tuple((t.name, ("column",)) for t in tables))
     )
-    assert roomiest(with_memory(less, memory.used_bytes(plan, full)[0] - 1))[1] > 0
+    assert least_excess_plan(with_memory(less, memory.used_bytes(plan, full)[0] - 1))[1] > 0
 
 
 def test_memory_that_was_given_in_gb_is_named():

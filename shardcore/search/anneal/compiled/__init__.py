@@ -3,22 +3,22 @@
 Names, and rules for functions, are those of the engine.
 """
 
-from shardcore.search.anneal.compiled.greedy import greedy
-from shardcore.search.anneal.compiled.run import anneal, refresh
-from shardcore.step.engine.arrays import SearchProblem, State, empty
-from shardcore.step.engine.state import place, share
-from shardcore.step.engine.trial import expect_all, find_devices, put_all
+from shardcore.search.anneal.compiled.greedy import place_greedily
+from shardcore.search.anneal.compiled.run import anneal, refresh_state
+from shardcore.step.engine.arrays import SearchProblem, State, empty_state
+from shardcore.step.engine.state import place_shards, share_strips
+from shardcore.step.engine.trial import find_feasible_devices, prepare_plans, put_shards
 
 __all__ = [
     "SearchProblem",
     "State",
     "anneal",
-    "empty",
-    "expect_all",
-    "find_devices",
-    "greedy",
-    "place",
-    "put_all",
-    "refresh",
-    "share",
+    "empty_state",
+    "find_feasible_devices",
+    "place_greedily",
+    "place_shards",
+    "prepare_plans",
+    "put_shards",
+    "refresh_state",
+    "share_strips",
 ]

@@ -3,7 +3,7 @@
 import numpy as np
 from numba import boolean, int64
 
-from shardcore.core.jit import inner
+from shardcore.core.jit import compile_inner
 from shardcore.step.engine.arrays import (
     BUSIEST,
     FREE,
@@ -14,19 +14,20 @@ from shardcore.step.engine.arrays import (
     problem_at,
     state_at,
 )
-from shardcore.step.engine.cost import exchanged_bytes, is_less, load_of, n_devices_of
-from shardcore.step.engine.memory import expect, frame, lack_of
+from shardcore.step.engine.cost import device_count, device_load_ms, exchanged_bytes, is_less
+from shardcore.step.engine.memory import compute_local_batch_bytes, count_option, excess_bytes
 from shardcore.step.engine.pointers import WORDS, entry
-from shardcore.step.engine.trial import may_have, price_ops, put
+from shardcore.step.engine.trial import can_hold_units, price_changed_ops, put_shard
 
 
-@inner
-def busy_ms(fx, st, d, row):
-    """ms of a device's load, and of the exchanges if it and its host were the busiest. row: of State.row.
+@compile_inner
+def upper_busy_ms(fx, st, d, row):
+    """Upper bound on ms that a device is busy: its compute, and exchanges as if it and its host were the busiest. row:
+    of State.row.
 
     An upper estimate: greedy does not track the true maxima while it builds a plan.
     """
-    ms = load_of(fx, st, d, row, int64(LOAD))
+    ms = device_load_ms(fx, st, d, row, int64(LOAD))
     for x in range(len(fx.rates)):
         n_bytes = exchanged_bytes(st, row, x)
         # What the dense part hides is not known yet: the total is still growing.
@@ -36,23 +37,23 @@ def busy_ms(fx, st, d, row):
 
 
 @entry(boolean(HEAD, WORDS, WORDS, int64[:, ::1]))
-def greedy(head, problem, state, shards):
-    """Place shards [N, 2] (strip, units) in the order given. False where one fits on no device.
+def place_greedily(head, problem, state, shards):
+    """Place shards [N, 2] (strip, units) in the order given. False if a shard fits on no device.
 
     Each goes to the device with the least load after it, exchanges included. Also False if what is there
     already does not fit with the local batch of all of them.
     """
     fx, st = problem_at(problem), state_at(state)
-    n_devices = n_devices_of(st)
+    n_devices = device_count(st)
     # The local batch is that of all shards together, so it has to be known before the first is placed.
     for i in range(len(shards)):
-        expect(fx, st, shards[i, 0], int64(fx.shard[shards[i, 0], shards[i, 1]]))
-    frame(fx, st)
+        count_option(fx, st, shards[i, 0], int64(fx.shard[shards[i, 0], shards[i, 1]]))
+    compute_local_batch_bytes(fx, st)
     # Shared and fixed tables are placed already. If these do not fit, no order of the others helps.
     for d in range(n_devices):
-        if lack_of(fx, st, d, d) > 0.0:
+        if excess_bytes(fx, st, d, d) > 0.0:
             return False
-        st.devices[d, LOAD] = busy_ms(fx, st, d, d)
+        st.devices[d, LOAD] = upper_busy_ms(fx, st, d, d)
     row, several_hosts = n_devices, st.hosts.shape[1] > 2
     for i in range(len(shards)):
         s, units = shards[i, 0], shards[i, 1]
@@ -61,7 +62,7 @@ def greedy(head, problem, state, shards):
         seen_empty = -1
         for d in range(n_devices):
             # A lower bound: a shard only adds to a load. It saves all that follows.
-            if not is_less(st.devices[d, LOAD], least) or not may_have(fx, st, s, units, d):
+            if not is_less(st.devices[d, LOAD], least) or not can_hold_units(fx, st, s, units, d):
                 continue
             if st.count[d] == 0:
                 # Devices of one host are in the same groups, so only speed and memory may differ.
@@ -74,16 +75,16 @@ def greedy(head, problem, state, shards):
                 ):
                     continue
                 seen_empty = d
-            price_ops(head, fx, st, row)
-            after_ms = busy_ms(fx, st, d, row)
+            price_changed_ops(head, fx, st, row)
+            after_ms = upper_busy_ms(fx, st, d, row)
             if is_less(after_ms, least):
                 least, best = after_ms, d
         # The caller tries another order of placing, or cuts tables further.
         if best < 0:
             return False
-        put(head, fx, st, s, units, best)
+        put_shard(head, fx, st, s, units, best)
         # Devices of a host share its link.
         for d in range(n_devices):
             if d == best or (several_hosts and fx.host[d] == fx.host[best]):
-                st.devices[d, LOAD] = busy_ms(fx, st, d, d)
+                st.devices[d, LOAD] = upper_busy_ms(fx, st, d, d)
     return True

@@ -7,7 +7,7 @@ other moves and are tried less often.
 import numpy as np
 from numba import int64
 
-from shardcore.core.jit import inner
+from shardcore.core.jit import compile_inner
 from shardcore.step.engine.arrays import (
     ADDED_MS,
     FIRST,
@@ -24,24 +24,24 @@ from shardcore.step.engine.arrays import (
     WORST,
 )
 from shardcore.step.engine.cost import (
-    copy,
-    energy_of,
+    copy_vector,
+    device_count,
     is_less,
-    n_devices_of,
+    smooth_cost_ms,
 )
 from shardcore.step.engine.state import (
-    change_place,
-    recompute,
-    sum_exchanges,
-    sum_loads,
-    undo,
+    log_and_set,
+    recompute_state,
+    sum_exchange_norms,
+    sum_load_norms,
+    undo_logged_changes,
 )
-from shardcore.step.engine.trial import begin_trial, edit, edit_ops, price_ops
+from shardcore.step.engine.trial import begin_trial_ops, price_changed_ops, replace_option_in_ops, write_edit
 
 
-@inner
-def uniform(st):
-    """A random number in [0, 1), from the generator xorshift64* (Vigna 2016).
+@compile_inner
+def draw_uniform(st):
+    """Random number in [0, 1), from the generator xorshift64* (Vigna 2016).
 
     The state lives in st.random, so that a run with the same seed repeats.
     """
@@ -54,18 +54,18 @@ def uniform(st):
     return ((x * np.uint64(2685821657736338717)) >> np.uint64(11)) * (1.0 / 9007199254740992.0)
 
 
-@inner
-def below(st, n):
-    """A random integer from 0 to n - 1."""
+@compile_inner
+def draw_integer_below(st, n):
+    """Random integer from 0 to n - 1."""
     # Rounding can make uniform * n equal to n.
-    return min(int(uniform(st) * n), n - 1)
+    return min(int(draw_uniform(st) * n), n - 1)
 
 
-@inner
-def other_holder(st, s, a):
-    """A random device other than a that holds some of strip s, or -1. Looks at 64 devices at most."""
-    n = n_devices_of(st)
-    d = below(st, n)
+@compile_inner
+def draw_other_device_with_strip(st, s, a):
+    """Random device other than `a` that holds part of strip `s`, or -1. Looks at 64 devices at most."""
+    n = device_count(st)
+    d = draw_integer_below(st, n)
     # The limit keeps a proposal's time constant on large clusters.
     for _ in range(min(n, 64)):
         if d != a and st.held[s, d] > 0:
@@ -74,81 +74,82 @@ def other_holder(st, s, a):
     return -1
 
 
-@inner
-def propose(fx, st):
-    """Draw a move between two devices: (a, b, number of edits). No edits: this draw leads nowhere."""
-    n = n_devices_of(st)
+@compile_inner
+def propose_move(fx, st):
+    """Draw a move between two devices: (a, b, number of edits). 0 edits: the draw is no move."""
+    n = device_count(st)
     # Choose device a: half of the time the slowest one. Only a change there lowers the maximum.
-    u = uniform(st)
+    u = draw_uniform(st)
     if u < 0.5:
         a = st.number[WORST]
     elif u < 0.65:
         # Mostly the one with most columns, else the one that carries most in another exchange of strips.
         # Kinds are the first runs, among the exchanges of outputs and among those of ids.
-        x = 0 if u <= 0.6 else 1 + below(st, 2 * fx.n_kinds - 1)
+        x = 0 if u <= 0.6 else 1 + draw_integer_below(st, 2 * fx.n_kinds - 1)
         a = st.number[WIDEST + x + (len(fx.runs) - fx.n_kinds if x >= fx.n_kinds else 0)]
     else:
-        a = below(st, n)
+        a = draw_integer_below(st, n)
     if st.count[a] == 0:
         return 0, 0, 0
     # Choose a strip that a holds, and device b. The less loaded of two draws mostly wins.
-    s = int64(st.strips[a, below(st, st.count[a])])
+    s = int64(st.strips[a, draw_integer_below(st, st.count[a])])
     units, size = int(st.held[s, a]), fx.strips[s, SIZE]
-    b = below(st, n)
-    c = below(st, n)
-    if uniform(st) < 0.7 and is_less(st.devices[c, LOAD], st.devices[b, LOAD]):
+    b = draw_integer_below(st, n)
+    c = draw_integer_below(st, n)
+    if draw_uniform(st) < 0.7 and is_less(st.devices[c, LOAD], st.devices[b, LOAD]):
         b = c
     # One wide shard costs less than two narrow ones: prefer a device with the same strip.
-    if units < size and uniform(st) < 0.25:
-        c = other_holder(st, s, a)
+    if units < size and draw_uniform(st) < 0.25:
+        c = draw_other_device_with_strip(st, s, a)
         if c >= 0:
             b = c
     if a == b:
         return 0, 0, 0
     # How much moves: all that a holds, half of it, or any number of units.
     given = units
-    if fx.may_split[s] and units > 1 and uniform(st) < 0.4:
-        given = units // 2 if fx.halves or uniform(st) < 0.3 else 1 + below(st, units - 1)
+    if fx.may_split[s] and units > 1 and draw_uniform(st) < 0.4:
+        given = units // 2 if fx.halves or draw_uniform(st) < 0.3 else 1 + draw_integer_below(st, units - 1)
     # Now the kind of move: a trade for several strips, a swap for one, or a plain move.
     # int64, as elsewhere: numba compiles a function again for each constant, and each type.
-    edit(st, int64(0), s, a, units - given)
-    edit(st, int64(1), s, b, st.held[s, b] + given)
-    u = uniform(st)
+    write_edit(st, int64(0), s, a, units - given)
+    write_edit(st, int64(1), s, b, st.held[s, b] + given)
+    u = draw_uniform(st)
     # A trade moves many tables, which limits would mostly refuse.
     if u < 0.15 and len(fx.kept) == 0:
-        return a, b, trade(fx, st, s, a, b, given)
+        return a, b, add_trade_edits(fx, st, s, a, b, given)
     # A swap mostly changes what both devices hold by less than a plain move, so more of them fit.
     if u < 0.6 and st.count[b] > 0:
-        r = int64(st.strips[b, below(st, st.count[b])])
+        r = int64(st.strips[b, draw_integer_below(st, st.count[b])])
         if r == s:
             return 0, 0, 0
         # The other strip moves whole, or partly where it may be cut.
         back = int(st.held[r, b])
-        if fx.may_split[r] and back > 1 and uniform(st) < 0.2:
-            back = back // 2 if fx.halves else 1 + below(st, back - 1)
-        edit(st, int64(2), r, b, st.held[r, b] - back)
-        edit(st, int64(3), r, a, st.held[r, a] + back)
+        if fx.may_split[r] and back > 1 and draw_uniform(st) < 0.2:
+            back = back // 2 if fx.halves else 1 + draw_integer_below(st, back - 1)
+        write_edit(st, int64(2), r, b, st.held[r, b] - back)
+        write_edit(st, int64(3), r, a, st.held[r, a] + back)
         return a, b, 4
     return a, b, 2
 
 
-@inner
-def trade(fx, st, s, a, b, given):
-    """Give `given` units of strip s to b, in return for several strips of about the same cost.
+@compile_inner
+def add_trade_edits(fx, st, s, a, b, given):
+    """Add edits that give `given` units of strip `s` to device `b`, for several strips of about the same cost in
+    return.
 
     Returns the number of edits. It makes room for a shard too costly for any single swap.
     """
     # The return may cost from 0.3 to 1.1 of what was given, so that trades differ.
-    want = fx.alone[fx.shard[s, given], ADDED_MS] * (0.3 + 0.8 * uniform(st))
+    want = fx.alone[fx.shard[s, given], ADDED_MS] * (0.3 + 0.8 * draw_uniform(st))
     # Edits 0 and 1 are what is given. Start at a random strip, so that none is preferred.
-    n, i = int64(2), below(st, max(st.count[b], 1))
+    n, i = int64(2), draw_integer_below(st, max(st.count[b], 1))
     for _ in range(st.count[b]):
         i = i + 1 if i + 1 < st.count[b] else 0
         r = int64(st.strips[b, i])
         ms = fx.alone[fx.shard[r, st.held[r, b]], ADDED_MS]
         if r != s and ms <= want:
-            edit(st, n, r, b, int64(0))
-            edit(st, n + 1, r, a, st.held[r, a] + st.held[r, b])
+            write_edit(st, n, r, b, int64(0))
+            write_edit(st, n + 1, r, a, st.held[r, a] + st.held[r, b])
             want -= ms
             n += 2
             if n + 2 > MOST_EDITS:
@@ -159,40 +160,41 @@ def trade(fx, st, s, a, b, given):
 # --- tables that groups share ---
 
 
-@inner
-def propose_shared(fx, st):
-    """Draw a move: (leaves, start, comes, to, b, back). An entry of -1 means none; all -1: no move.
+@compile_inner
+def propose_shared_move(fx, st):
+    """Draw a move of tables that groups of devices share: (leaves, start, comes, to, b, back). -1 for none; all -1: no
+    move.
 
     leaves: a strip that leaves group `start`, for another group `to` or for device b.
     comes: a strip that leaves device b for group `to`.
     back: a strip that leaves group `to` for `start`, where `leaves` goes the other way.
     """
-    n, n_shared = n_devices_of(st), st.number[N_SHARED]
-    b, leaves, comes, y = below(st, n), -1, -1, 0
+    n, n_shared = device_count(st), st.number[N_SHARED]
+    b, leaves, comes, y = draw_integer_below(st, n), -1, -1, 0
     nothing = (-1, -1, -1, -1, -1, -1)
     # Prefer the slowest device as the giver.
-    if uniform(st) < 0.5:
+    if draw_uniform(st) < 0.5:
         b = st.number[WORST]
-    if n_shared > 0 and uniform(st) < 0.6:
-        leaves = st.shared[below(st, n_shared)]
+    if n_shared > 0 and draw_uniform(st) < 0.6:
+        leaves = st.shared[draw_integer_below(st, n_shared)]
         y = fx.groups[st.group[leaves], LAYOUT_OF]
         # A strip that leaves a group goes to the less loaded of two devices.
-        c = below(st, n)
+        c = draw_integer_below(st, n)
         b = c if is_less(st.devices[c, LOAD], st.devices[b, LOAD]) else b
-        # Some spaces let no strip change its group, or only some (SearchSpace.as_it_is, among_groups).
+        # Some spaces let no strip change its group, or only some (SearchSpace.problem_without_sharing_moves).
         if not fx.may_share[y, leaves]:
             return nothing
         start, to = st.group[leaves], fx.group_of[y, b]
         # Here b stands for its group: the strip goes there, perhaps in exchange for one of that group's.
-        if to != start and uniform(st) < 0.5:
-            back = st.shared[below(st, n_shared)]
-            swaps = st.group[back] == to and fx.may_share[y, back] and uniform(st) < 0.7
+        if to != start and draw_uniform(st) < 0.5:
+            back = st.shared[draw_integer_below(st, n_shared)]
+            swaps = st.group[back] == to and fx.may_share[y, back] and draw_uniform(st) < 0.7
             return leaves, start, -1, to, b, back if swaps else -1
     # Another strip may take its place, or come alone. It has to be whole on b.
-    if (leaves < 0 or uniform(st) < 0.6) and st.count[b] > 0:
-        comes = st.strips[b, below(st, st.count[b])]
+    if (leaves < 0 or draw_uniform(st) < 0.6) and st.count[b] > 0:
+        comes = st.strips[b, draw_integer_below(st, st.count[b])]
         if leaves < 0:
-            y = below(st, len(fx.may_share))
+            y = draw_integer_below(st, len(fx.may_share))
         if not fx.may_share[y, comes] or st.held[comes, b] != fx.strips[comes, SIZE] or fx.group_of[y, b] < 0:
             return nothing
     if leaves < 0 and comes < 0:
@@ -203,45 +205,49 @@ def propose_shared(fx, st):
         to = start
         if leaves < 0:  # mostly b's own group
             to = fx.group_of[y, b]
-            c = fx.group_of[y, below(st, n)] if len(fx.groups) > len(fx.may_share) else to
-            if c != to and c >= 0 and uniform(st) < 0.5:
+            c = fx.group_of[y, draw_integer_below(st, n)] if len(fx.groups) > len(fx.may_share) else to
+            if c != to and c >= 0 and draw_uniform(st) < 0.5:
                 to = c
     return leaves, start, comes, to, b, -1
 
 
-@inner
-def group_option(fx, y, s):
-    """The option of strip s on a device of a group of layout y. Nothing for a strip of -1."""
+@compile_inner
+def shared_strip_option(fx, y, s):
+    """Option number of strip `s` on a device of a group of layout `y`; 0 for a strip of -1."""
     return fx.shared[0, y, s] if s >= 0 else int64(0)
 
 
-@inner
-def trial_energy(head, fx, st, leaves, start, comes, to, b, back):
-    """The energy in ms after a move that `propose_shared` draws. Only the rows of trials change."""
-    n, moves = n_devices_of(st), comes < 0 and to >= 0
+@compile_inner
+def shared_move_energy(head, fx, st, leaves, start, comes, to, b, back):
+    """Annealing energy in ms after a move of shared tables (see `propose_shared_move`). The plan itself stays."""
+    n, moves = device_count(st), comes < 0 and to >= 0
     group, s = fx.groups[start if start >= 0 else to], leaves if leaves >= 0 else comes
     y = group[LAYOUT_OF]
     # The run of the groups' ops, and that of b's own op for such strips.
     # (Tables of a layout are of one collection, so both strips are of one kind.)
     r, k = group[GROUP_RUN], fx.strips[s, RUN]
     # The first row has the op of group `start` and b's own op, the second has the op of group `to`.
-    begin_trial(st, b, n)
-    begin_trial(st, b, n + 1)
+    begin_trial_ops(st, b, n)
+    begin_trial_ops(st, b, n + 1)
     if start >= 0:
         st.row[n, r] = fx.groups[start, FIRST]
         enters = comes if to == start else back
-        edit_ops(fx, st, n, group_option(fx, y, leaves), group_option(fx, y, enters))
+        replace_option_in_ops(
+            fx, st, n, shared_strip_option(fx, y, leaves), shared_strip_option(fx, y, enters)
+        )
     if to >= 0 and to != start:
         st.row[n + 1, r] = fx.groups[to, FIRST]
         enters = leaves if moves else comes
-        edit_ops(fx, st, n + 1, group_option(fx, y, back), group_option(fx, y, enters))
+        replace_option_in_ops(
+            fx, st, n + 1, shared_strip_option(fx, y, back), shared_strip_option(fx, y, enters)
+        )
     if not moves:
         # Strips are whole on b.
         was = int64(fx.shard[comes, fx.strips[comes, SIZE]]) if comes >= 0 else int64(0)
         then = int64(fx.shard[leaves, fx.strips[leaves, SIZE]]) if leaves >= 0 else int64(0)
-        edit_ops(fx, st, n, was, then)
-    price_ops(head, fx, st, n)
-    price_ops(head, fx, st, n + 1)
+        replace_option_in_ops(fx, st, n, was, then)
+    price_changed_ops(head, fx, st, n)
+    price_changed_ops(head, fx, st, n + 1)
     # Every device of a group has the op of the trial, until the energy is known.
     for d in range(n):
         g = fx.group_of[y, d]
@@ -250,46 +256,46 @@ def trial_energy(head, fx, st, leaves, start, comes, to, b, back):
     if not moves:
         st.row[b, k] = n
     for i in range(3):
-        copy(st.norm[1, i], st.norm[0, i])
-    copy(st.hosts[1, -1], st.hosts[0, -1])
+        copy_vector(st.norm[1, i], st.norm[0, i])
+    copy_vector(st.hosts[1, -1], st.hosts[0, -1])
     # Many loads and bytes change. So their norms are summed anew.
-    sum_loads(fx, st)
-    sum_exchanges(fx, st, r)
-    sum_exchanges(fx, st, k)
-    energy = energy_of(fx, st, int64(1))
+    sum_load_norms(fx, st)
+    sum_exchange_norms(fx, st, r)
+    sum_exchange_norms(fx, st, k)
+    energy = smooth_cost_ms(fx, st, int64(1))
     for d in range(n):
         st.row[d, r] = d
     st.row[b, k] = b
     return energy
 
 
-@inner
-def change_shared(head, fx, st, threshold):
-    """Try one move of shared tables. Carry it out if the energy is then below the threshold."""
-    leaves, start, comes, to, b, back = propose_shared(fx, st)
+@compile_inner
+def try_shared_move(head, fx, st, threshold):
+    """Try one move of shared tables, and keep the move if the energy is then below the threshold. True if kept."""
+    leaves, start, comes, to, b, back = propose_shared_move(fx, st)
     if b < 0:
         return False
     moves = leaves >= 0 and comes < 0 and to >= 0  # between groups
     if leaves >= 0 and not moves and len(fx.allowed) > 0 and not fx.allowed[leaves, b]:
         return False
-    if trial_energy(head, fx, st, leaves, start, comes, to, b, back) >= threshold:
+    if shared_move_energy(head, fx, st, leaves, start, comes, to, b, back) >= threshold:
         return False
     # From here on the plan itself changes. It is changed back if it turns out not to fit.
     over, mark = st.value[OVER], st.number[LOG]
     if leaves >= 0:
-        change_place(fx, st, leaves, int64(-1), to if moves else int64(-1))
+        log_and_set(fx, st, leaves, int64(-1), to if moves else int64(-1))
         if not moves:
-            change_place(fx, st, leaves, b, fx.strips[leaves, SIZE])
+            log_and_set(fx, st, leaves, b, fx.strips[leaves, SIZE])
     if back >= 0:
-        change_place(fx, st, back, int64(-1), start)
+        log_and_set(fx, st, back, int64(-1), start)
     if comes >= 0:
-        change_place(fx, st, comes, b, int64(0))
-        change_place(fx, st, comes, int64(-1), to)
+        log_and_set(fx, st, comes, b, int64(0))
+        log_and_set(fx, st, comes, int64(-1), to)
     # Every device of a group changed. A full recompute is simple, and removes rounding errors.
-    recompute(head, fx, st)
+    recompute_state(head, fx, st)
     # Only then it is known what the local batch takes, and so whether devices fit.
     if st.value[OVER] > over:
-        undo(fx, st, mark)
-        recompute(head, fx, st)
+        undo_logged_changes(fx, st, mark)
+        recompute_state(head, fx, st)
         return False
     return True
