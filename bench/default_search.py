@@ -81,7 +81,9 @@ def search_costs(i: int, budget: Budget) -> dict[str, Any]:
 
 
 def results_table(rows: list[dict[str, Any]]) -> str:
-    """Table with a row per problem: cost of the default search, of its best rival, and with half the memory."""
+    """Table with a row per problem: cost of the default search's plan, of its best rival's, and of the default's in
+    half the memory.
+    """
     shown = []
     for row in rows:
         ms = row["ms"]

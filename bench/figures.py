@@ -122,7 +122,9 @@ def figures_with_dependencies(figures: Sequence[Figure], names: Iterable[str]) -
 
 
 def take_figures(figures: Sequence[Figure], out: Path, given: Mapping[str, str]) -> dict[str, str]:
-    """Run the commands of figures in folders below `out`. Returns the outcome of each by name."""
+    """Run the commands that give published figures, each in a folder of its own below `out`. Returns the outcome of
+    each by name.
+    """
     commit, became = git_commit(), dict[str, str]()
     left = sum(f.minutes for f in figures)
     for i, figure in enumerate(figures, 1):

@@ -174,7 +174,7 @@ def compare_job_with_prediction(
     checked, by_three = traced_job.check_traced_job(job, model), traced_job.check_traced_job(all_steps, model)
     measured = {name: float(np.median(ms)) for name, ms in found["steps_ms"].items()}
     noise = {name: _median_noise_ms(ms) for name, ms in found["steps_ms"].items()}
-    as_it_is = with_traced_dense(job.problem, [s.without_tracing(step_ms) for s in job.traced.steps])
+    as_it_is = with_traced_dense(job.problem, [s.with_untraced_ms(step_ms) for s in job.traced.steps])
     anchor = max(0.0, job.total_ms - checked.before.cost.total_ms + checked.before.cost.dense_ms)
     arms = {
         "as it is": (as_it_is, model),

@@ -143,8 +143,8 @@ def mean_device_bytes(problem: Problem) -> float:
     """Mean bytes of a device if whole tables are dealt in turn."""
     ranks, placements = problem.topology.ranks, []
     for i, table in enumerate(problem.tables):
-        [kind] = problem.allowed_kinds.get(table.name, (WHOLE_ROWS.name,))
-        devices = ranks if table.name in problem.allowed_kinds else (i % len(ranks),)
+        [kind] = problem.restricted_kinds_by_table.get(table.name, (WHOLE_ROWS.name,))
+        devices = ranks if table.name in problem.restricted_kinds_by_table else (i % len(ranks),)
         placements.append(Placement(kind, Shard.whole(table), devices))
     return float(np.mean(memory.used_bytes(Plan(tuple(placements)), problem)))
 

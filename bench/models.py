@@ -166,7 +166,7 @@ def split_by_table_metrics(model: Trained, data: Data, seed: int) -> dict[str, f
 def planned_ids(
     pool: Sequence[Table], setting: Setting, draws: int, seeds: Sequence[int], arena_bytes: int
 ) -> set[str]:
-    """Ids of drawn groups that are a device's op in some sharder's plan."""
+    """Ids of those drawn groups of tables that a sharder's plan puts together on one device."""
     # As drawn when the shipped dataset was measured: one batch, and all lookups pooled.
     config = GroupConfig(max_shard_bytes=arena_bytes, smaller_batches=0.0, sequences=0.0)
     live = [t for t in pool if t.pooling > 0]

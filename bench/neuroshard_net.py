@@ -102,7 +102,9 @@ class NeuroShardNet(torch.nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class _Groups:
-    """tables: [N, F] of all groups. sizes: [S] tables of each. measured: [S, 2] ms, forward and backward."""
+    """Measured groups of tables. tables: [N, F] features of the tables of all groups. sizes: [S] tables of each.
+    measured: [S, 2] ms, forward and backward.
+    """
 
     tables: torch.Tensor
     sizes: np.ndarray

@@ -149,7 +149,7 @@ class Asked:
 
     @property
     def op_or_size_text(self) -> str:
-        """Text of a timing for tables: op and memory, or size of a collective."""
+        """Label of a timing in a report: op and memory of an op, size of a collective."""
         t = self.timing
         if t.op not in EXCHANGES:
             return f"{t.op}, {t.mode}"
@@ -204,7 +204,7 @@ def summaries_by(some: Iterable[Asked], *keys: Callable[[Asked], str]) -> Iterat
 
 
 def _range_text(values: Sequence[float], edges: Sequence[float]) -> str:
-    """Text of the range between edges that holds the largest value: "from 64", "below 16"."""
+    """Text of the bin, of those between `edges`, in which the values are largest: "from 64", "below 16"."""
     value = max(values)
     low = max((e for e in edges if e <= value), default=None)
     high = min((e for e in edges if e > value), default=None)

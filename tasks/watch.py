@@ -32,10 +32,10 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 logger = logging.getLogger("shardcore.watch")
 
 
-def watched_state() -> publish_claim.PublishState:
+def publish_state_of_project() -> publish_claim.PublishState:
     """Publishing state of the registered model under which this project publishes plans."""
     state = publish_claim.read_publish_state(
-        mlflow.MlflowClient(), _cached_model_name(*map(_modified_at, (paths.PARAMS, paths.MEASUREMENTS)))
+        mlflow.MlflowClient(), _model_name_at(*map(_modified_at, (paths.PARAMS, paths.MEASUREMENTS)))
     )
     if not state.is_due(time.time()):
         return state
@@ -72,7 +72,7 @@ def check_once() -> str:
     It never raises for what time or a person can mend.
     """
     try:
-        state = watched_state()
+        state = publish_state_of_project()
     except ShardCoreError as error:
         return str(error)
     except Exception as error:
@@ -130,7 +130,7 @@ def _run_deployment(key: str) -> Any:
 
 
 @lru_cache(maxsize=1)
-def _cached_model_name(*_changes: float) -> str:
+def _model_name_at(*_changes: float) -> str:
     """Name of the registered model to watch, cached until a modification time in the arguments changes."""
     wanted = params.read_section("setting", SettingConfig)
     return registry.registered_model_name(wanted.dataset_or_local_setting(paths.MEASUREMENTS).hardware)

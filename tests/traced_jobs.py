@@ -67,5 +67,5 @@ def sample(truth, number=1000, plan_of=by_columns, noise=(1.0, 1.0), job="dlrm")
     given = problem()
     workload = lower(plan_of(given), given)
     step_ms = price(workload, truth).total_ms
-    step = traced(workload, truth, noise).without_tracing(1.2 * step_ms)
+    step = traced(workload, truth, noise).with_untraced_ms(1.2 * step_ms)
     return TracedSample(SETTING, job, number, given, plan_of(given), (step,), step_ms, {"0": "a", "1": "b"})

@@ -15,9 +15,9 @@ from shardcore.step.memory import local_batch_bytes, peak_bytes_function, usable
 from shardcore.step.ways import (
     Bundle,
     allowed_devices_of_shard,
+    fits_single_device_by_width,
     fixed_placements,
     layout_of_shard,
-    may_be_on_a_device,
 )
 
 
@@ -47,7 +47,7 @@ class Room:
     def fits(self, bundle: Bundle) -> np.ndarray:
         """Mask [D] of devices that are allowed to hold a bundle and have the memory."""
         allowed = np.zeros(len(self.left), dtype=bool)
-        if all(may_be_on_a_device(shard, self.problem) for shard in bundle):
+        if all(fits_single_device_by_width(shard, self.problem) for shard in bundle):
             allowed[list(allowed_devices_of_shard(bundle[0], self.problem))] = True
         return allowed & (self.left >= self.bytes_of(bundle))
 

@@ -433,7 +433,7 @@ class Problem(KeptHash, Record, noun="problem"):
             ("forbids splitting", self.constraints.unsplit),
             ("pins", dict(self.constraints.pinned)),
             ("keeps together", self.group_by_table),
-            ("has constraints.kinds of", self.allowed_kinds),
+            ("has constraints.kinds of", self.restricted_kinds_by_table),
             ("has constraints.min_widths of", self.min_widths),
         ):
             unknown = sorted(set(tables) - names)
@@ -500,7 +500,7 @@ class Problem(KeptHash, Record, noun="problem"):
         return self.job.replica_optimizer or catalog.OPTIMIZERS[self.optimizer].dense or self.optimizer
 
     @cached_property
-    def allowed_kinds(self) -> Mapping[str, tuple[str, ...]]:
+    def restricted_kinds_by_table(self) -> Mapping[str, tuple[str, ...]]:
         """Allowed kinds of sharding by table, for tables that constraints.kinds restricts."""
         return dict(self.constraints.kinds)
 
@@ -510,7 +510,7 @@ class Problem(KeptHash, Record, noun="problem"):
         Searches cut columns only where a device has all rows, so others have all columns.
         """
         return (
-            kind.name in self.allowed_kinds.get(table.name, (kind.name,))
+            kind.name in self.restricted_kinds_by_table.get(table.name, (kind.name,))
             and (
                 table.dim <= self.topology.max_shard_columns or (kind.cuts_columns and not kind.divides_rows)
             )

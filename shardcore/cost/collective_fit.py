@@ -72,7 +72,7 @@ def fit_exchange_rates(
         # Ids with work before have the rates of other ids.
         for way in row.ways if len(known) + len(theirs) >= FEWEST_SAMPLES and not row.work else ():
             terms, measured = terms_and_measured_ms([*known, *theirs[:MOST_LENT]], way)
-            own, logs = sum(len(_deciding_ranks(s, way)) for s in known), np.zeros(0)
+            own, logs = sum(len(_fitted_ranks(s, way)) for s in known), np.zeros(0)
             if theirs:
                 # Logarithms of own times over those of the other machine's law.
                 there = _transfer_ms(
@@ -118,7 +118,7 @@ def _fit_bucketizing(
     # All devices have equally many ids before: the mean of those that arrive.
     # One value for each rank that counts, in the order of `terms_and_measured_ms`.
     mean_bytes = np.concatenate(
-        [np.full(len(_deciding_ranks(s, "forward")), rank_bytes(s).mean()) for s in samples]
+        [np.full(len(_fitted_ranks(s, "forward")), rank_bytes(s).mean()) for s in samples]
     )
     # [R, 2] terms of own work: once, and each byte.
     own = np.stack([np.ones_like(mean_bytes), mean_bytes], axis=1)
@@ -221,7 +221,7 @@ def terms_and_measured_ms(samples: Sequence[CollectiveSample], way: str) -> tupl
     terms, measured = [np.zeros((len(EXCHANGE_TERMS), 0))], [np.zeros(0)]
     for s in samples:
         # Only the ranks that count: on several hosts the last one, else all.
-        ranks = _deciding_ranks(s, way)
+        ranks = _fitted_ranks(s, way)
         terms.append(_sample_terms(s, way)[:, ranks])
         measured.append(_measured_ms(s, way)[ranks])
     return np.concatenate(terms, axis=1), np.concatenate(measured)
@@ -232,7 +232,7 @@ def _measured_ms(sample: CollectiveSample, way: str) -> np.ndarray:
     return np.array([x.median_ms for x in getattr(sample, way)])
 
 
-def _deciding_ranks(sample: CollectiveSample, way: str) -> list[int]:
+def _fitted_ranks(sample: CollectiveSample, way: str) -> list[int]:
     """The ranks of a measured collective that a fit uses: all on one host; over several hosts the last, as a step
     waits for it.
     """

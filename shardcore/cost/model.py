@@ -316,7 +316,9 @@ def price_plan(plan: Plan, problem: Problem, model: CostModel, fits: bool = True
 
 
 def is_less(cost: Any, other: Any, equal: float = EQUAL) -> Any:
-    """[...] bool: costs less than `other` by more than rounding. equal: relative difference of equal costs."""
+    """[...] bool: whether costs are below `other` by more than rounding. equal: relative difference up to which they
+    are equal.
+    """
     return cost + equal * np.abs(cost) < other
 
 

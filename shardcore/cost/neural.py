@@ -102,7 +102,7 @@ class NeuralModel(CostModel):
 
     @property
     def heads(self) -> Sequence[Head]:
-        """One head: a fused op whose shards slow each other."""
+        """The only head: the time of a fused op whose shards slow each other down."""
         return (ContendedHead(self.weights, self.confidence),)
 
     def at_confidence(self, confidence: float | None) -> Self:

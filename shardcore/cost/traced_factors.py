@@ -419,10 +419,12 @@ def _generalises(seen: Observations, family: str) -> bool:
     for unit in range(len(seen.measured)):
         others = np.arange(len(seen.measured)) != unit
         learned, left_out = (Observations(*(values[rows] for values in seen)) for rows in (others, ~others))
-        if not (learned.comparable_ms(family)[0] > 0).any():
+        if not (learned.measured_and_predicted_ms(family)[0] > 0).any():
             return True  # there is nothing else to judge by
-        measured, as_it_is = left_out.comparable_ms(family)
-        corrected_ms = _fit_posterior(learned).correct_observations(left_out).comparable_ms(family)[1]
+        measured, as_it_is = left_out.measured_and_predicted_ms(family)
+        corrected_ms = (
+            _fit_posterior(learned).correct_observations(left_out).measured_and_predicted_ms(family)[1]
+        )
         before += np.abs(measured - as_it_is)[measured > 0].sum()
         after += np.abs(measured - corrected_ms)[measured > 0].sum()
     return after <= before

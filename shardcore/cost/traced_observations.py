@@ -87,7 +87,7 @@ class Observations(NamedTuple):
         predicted[:, REDUCED] += self.dense
         return np.where(self.together > 0, predicted, 0.0)
 
-    def comparable_ms(self, family: str | None = None) -> tuple[np.ndarray, np.ndarray]:
+    def measured_and_predicted_ms(self, family: str | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Measured and predicted ms [U, Q + 1] of the quantities that traces tell, of one family or all.
 
         Exchanges that overlap count together, as the last one.

@@ -46,12 +46,12 @@ def split_samples(samples: Sequence[TracedSample]) -> Split:
         if earlier:
             held_out.append(newest)
         else:
-            learned += _with_alternate_ranks(newest, 0)
-            held_out += _with_alternate_ranks(newest, 1)
+            learned += _with_every_second_rank(newest, 0)
+            held_out += _with_every_second_rank(newest, 1)
     return Split(tuple(learned), tuple(held_out))
 
 
-def _with_alternate_ranks(sample: TracedSample, first: int) -> list[TracedSample]:
+def _with_every_second_rank(sample: TracedSample, first: int) -> list[TracedSample]:
     """A traced sample with every second of its ranks. [] if there are none of them."""
     steps = [replace(step, ranks=step.ranks[first::2]) for step in sample.steps if step.ranks[first::2]]
     return [replace(sample, steps=tuple(steps))] if steps else []
@@ -59,7 +59,7 @@ def _with_alternate_ranks(sample: TracedSample, first: int) -> list[TracedSample
 
 def lower_sample(sample: TracedSample) -> tuple[Problem, list[tuple[Workload, TracedStep]]]:
     """A traced sample's problem with its dense part, and its steps with the workload of the plan that ran."""
-    steps = [step.without_tracing(sample.step_ms) for step in sample.steps]
+    steps = [step.with_untraced_ms(sample.step_ms) for step in sample.steps]
     problem = traced_factors.with_traced_dense(sample.problem, steps)
     workload = lower(sample.plan, problem, fits=False)
     return problem, [(workload, step) for step in steps]
@@ -99,7 +99,7 @@ def mean_percent_error(model: Any, samples: Sequence[TracedSample]) -> float:
 
     Raises TracesTellNothing for samples that tell of neither.
     """
-    measured, predicted = observe_samples(model, samples).comparable_ms()
+    measured, predicted = observe_samples(model, samples).measured_and_predicted_ms()
     known = measured > 0
     if not known.any():
         names = ", ".join(dict.fromkeys(sample.job for sample in samples))

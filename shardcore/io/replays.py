@@ -403,7 +403,7 @@ def _read_body(folder: Path) -> _Body:
 
 
 def _parse_row(row: Mapping[str, Any], what: str) -> _Row:
-    """Replay of a JSON object in replays.json."""
+    """Parse a JSON object of replays.json into a Replay."""
     head = {k: v for k, v in row.items() if k in ("algorithm", "plan", "total_ms")}
     cost = {k: v for k, v in row.items() if k not in head}
     return schema.build_record(

@@ -149,7 +149,7 @@ class TracedStep:
         numbers = shorten(", ".join(map(str, sorted(missing))), 60)
         return f"ranks {numbers} are" if len(missing) > 1 else f"rank {numbers} is" * len(missing)
 
-    def without_tracing(self, step_ms: float | None) -> TracedStep:
+    def with_untraced_ms(self, step_ms: float | None) -> TracedStep:
         """The traced step scaled to the duration of steps without tracing.
 
         step_ms: None if no step was timed without tracing; then the step is unchanged.

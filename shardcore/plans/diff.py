@@ -113,7 +113,7 @@ class Diff:
 def diff_plans(old: Plan, new: Plan, problem: Problem | None = None, forced: Collection[str] = ()) -> Diff:
     """Difference between two plans: the moves from the old plan to the new one.
 
-    problem: has the optimizers, whose state a checkpoint may lose (see `checkpoint_loss`).
+    problem: has the optimizers, whose state a checkpoint may lose (see `checkpoint_loss_text`).
     forced: names of tables that could not stay.
     """
     # Matched by name, as shapes and statistics of a table may change between plans.
@@ -125,7 +125,7 @@ def diff_plans(old: Plan, new: Plan, problem: Problem | None = None, forced: Col
         moved = _moved_bytes(was, now)
         # Another kind changes a checkpoint even where no cell moves.
         if moved or {p.kind for p in was} != {p.kind for p in now}:
-            loses = checkpoint_loss(was, now, problem)
+            loses = checkpoint_loss_text(was, now, problem)
             moves.append(Move(name, moved, tuple(was), tuple(now), name in forced, loses))
         if (old_table.rows, old_table.dim) != (new_table.rows, new_table.dim):
             # Weights that the old table did not have, counted once per device.
@@ -142,7 +142,7 @@ def diff_plans(old: Plan, new: Plan, problem: Problem | None = None, forced: Col
     )
 
 
-def checkpoint_loss(old: Sequence[Placement], new: Sequence[Placement], problem: Problem | None) -> str:
+def checkpoint_loss_text(old: Sequence[Placement], new: Sequence[Placement], problem: Problem | None) -> str:
     """What a checkpoint of a table loses between the table's old and new placements; "" if nothing changes.
 
     problem: has the optimizers. None: state by rows is assumed, which loses most.

@@ -147,7 +147,7 @@ def check_traced_job(job: ReadJob, model: CostModel) -> CheckedJob:
     """
     given, plan = _require_problem_and_plan(job)
     given.require_setting(model.for_problem(given).setting)
-    traced = [step.without_tracing(job.step_ms) for step in job.traced.steps]
+    traced = [step.with_untraced_ms(job.step_ms) for step in job.traced.steps]
     # What a rank does around its embeddings, in every traced step.
     problem = traced_factors.with_traced_dense(given, traced)
     ours = model.for_problem(problem)

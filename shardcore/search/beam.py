@@ -216,7 +216,7 @@ class Beam:
         chunk = max(1, min(_ROWS_AT_ONCE // rows, _CELLS_AT_ONCE // (rows * len(space.cache))))
         best, beam = start, [start.state]
         for _ in range(self.config.steps):
-            halved = (_halved_states(space, state, self.config.candidates) for state in beam)
+            halved = (_states_with_one_more_cut(space, state, self.config.candidates) for state in beam)
             # Different states may give the same one, which is searched once.
             states = list(dict.fromkeys(state for several in halved for state in several))
             plans: list[StatePlan] = []
@@ -239,7 +239,7 @@ def _sort_plans(plans: Sequence[StatePlan]) -> list[StatePlan]:
     return sort_by_cost(sorted(plans, key=lambda plan: plan.over_bytes), lambda plan: plan.ms)
 
 
-def _halved_states(space: SearchSpace, state: State, n: int) -> list[State]:
+def _states_with_one_more_cut(space: SearchSpace, state: State, n: int) -> list[State]:
     """Beam states that follow from a state by one more cut: of one of the n largest or n costliest shards."""
     # Equal shards of a strip give equal states, so one of them stands for all.
     keys = [(s, units) for s, units in dict.fromkeys(state) if units > 1 and space.fixed.may_split[s]]
@@ -270,7 +270,7 @@ def search_states(space: SearchSpace, states: Sequence[State], inner: InnerSearc
         states,
         best,
         of_states.total_ms,
-        of_states.devices_in_state_order,
+        of_states.device_of_each_shard,
         of_states.excess_bytes,
         strict=True,
     )

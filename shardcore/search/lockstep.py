@@ -60,7 +60,7 @@ class Placed:
         return self.batch.excess_bytes.sum(-1)
 
     @property
-    def devices_in_state_order(self) -> np.ndarray:
+    def device_of_each_shard(self) -> np.ndarray:
         """[C, K, N] device of each shard, in the order of the state's shards."""
         # All plans of a state were placed in one order.
         return np.take_along_axis(self.devices, np.argsort(self.order)[:, None], -1)

@@ -1,4 +1,4 @@
-"""Orders by cost in which costs that are equal (cost.model.EQUAL) stay as they stand, or leave it to other keys."""
+"""Sorting by cost. Items of equal costs (cost.model.EQUAL) keep their order, or are sorted by further keys."""
 
 from collections.abc import Callable, Iterable
 from typing import Any

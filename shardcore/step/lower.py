@@ -122,7 +122,7 @@ class Workload:
         return _lanes_among_runs({op.layout: None for op in ops}, (s.table for op in ops for s in op.shards))
 
     def entering_bytes(self, run: Layout, channel: Channel) -> np.ndarray:
-        """[D] bytes that each device enters into a channel of a layout."""
+        """[D] bytes that each device sends into one collective of a layout, its channel."""
         return self.traffic[traffic_row(self.lanes[run], channel)]
 
 
@@ -302,7 +302,7 @@ def require_constraints(plan: Plan, problem: Problem) -> None:
     are run by kinds that may run them, in shards that are wide enough.
     """
     # Checks go from cheap to dear: merging placements is left for problems that need it.
-    kinds = problem.allowed_kinds
+    kinds = problem.restricted_kinds_by_table
     for placement in plan.placements if kinds else ():
         name = placement.shard.table.name
         if placement.kind not in kinds.get(name, (placement.kind,)):

@@ -46,10 +46,10 @@ from shardcore.step.shard_memory import (
     RunBatch,
     bucketized_id_bytes,
     buffers_per_unit,
+    bytes_of_offsets,
     exchanged_amounts,
     local_batch_buffers,
     local_batch_shares,
-    offset_bytes,
     op_id_count,
     output_buffers,
 )
@@ -229,7 +229,7 @@ def memory_by_part(plan: Plan, problem: Problem) -> list[DeviceMemory]:
         resident = [resident_bytes(layout, shard, problem) for layout, shard in ticking(held)]
         buffers = of_all.copy()
         for run, shard in held:
-            buffers[numbers[run], "offsets"] += offset_bytes(run, shard, problem)
+            buffers[numbers[run], "offsets"] += bytes_of_offsets(run, shard, problem)
             for n, unit in zip(exchanged_amounts(run, shard, problem), units[run], strict=True):
                 for name, of in unit.items():
                     buffers[numbers[run], name] += n * of
@@ -500,7 +500,7 @@ def shard_sums(run: Layout, shard: Shard, problem: Problem) -> Sums:
     # A replica's gradient lives all step in DDP's bucket.
     always = PIPELINES[problem.job.pipeline].min_arrived_batches * arrived + entered * run.local_batch
     return Sums(
-        sum(resident_bytes(run, shard, problem)) + offset_bytes(run, shard, problem) + always,
+        sum(resident_bytes(run, shard, problem)) + bytes_of_offsets(run, shard, problem) + always,
         arrived,
         entered,
         lookups,
@@ -663,7 +663,7 @@ class StageCoefficients:
 
     @classmethod
     def from_runs(cls, runs: Sequence[Layout], problem: Problem) -> StageCoefficients:
-        """Coefficients of memory in each stage of a step, for ops of these layouts."""
+        """Coefficients that give an op's memory in each stage of a step, for ops of the given layouts."""
         pipeline = PIPELINES[problem.job.pipeline]
         stages = [stages_under_pipeline(run.memory_stages, pipeline) for run in runs]
         n_phases = np.array([[len(buffers.phases) for buffers in of] for of in stages], dtype=np.int64)

@@ -88,7 +88,9 @@ _MOMENTS = (1, 2, 4, 4)
 def stage_buffers(
     before: Alive | None = None, after: Alive | None = None, freed_late: Alive | None = None, **phases: Alive
 ) -> StageBuffers:
-    """Make the buffers of a stage. Underscores in names of phases stand for spaces."""
+    """Make the buffers of a stage, with the phases (keywords) that hold each. An underscore in a keyword stands for a
+    space.
+    """
     named = {name.replace("_", " "): alive for name, alive in phases.items()}
     return StageBuffers(before or {}, named, freed_late or {}, after or {})
 

@@ -49,9 +49,9 @@ from shardcore.step.ways import (
     RowRange,
     allowed_devices_of_shard,
     bundle_shards,
+    fits_single_device_by_width,
     join_columns,
     layout_of_shard,
-    may_be_on_a_device,
     row_range,
 )
 
@@ -248,7 +248,7 @@ class Options(Generic[Model]):
 
     def _equivalence_key(self, strip: int) -> Hashable:
         """A key that strips share if they differ in table names only, so that their options are the same."""
-        kinds_of = self.problem.allowed_kinds
+        kinds_of = self.problem.restricted_kinds_by_table
         shards = (
             (_BUT_NAME(s.table), s.row_lo, s.row_hi, s.col_lo, s.col_hi, kinds_of.get(s.table.name))
             for s in self.strips[strip]
@@ -331,11 +331,13 @@ class Options(Generic[Model]):
         # Checking each shard takes long, so it is skipped where nothing can refuse one.
         problem, most_columns = self.problem, self.problem.topology.max_shard_columns
         if (
-            problem.allowed_kinds
+            problem.restricted_kinds_by_table
             or problem.codecs_may_fail
             or any(t.dim > most_columns for t in problem.tables)
         ):
-            possible &= [all(may_be_on_a_device(shard, problem) for shard in bundle) for bundle in made]
+            possible &= [
+                all(fits_single_device_by_width(shard, problem) for shard in bundle) for bundle in made
+            ]
         # As resident bytes that no device has, impossible shards need no check of their own in searches.
         self.vectors[numbers[~possible], RESIDENT] = self.alone[numbers[~possible], PEAK_BYTES] = IMPOSSIBLE
 

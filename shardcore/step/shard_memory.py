@@ -58,7 +58,7 @@ def buffers_per_unit(run: Layout, problem: Problem) -> tuple[dict[str, float], .
     return {"arrived": 1.0}, entered, {"sorting": 0.0 if problem.topology.on_cpu else float(SORTING_BYTES)}
 
 
-def offset_bytes(layout: Layout, shard: Shard, problem: Problem) -> int:
+def bytes_of_offsets(layout: Layout, shard: Shard, problem: Problem) -> int:
     """Bytes of the offsets of a shard's lookups in a step: where the ids of each bag begin."""
     # Whole offsets, so that searches can add and subtract bytes exactly.
     return OFFSET_BYTES * round(layout.op_batch(problem) * shard.table.mean_bags)

@@ -67,7 +67,7 @@ class GroupedPlan:
     problem: Problem
 
 
-def group_sizes(problem: Problem) -> tuple[int, ...]:
+def possible_group_sizes(problem: Problem) -> tuple[int, ...]:
     """Sizes of groups that divide a problem's devices evenly, largest first."""
     n = len(problem.topology)
     # Falling: the first is one group of all devices, the plain case.
@@ -225,7 +225,7 @@ def devices_per_unit(problem: Problem, plan: Plan | None = None) -> int:
 
 def parse_group_sizes(text: str, problem: Problem) -> tuple[int, ...]:
     """Parse the sizes of sharding groups: "auto", or a number. Raises ShardCoreError for other text."""
-    allowed = group_sizes(problem)
+    allowed = possible_group_sizes(problem)
     if text == "auto":
         return allowed
     if text.isdecimal() and len(text) < 9 and int(text) in allowed:

@@ -93,7 +93,7 @@ def alternative_row_divisions(problem: Problem) -> Iterator[Problem]:
         kinds = {
             table.name: tuple(
                 kind
-                for kind in problem.allowed_kinds.get(table.name, LAYOUTS)
+                for kind in problem.restricted_kinds_by_table.get(table.name, LAYOUTS)
                 if kind == layout.name or not LAYOUTS[kind].divides_rows
             )
             for table in searched_tables(problem)
@@ -101,7 +101,7 @@ def alternative_row_divisions(problem: Problem) -> Iterator[Problem]:
             and required_row_division(table, problem).kind != layout.name
         }
         if kinds:
-            narrowed = tuple({**problem.allowed_kinds, **kinds}.items())
+            narrowed = tuple({**problem.restricted_kinds_by_table, **kinds}.items())
             yield replace(problem, constraints=replace(problem.constraints, kinds=narrowed))
 
 
@@ -135,7 +135,7 @@ def reason_not_runnable(layout: Layout, table: Table, problem: Problem) -> str |
         return str(error)
     most = problem.topology.max_shard_columns
     if not problem.may_run(layout, table):
-        if layout.name not in problem.allowed_kinds.get(table.name, (layout.name,)):
+        if layout.name not in problem.restricted_kinds_by_table.get(table.name, (layout.name,)):
             return f"constraints.kinds do not have {layout.name}"
         if reason := problem.why_replicas_fail(layout) or problem.why_codec_fails(layout, table):
             return reason
@@ -166,7 +166,7 @@ def sharing_groups(layout: Layout, table: Table, problem: Problem) -> tuple[Grou
 
 def must_be_on_all_devices(table: Table, problem: Problem) -> bool:
     """Tell if constraints allow a table only kinds of sharding that use all devices."""
-    allowed = map(layout_of_kind, problem.allowed_kinds.get(table.name, ()))
+    allowed = map(layout_of_kind, problem.restricted_kinds_by_table.get(table.name, ()))
     # Kinds that cannot run the table anyway do not count.
     kinds = [layout for layout in allowed if reason_not_runnable(layout, table, problem) is None]
     everywhere = (problem.topology.ranks,)
@@ -182,19 +182,19 @@ def fixed_placements(problem: Problem) -> tuple[Placement, ...]:
     constraints keep on some devices or whole.
     """
     # Most problems have no such tables, and a look into the cache hashes the whole problem.
-    return _cached_fixed_placements(problem) if problem.allowed_kinds else ()
+    return _cached_fixed_placements(problem) if problem.restricted_kinds_by_table else ()
 
 
 @lru_cache(16)
 def _cached_fixed_placements(problem: Problem) -> tuple[Placement, ...]:
     """Placements of tables that constraints put on all devices, cached by problem."""
     fixed = []
-    for table in (t for t in problem.tables if t.name in problem.allowed_kinds):
+    for table in (t for t in problem.tables if t.name in problem.restricted_kinds_by_table):
         _require_runnable(table, problem)
         if must_be_on_all_devices(table, problem):
             placements = [
                 Placement(kind, Shard.whole(table), problem.topology.ranks)
-                for kind in problem.allowed_kinds[table.name]
+                for kind in problem.restricted_kinds_by_table[table.name]
                 if reason_not_runnable(layout_of_kind(kind), table, problem) is None
             ]
             fixed.append(min(placements, key=lambda p: memory_account([p], problem).device_loads([p]).max()))
@@ -209,7 +209,7 @@ def searched_tables(problem: Problem) -> tuple[Table, ...]:
 
 def _require_runnable(table: Table, problem: Problem) -> None:
     """Raise ShardCoreError unless one of a table's allowed kinds can run it."""
-    kinds, constraints = problem.allowed_kinds[table.name], problem.constraints
+    kinds, constraints = problem.restricted_kinds_by_table[table.name], problem.constraints
     # A table that is on all devices cannot be kept on some, or with others on one.
     for constraint, names in (
         ("pinned", dict(constraints.pinned)),
@@ -262,7 +262,7 @@ def allowed_devices_of_shard(shard: Shard, problem: Problem) -> tuple[int, ...]:
     return (devices[shard.row_lo // -(-shard.table.rows // len(devices))],)
 
 
-def may_be_on_a_device(shard: Shard, problem: Problem) -> bool:
+def fits_single_device_by_width(shard: Shard, problem: Problem) -> bool:
     """Tell if one device may hold a shard this wide. Any row range is allowed."""
     table = shard.table
     if not shard.has_all_rows:
@@ -270,7 +270,9 @@ def may_be_on_a_device(shard: Shard, problem: Problem) -> bool:
     # Only tables wider than FBGEMM runs need a look at the shard's width.
     if table.dim > problem.topology.max_shard_columns and shard.width > problem.max_shard_width(table):
         return False
-    return not (problem.allowed_kinds or problem.codecs_may_fail) or problem.may_run(WHOLE_ROWS, table)
+    return not (problem.restricted_kinds_by_table or problem.codecs_may_fail) or problem.may_run(
+        WHOLE_ROWS, table
+    )
 
 
 def cut_into_equal_parts(shard: Shard, n: int, unit: int = 1) -> list[Shard]:

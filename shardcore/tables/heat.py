@@ -127,7 +127,7 @@ class Heat:
         # Rows of a set in their order of entering, over its slots. The later, the fuller is the set.
         last = np.minimum(1 / slots, 2)
         order = last * ((np.arange(_PARTS) + 0.5) / _PARTS)[:, None]
-        enters = _room_probability(order)
+        enters = _probability_of_free_way(order)
         # T, the batches that a larger cache remembers. T = 1 is left out, as then all that come enter.
         batches = np.geomspace(1, _MOST_BATCHES, half)[1:, None]
         # In a small cache, a row stays as long as each batch touches it. The share of time h that it is held balances
@@ -181,7 +181,7 @@ def heat_of_tables(tables: Sequence[Table], batch: int, unseen: bool = False) ->
     return [of_reuse.get(i) or _heat_from_zipf(table, batch) for i, table in enumerate(tables)]
 
 
-def _room_probability(order: np.ndarray) -> np.ndarray:
+def _probability_of_free_way(order: np.ndarray) -> np.ndarray:
     """[...] probability that a cache set still has a free way, after `order` rows per way on average."""
     from scipy.stats import gamma
 

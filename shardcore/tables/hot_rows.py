@@ -56,7 +56,7 @@ def hot_row_counts(problem: Problem, least_lookups: float) -> dict[str, int]:
 def heat_of_divisible_tables(problem: Problem) -> list[tuple[Table, Heat]]:
     """Sequence tables that may be divided into hot and cold rows, each with its heat."""
     # A table whose kinds a user has fixed stays as it is.
-    fixed, batch = problem.allowed_kinds, problem.global_batch
+    fixed, batch = problem.restricted_kinds_by_table, problem.global_batch
     tables = [
         table
         for table in problem.tables
@@ -165,7 +165,7 @@ def is_hot_table(table: Table, problem: Problem) -> bool:
     """Tell if a table of a problem holds the hot rows of another table."""
     return (
         table.name.endswith(HOT)
-        and problem.allowed_kinds.get(table.name) == (REPLICA.name,)
+        and problem.restricted_kinds_by_table.get(table.name) == (REPLICA.name,)
         # A user's table may have such a name. Only a hot part also has this kind, and a cold part beside it.
         and any(other.name == table.name.removesuffix(HOT) + COLD for other in problem.tables)
     )

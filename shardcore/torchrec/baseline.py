@@ -383,7 +383,9 @@ class _TorchRecProblem:
         return EmbeddingEnumerator(topology, self.problem.local_batch, constraints, estimator=estimator)
 
     def settings(self, config: TorchRecConfig) -> Iterable[tuple[bool, int | None]]:
-        """Distinct pairs (all_types, min_partition) to sweep, without those that cut columns as an earlier pair."""
+        """Pairs (all_types, min_partition) to sweep, without those that cut columns in the same way as an earlier
+        pair.
+        """
         from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets as cut
 
         found: dict[tuple[int, ...], tuple[bool, int | None]] = {}

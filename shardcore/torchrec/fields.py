@@ -1,4 +1,5 @@
-"""Treatment of each field of TorchRec's planning records, in one table that the planner itself reads.
+"""What ShardCorePlanner does with each field of TorchRec's planning records (uses, ignores or refuses it), as one
+table.
 
 A field that a job sets is honoured, priced or refused by name. A field that is not in the table, for it came
 with a newer TorchRec, is refused wherever it is set to another value than its default.

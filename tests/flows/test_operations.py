@@ -101,7 +101,7 @@ def inside(project, api):
         mock.patch.dict(os.environ, project.env),
         mock.patch("shardcore.plans.publisher._EXPLAIN", Budget(evals=100)),
     ):
-        watch._cached_model_name.cache_clear()
+        watch._model_name_at.cache_clear()
         yield registry.connect_to_mlflow()
 
 
@@ -220,7 +220,7 @@ def changes(inside, tmp_path):
     hardware = f"machine-{uuid.uuid4()}"
     (tmp_path / "params.yaml").write_text(yaml.safe_dump({"setting": {"hardware": hardware}}))
     with contextlib.chdir(tmp_path):
-        watch._cached_model_name.cache_clear()
+        watch._model_name_at.cache_clear()
         yield Changes(inside, tmp_path, registry.registered_model_name(hardware))
 
 

@@ -17,7 +17,7 @@ from shardcore.plans.diff import (
     NOTHING,
     OTHER_PARTS,
     TO_REPLICAS,
-    checkpoint_loss,
+    checkpoint_loss_text,
     diff_plans,
 )
 from shardcore.plans.words import moves_summary
@@ -90,7 +90,7 @@ def test_torchrec_loads_what_is_said_to_load():
             fused = "adam"
         else:
             fused = {"sgd": "exact_sgd"}.get(r["optimizer"], r["optimizer"])
-        loses = checkpoint_loss(OF[r["before"]], OF[r["after"]], problem(fused))
+        loses = checkpoint_loss_text(OF[r["before"]], OF[r["after"]], problem(fused))
         state = {
             FROM_REPLICAS: "fails",
             OTHER_PARTS: "fails",

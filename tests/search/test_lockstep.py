@@ -33,7 +33,7 @@ def placed(scores: np.ndarray, costs=(1.0, 3.0, 2.0, 0.0)) -> tuple[Placed, list
 def test_what_has_fewest_devices_is_placed_first_and_then_what_costs_most():
     made, names = placed(np.zeros(4))
     assert names == ["t3", "t1", "t2", "t0"] and made.fits.all()
-    back = made.devices_in_state_order[0, 0]
+    back = made.device_of_each_shard[0, 0]
     assert [back[i] for i in made.order[0]] == made.devices[0, 0].tolist()
 
 

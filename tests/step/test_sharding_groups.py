@@ -19,8 +19,8 @@ from shardcore.step.sharding_groups import (
     Grouping,
     devices_of_groups,
     devices_per_unit,
-    group_sizes,
     parse_group_sizes,
+    possible_group_sizes,
     possible_groupings,
     problem_of_group,
     replica_devices,
@@ -55,8 +55,8 @@ def test_groups_are_those_of_torchrec():
 
 
 def test_ways_to_divide_are_listed_once():
-    assert group_sizes(problem()) == (8, 4, 2, 1)
-    found = [(g.size, g.layout) for g in possible_groupings(problem(), 3, group_sizes(problem()))]
+    assert possible_group_sizes(problem()) == (8, 4, 2, 1)
+    found = [(g.size, g.layout) for g in possible_groupings(problem(), 3, possible_group_sizes(problem()))]
     assert found == [
         (8, "contiguous"),
         (4, "contiguous"),

@@ -288,7 +288,7 @@ def test_rows_of_ordered_tables_rise_with_torchrecs_ranks():
         of_tables([ordered, other], "xyxy", kinds=(("other", ("column", "row")),))
     )
     assert [row_division(t, within).kind for t in (ordered, other)] == ["host_row", "row"]
-    assert within.allowed_kinds == {
+    assert within.restricted_kinds_by_table == {
         "ordered": ("column", "host_row", "data_parallel"),
         "other": ("column", "row"),
     }

@@ -36,7 +36,7 @@ from shardcore.search.decisions.driver import decide
 from shardcore.search.decisions.row_units import RowUnits
 from shardcore.step.kinds import LAYOUTS, row_unit_choices, row_unit_of
 from shardcore.step.lower import lower
-from shardcore.step.sharding_groups import Grouping, group_sizes, possible_groupings
+from shardcore.step.sharding_groups import Grouping, possible_group_sizes, possible_groupings
 
 MOST_RANKS = 16
 UNEVEN, SHUFFLED, IN_GROUPS, SEARCHED, PODS = 0.15, 0.3, 0.15, 0.5, 0.9
@@ -97,7 +97,7 @@ def of_groups(topology: Topology, rng: np.random.Generator) -> Grouping | None:
     given = replace(grouped_training.problem(1, 1), topology=topology, global_batch=len(topology))
     able = [
         g
-        for g in possible_groupings(given, int(rng.integers(1, 4)), group_sizes(given))
+        for g in possible_groupings(given, int(rng.integers(1, 4)), possible_group_sizes(given))
         if 1 < g.size < len(topology)
     ]
     return able[rng.integers(len(able))] if able else None

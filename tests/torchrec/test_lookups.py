@@ -89,7 +89,7 @@ def test_rows_are_divided_over_a_host_only_whole():
         return made.plan(model()).plan["m"], made.problem
 
     plain, problem = plan(None)
-    assert "host_row" not in problem.allowed_kinds["t0"]
+    assert "host_row" not in problem.restricted_kinds_by_table["t0"]
     assert {s.sharding_type for s in plain.values()} == {"table_wise"}
     assert plan(["table_row_wise"])[0]["t0"].sharding_type == "table_row_wise"
     with pytest.raises(ShardCoreError, match="table 't0' of module 'm' runs grid_shard, .*VBE.*allow ano"):
@@ -131,7 +131,7 @@ def test_constraints_give_batches_and_poolings_of_features():
     }
     problem, _ = plan(None, asked)
     assert [(t.strides, t.pooling) for t in problem.tables] == [((1.5,), 7.5), ((), 3.0)]
-    assert not any("data_parallel" in kinds for kinds in problem.allowed_kinds.values())
+    assert not any("data_parallel" in kinds for kinds in problem.restricted_kinds_by_table.values())
     # Strides of data are measured, so they come first.
     assert [t.strides for t in plan(batch(2, 8), asked)[0].tables] == [(0.25,), (1.0,)]
 

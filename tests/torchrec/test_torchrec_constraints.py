@@ -364,7 +364,7 @@ def test_sequences_have_no_replicas_on_a_cpu(device, replicated):
     job = Job(replica_optimizer="sgd")
     made = planner({}, TheirTopology(2, device, hbm_cap=10**9, ddr_cap=10**9), lookups={"f": 500.0}, job=job)
     made.plan(module)
-    assert ("data_parallel" in made.problem.allowed_kinds.get("t", LAYOUTS)) == replicated
+    assert ("data_parallel" in made.problem.restricted_kinds_by_table.get("t", LAYOUTS)) == replicated
     asked = {"t": ParameterConstraints(sharding_types=["data_parallel"])}
     with pytest.raises(ShardCoreError, match="plan replicates table 't' of the EmbeddingCollection ''; on a"):
         planner(asked, TheirTopology(2, "cpu")).plan(module)

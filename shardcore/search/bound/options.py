@@ -54,7 +54,7 @@ class Run:
 
     @property
     def is_by_columns(self) -> bool:
-        """True if each shard of the run is on a single device."""
+        """True if the run divides no rows, so that each of its shards is on a single device."""
         return self.layout.name == WHOLE_ROWS.name
 
     @property

@@ -213,7 +213,8 @@ def decide(
     budget: Budget | None = None,
     heard: Callable[[Outcome], None] | None = None,
 ) -> Found:
-    """Cheapest plan of all problems that decisions propose, with the plan's problem, cost and ledger.
+    """Cheapest plan over the problems that decisions propose, with its problem, its cost, and a record of what was
+    tried.
 
     The plan's provenance has the ledger.
 

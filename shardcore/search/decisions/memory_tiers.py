@@ -124,7 +124,7 @@ class MemoryTiers(Decision):
 
 @dataclass(frozen=True)
 class Tier:
-    """The memories of a table's rows.
+    """Which memories hold a table's rows: the device's, the host's, or the host's with a cache on the device.
 
     table: the table with its load factor.
     device_bytes: bytes of weights, cache and optimizer state in device memory.
@@ -302,7 +302,7 @@ def _op_key(table: Table) -> tuple[str, bool, str]:
 
 def _requested_kinds(table: Table, problem: Problem) -> list[Layout]:
     """Kinds of sharding that a problem's constraints request for a table; empty without a request."""
-    return [layout_of_kind(kind) for kind in problem.allowed_kinds.get(table.name, ())]
+    return [layout_of_kind(kind) for kind in problem.restricted_kinds_by_table.get(table.name, ())]
 
 
 # Cached, as all shares of the memory ask for the same.

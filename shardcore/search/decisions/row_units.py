@@ -48,7 +48,9 @@ class RowUnits(Decision, noun="units of rows"):
             )
 
     def adopt(self, proposal: Proposal, found: Found, problem: Problem, model: CostModel) -> Found:
-        """Plan for the problem whose topology leaves the row unit open: the plan's kinds of sharding state the unit."""
+        """The plan as one of the original problem, whose topology names no unit (host, pod) over which rows are
+        divided: kinds of sharding say it.
+        """
         return replace(found, problem=replace(found.problem, topology=problem.topology))
 
     def facts(self, outcome: Outcome) -> Mapping[str, Any]:

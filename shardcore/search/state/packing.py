@@ -163,7 +163,7 @@ class _Choice:
 
 @dataclass(eq=False)
 class _Pass:
-    """Loads of devices while one bundle is placed after another.
+    """Loads of devices while bundles (shards that stay together) are placed one after another.
 
     choice: a way for each bundle.
     free: [D, P] bytes that devices may have beside the local batch.

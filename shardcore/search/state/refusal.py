@@ -195,7 +195,11 @@ def _undividable_rows_reason(uncut: _Whole, table: Table) -> str:
     if whole is None:
         dividing = [kind for kind in LAYOUTS.values() if kind.divides_rows]
         # Why its own kinds cannot, if it has some that divide rows.
-        own = [kind for kind in dividing if kind.name in problem.allowed_kinds.get(table.name, LAYOUTS)]
+        own = [
+            kind
+            for kind in dividing
+            if kind.name in problem.restricted_kinds_by_table.get(table.name, LAYOUTS)
+        ]
         return str(reason_not_runnable((own or dividing)[0], table, problem))
     needed, may_hold = uncut.device_bytes([whole], [whole]).tolist(), usable_bytes(problem)
     # Of all devices that would have rows, the one that lacks most.

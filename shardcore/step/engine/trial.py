@@ -68,7 +68,7 @@ BATCH = int64[:, ::1]
 
 @compile_inner
 def write_edit(st, i, s, d, units):
-    """Write edit i of a trial: device d holds `units` of strip s (columns of a table) afterwards."""
+    """Write edit i of a trial: device d holds `units` column units of strip s (a table's row range) afterwards."""
     st.edit[i, 0], st.edit[i, 1], st.edit[i, 2] = s, d, units
 
 
@@ -290,7 +290,7 @@ def join_in_local_batch(fx, st, s, held, units):
 
 @compile_inner
 def can_hold_units(fx, st, s, units, d):
-    """Tell if device d has room for `units` more of strip s (columns of a table)."""
+    """Tell if device d has room for `units` more column units of strip s (a table's row range)."""
     # `allowed` without rows means that every strip may go anywhere.
     if len(fx.allowed) > 0 and not fx.allowed[s, d]:
         return False
