@@ -27,18 +27,18 @@ from tasks.ray_cluster import ray_cluster
 from tasks.ray_transport import RayTransport
 from tasks.setting import SettingConfig
 
-_EVERY_S = 5.0
 _OF_RUN, _OF_DEVICE = ("run", "kind"), ("run", "kind", "device")
 
 
 class MeasureProgress(RunProgress):
     """The progress of a flow run that measures."""
 
+    every_s = 5.0
+
     def __init__(self) -> None:
         super().__init__()
         self._tally: Tally | None = None
         self._artifact: Any = None
-        self._shown_s = 0.0
         self._counted: dict[str, int] = {}
 
         def make_gauge(name: str, text: str, tags: tuple[str, ...] = _OF_RUN) -> Gauge:
@@ -53,21 +53,22 @@ class MeasureProgress(RunProgress):
         self._left_s = make_gauge("left_s", "Estimated seconds to the end")
 
     def show(self, tally: Tally) -> None:
-        """Show measuring progress. Every few seconds, and at the end, also log and publish the progress."""
+        """Show the progress, and count samples for Ray's metrics."""
         if tally is not self._tally:
             self._start_tally(tally)
-        super().show(tally)
-        tags = {"run": flow_run.name or "", "kind": tally.kind}
+        tags = self._tags(tally)
         for device, samples in tally.by_device.items():
             if new := samples - self._counted.get(device, 0):
                 self._samples.inc(new, {**tags, "device": device})
         self._counted = dict(tally.by_device)
         for device, share in tally.kernel_shares.items():
             self._kernel_share.set(share, {**tags, "device": device})
-        if tally.elapsed_s - self._shown_s < _EVERY_S and tally.done != tally.total:
-            return
-        self._shown_s = tally.elapsed_s
-        self.info("%s", tally.progress_line)
+        super().show(tally)
+
+    def publish(self, tally: Tally) -> None:
+        """Log the progress, and show it on the run's page and as Ray metrics."""
+        super().publish(tally)
+        tags = self._tags(tally)
         update_progress_artifact(self._artifact, 100.0 * tally.done_share, description=tally.progress_line)
         # All are set each time, as Ray forgets a gauge that was not set for 20 s.
         self._wanted.set(tally.total or 0, tags)
@@ -75,8 +76,12 @@ class MeasureProgress(RunProgress):
         if tally.remaining_s is not None:
             self._left_s.set(tally.remaining_s, tags)
 
+    @staticmethod
+    def _tags(tally: Tally) -> dict[str, str]:
+        return {"run": flow_run.name or "", "kind": tally.kind}
+
     def _start_tally(self, tally: Tally) -> None:
-        self._tally, self._shown_s, self._counted = tally, 0.0, {}
+        self._tally, self._counted = tally, {}
         self._artifact = create_progress_artifact(
             0.0, key=f"measure-{tally.kind}", description=f"{tally.total} {tally.kind} samples"
         )

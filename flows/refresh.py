@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from tasks.refresh import (
     STAGES,
     Stage,
     StageRun,
+    merge_mappings,
     override_params,
     push_data,
     reproduce_stage,
@@ -144,16 +146,16 @@ or take the shipped one back by `git checkout {paths.LOCK}`.
 """
 
 
-def parse_override(text: str) -> tuple[str, str, Any]:
-    """Parse an override such as "measure.compute_samples=1000" into section, key and YAML value."""
+def parse_override(text: str) -> dict[str, Any]:
+    """Parse an override, such as "measure.kernels.tolerance=0.1", into nested mappings with its YAML value."""
     import yaml
 
     name, equals, value = text.partition("=")
-    section, dot, key = name.partition(".")
-    if not (equals and dot and section and key):
+    names = name.split(".")
+    if not (equals and len(names) > 1 and all(names)):
         raise ShardCoreError(f"--set {text!r} needs the form SECTION.KEY=VALUE")
     try:
-        return section, key, yaml.safe_load(value)
+        return reduce(lambda found, key: {key: found}, reversed(names), yaml.safe_load(value))
     except yaml.YAMLError:
         raise ShardCoreError(
             f"--set {text!r} has a value that is not YAML; it needs one such as 1000, true or [a, b]"
@@ -197,8 +199,8 @@ def main() -> None:
 
     def run_refresh() -> None:
         overrides: dict[str, dict[str, Any]] = read_overrides(args.params) if args.params else {}
-        for section, key, value in map(parse_override, args.set):
-            overrides.setdefault(section, {})[key] = value
+        for override in map(parse_override, args.set):
+            merge_mappings(overrides, override)
         done = refresh(args.target, overrides, args.push)
         changed = ""
         # Outside of a checkout nothing is tracked, and the run has its result all the same.

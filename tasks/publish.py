@@ -92,7 +92,13 @@ def publish_plans(
         rows = results.decision_rows
         table = report.markdown_table(published_report.HEADERS, rows)
         page = "\n\n".join(
-            [f"# Plans under {by.origin_text}", *sentences, table, *(f"- {note}" for note in notes)]
+            [
+                f"# Plans under {by.origin_text}",
+                *(f"**{x}**" for x in sentences[: len(first)]),
+                *sentences[len(first) :],
+                table,
+                *(f"- {note}" for note in notes),
+            ]
         )
         store.write_store_file(plans, store.REPORT, page.encode(errors="replace"))
         store.write_store_file(

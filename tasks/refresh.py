@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,15 +88,24 @@ def override_params(overrides: Mapping[str, Mapping[str, Any]], sections: Mappin
             raise ShardCoreError(
                 f"overrides, section {name!r} is {values!r}; it needs to be an object with keys"
             )
-        schema.build_record(sections[name], {**section, **values}, f"overrides, section {name!r}")
-        for key, value in values.items():
-            if key not in section or section[key] != value:
-                section[key], changed = value, True
+        changed |= merge_mappings(section, values)
+        schema.build_record(sections[name], section, f"overrides, section {name!r}")
         document[name] = section
     if changed:
         text = io.StringIO()
         yaml.dump(document, text)
         writing.write_atomic(paths.PARAMS, text.getvalue().encode())
+    return changed
+
+
+def merge_mappings(into: MutableMapping[str, Any], values: Mapping[str, Any]) -> bool:
+    """Write values into a mapping, and into the mappings in it. Returns True if that changes it."""
+    changed = False
+    for key, value in values.items():
+        if isinstance(value, Mapping) and isinstance(into.get(key), MutableMapping):
+            changed |= merge_mappings(into[key], value)
+        elif key not in into or into[key] != value:
+            into[key], changed = value, True
     return changed
 
 

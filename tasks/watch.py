@@ -52,14 +52,16 @@ def request_publishing(state: publish_claim.PublishState, now: float) -> str:
     run: Any = None
     what = f"plans under {state.model} version {state.champion}"
     for attempt in range(1, ATTEMPTS + 1):
-        # A run that ended after now may have published what the state lacks: the next check reads it. One that ended
-        # much later did so by a clock that was ahead, which nothing waits for.
-        if run is not None and abs(now - run.state.timestamp.timestamp()) < RETRY_S * (attempt - 1):
+        # A run that ended later than now did so by a clock that was ahead, which nothing waits for.
+        if run is not None and 0 <= now - run.state.timestamp.timestamp() < RETRY_S * (attempt - 1):
             return f"{what}: run {run.name!r} ended {run.state.name}; another one follows"
         # The idempotency key makes Prefect return an existing run instead of a second one.
         run = _run_deployment(f"{key}, {attempt}")
         if not run.state.is_final():
             return f"{what}: run {run.name!r} is {run.state.name}"
+        # It may have published what the state, which was read before, does not show. The next check does.
+        if now < run.state.timestamp.timestamp() <= time.time():
+            return f"{what}: run {run.name!r} has just ended {run.state.name}"
     return (
         f"{what}: run {run.name!r} ended {run.state.name}, the last of {ATTEMPTS}; once that is mended, "
         f"`prefect deployment run {DEPLOYMENT}`"

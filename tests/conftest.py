@@ -153,8 +153,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 RAY = (
     "flows/test_measure.py",
-    "tasks/test_estimate.py",
-    "tasks/test_evaluate.py",
     "tasks/test_measure_pairs.py",
     "tasks/test_measure_tasks.py",
     "tasks/test_ray_cluster.py",

@@ -130,7 +130,10 @@ def use_problem(folder: Path, sound: Sound) -> None:
 
 
 @reads(
-    "pool", "shardcore/io/files.py:read_pool", "shardcore/cli/published.py:_with_fresh_statistics", seal=True
+    "pool",
+    "shardcore/io/files.py:read_pool",
+    "shardcore/cli/published.py:_with_statistics_of_file",
+    seal=True,
 )
 def use_pool(folder: Path, sound: Sound) -> None:
     tables = files.read_pool(folder / "pool.json")

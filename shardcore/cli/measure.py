@@ -59,8 +59,8 @@ class MeasureOptions:
     exchanges: afterwards measure the first N exchanges among --ranks of this machine, into the same dataset
     steps: afterwards replay a step of each of the first N plans among --ranks, for the times of exchanges in
       steps
-    dry_run: show what is missing, and about how long it takes at the usual rate of two CPU cores; measure and
-      write nothing
+    dry_run: show what is missing, and about how long it takes, at the rate at which the dataset grew or
+      the usual one of two CPU cores; measure and write nothing
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"

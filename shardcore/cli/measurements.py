@@ -86,9 +86,9 @@ def train(args: TrainOptions) -> None:
     if args.start is not None:
         start = neural.load(args.start) if Path(args.start).is_dir() else load_profile(args.start)
     config = schema.build_record(FitConfig, {"seed": args.seed}, "train")
-    with showing_progress():
+    with showing_progress() as line:
         progress.report("training")
-        trained = stage.train(data, config, PrintedProgress(), start)
+        trained = stage.train(data, config, PrintedProgress(line), start)
         progress.report("judging the model")
         judged = study.judge_test_split(trained.model, data.known)
     neural.save(trained.model, args.out)

@@ -103,10 +103,13 @@ class ProgressLine:
 
 
 class PrintedProgress:
-    """Progress of a stage (see stages/progress.py): lines on standard error, and reports."""
+    """Progress of a stage (see stages/progress.py): lines above a progress line, and reports."""
 
-    def info(self, text: str, *values: object) -> None:
-        print(text % values, file=sys.stderr)
+    def __init__(self, line: ProgressLine):
+        self._line = line
+
+    def info(self, text: str, *values: object, **_: object) -> None:
+        self._line.print_line(text % values)
 
     warning = info
 

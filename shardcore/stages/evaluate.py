@@ -295,7 +295,7 @@ def _draw_replay_problems(candidate: Candidate, devices: int) -> list[Problem]:
     """Draw held-out problems for replays, without tables that are too large for a rank."""
     config = candidate.config
     most = max(config.min_tables, min(config.max_tables, MOST_TABLES))
-    shape = ProblemConfig(devices, config.min_tables, most, config.max_dim)
+    shape = ProblemConfig(devices, config.min_tables, most, config.max_dim, config.slack)
     drawn = candidate.draw_problems(config.replay_problems, shape)
     fitting = [tuple(t for t in p.tables if t.bytes <= ARENA_BYTES) for p in drawn]
     return [dataclasses.replace(p, tables=tables) for p, tables in zip(drawn, fitting, strict=True) if tables]

@@ -288,7 +288,7 @@ def measure_groups(wanted: Wanted, folder: Path, progress: Any) -> int:
         return 0
     reference = wanted.reference_op_request()
     rows = _STATES * max(t.rows for t in tables_with_lookups(wanted.pool))
-    kernels = dataclasses.replace(config.kernels, state_rows=rows)
+    kernels = dataclasses.replace(config.kernels, state_rows=config.kernels.state_rows or rows)
     fleet = transport.fleet(BenchSpec(setting, transport.device, kernels, reference), config.hang_s)
     count = wanted.n_processes if total is None else min(wanted.n_processes, total or 1)
     usual_ms = dataset.median_ms(folder, setting, reference)
@@ -385,7 +385,7 @@ def measure_exchanges(wanted: Wanted, folder: Path, progress: Any) -> int:
         progress.show(tally)
 
     samples = collectives.measure_collectives(
-        requests, ranks, wanted.setting, config.exchanges, transport, config.hosts
+        requests, ranks, wanted.setting, config.exchange_config, transport, config.hosts
     )
     write = partial(dataset.write_collective_samples, folder)
     write_in_chunks(samples, lambda sample: [sample], config.chunk, write, report_exchange)

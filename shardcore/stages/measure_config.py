@@ -8,6 +8,7 @@ from typing import Annotated
 from shardcore.core.validation import (
     MOST_BYTES,
     MOST_COUNT,
+    WAITS_S,
     Count,
     Record,
     Repeats,
@@ -47,7 +48,7 @@ class MeasureConfig(Record):
     hosts: number of hosts that the ranks are spread over evenly.
     chunk: samples that are written at once; a kill loses at most these and those that run
     hang_s: time without a finished op after which the measuring process is replaced, and its group recorded
-      as failed
+      as failed; at least so long do ranks of exchanges wait, and twice as long those of steps
     held_out: draw groups only from the tables that are kept for testing, a twentieth of all
     kernels: how ops run. Its arena also limits shards of groups and of steps.
     groups: how groups are drawn.
@@ -75,6 +76,10 @@ class MeasureConfig(Record):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(
+            self.groups.max_shard_bytes == GroupConfig.max_shard_bytes,
+            f"measure.groups.max_shard_bytes is {self.groups.max_shard_bytes}; kernels.arena_bytes limits shards",
+        )
+        require(
             self.ranks % self.hosts == 0,
             f"measure.ranks is {self.ranks}, which does not spread evenly over {self.hosts} measure.hosts",
         )
@@ -86,5 +91,12 @@ class MeasureConfig(Record):
 
     @property
     def step_config(self) -> ReplayConfig:
-        """Config of replayed steps, with an arena at most as large as that of measured ops."""
-        return replace(self.steps, arena_bytes=min(self.steps.arena_bytes, self.kernels.arena_bytes))
+        """Config of replayed steps: an arena at most as large as that of ops, and twice as long until a step hangs."""
+        arena_bytes = min(self.steps.arena_bytes, self.kernels.arena_bytes)
+        timeout_s = min(max(self.steps.timeout_s, 2 * self.hang_s), WAITS_S[1])
+        return replace(self.steps, arena_bytes=arena_bytes, timeout_s=timeout_s)
+
+    @property
+    def exchange_config(self) -> CollectiveConfig:
+        """Config of exchanges, in which a rank waits for another at least as long as for an op."""
+        return replace(self.exchanges, timeout_s=max(self.exchanges.timeout_s, self.hang_s))

@@ -15,7 +15,6 @@ from typing import Any
 from shardcore.core.errors import ShardCoreError, Unreachable
 from shardcore.core.progress import report_to_listener
 from shardcore.core.types import Problem
-from shardcore.core.validation import require
 from shardcore.cost.known_errors import NOT_MEASURED
 from shardcore.io import files
 from shardcore.plans import store
@@ -58,11 +57,13 @@ class Results:
 
     def require_all_published(self) -> None:
         """Raise ShardCoreError if a problem has no new plan."""
-        first = next((failure for _, failure in sorted(self.failures.items())), None)
-        require(
-            first is None,
-            f"{len(self.failures)} of {len(self.problems)} problems have no new plan, as {store.REPORT} says: {first}",
-        )
+        if self.failures:
+            first, *others = sorted(self.failures)
+            named = ", ".join(self.problems[i].stem for i in others[:3]) + " ..." * (len(others) > 3)
+            more = f"; {store.REPORT} and the log say why also of {named}" if others else ""
+            raise ShardCoreError(
+                f"{len(self.failures)} of {len(self.problems)} problems have no new plan: {self.failures[first]}{more}"
+            )
 
 
 def publish(

@@ -62,10 +62,11 @@ def study_model(
     learning_curve: True to also train on parts of the samples, which takes as long as two further trainings of ops.
     """
     known, curve = data.known, None
-    work = Work(progress, "groups trained on", len(known.compute))
 
     def report_training(_: str, samples: int, values: dict[str, float]) -> None:
-        work.show_done(samples, f"learning curve: held-out error {values['test_mape']:.1f}%")
+        progress.info(
+            "learning curve: error of %.1f%% after training on %d groups", values["test_mape"], samples
+        )
 
     metrics = {split: training.judge_model(model, known, split) for split in ("train", "validation")}
     metrics["test"] = study.judge_test_split(model, known)

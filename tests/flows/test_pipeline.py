@@ -87,7 +87,7 @@ def test_a_person_sees_stages_results_and_the_table_and_the_log_has_the_rest(pro
         "Running stage 'measure':",
         "120 compute samples wanted",
         "Finished in state Completed()",
-        "epoch 0: train_loss",
+        "epochs: ",
         "pool-0-00: first, ",
         *(r.strip().rsplit(" (", 1)[0] for r in results),
     ):

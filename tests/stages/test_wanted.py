@@ -148,3 +148,14 @@ def test_no_shard_is_larger_than_the_arena():
     assert config.group_config == GroupConfig(max_shard_bytes=1 << 25)
     assert config.step_config == SampledStepConfig(repeats=6, arena_bytes=1 << 25)
     assert MeasureConfig().step_config.arena_bytes == 512 << 20
+
+
+def test_what_hangs_is_waited_for_as_long_as_the_config_says():
+    usual, slow = MeasureConfig(), MeasureConfig(hang_s=600.0)
+    assert (usual.exchange_config.timeout_s, usual.step_config.timeout_s) == (60.0, 120.0)
+    assert (slow.exchange_config.timeout_s, slow.step_config.timeout_s) == (600.0, 1200.0)
+
+
+def test_the_most_bytes_of_a_shard_are_the_arenas():
+    with pytest.raises(ShardCoreError, match="max_shard_bytes is 4096; kernels.arena_bytes limits shards"):
+        MeasureConfig(groups=GroupConfig(max_shard_bytes=4096))

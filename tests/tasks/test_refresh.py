@@ -9,11 +9,14 @@ import sys
 
 import dvc.lock
 import pytest
+import yaml
 
+from flows.refresh import parse_override
 from flows.tables import TablesConfig
 from flows.train import TrainConfig
 from shardcore.core.errors import ShardCoreError
 from shardcore.stages.evaluate import EvaluateConfig
+from shardcore.stages.measure_config import MeasureConfig
 from tasks import console, refresh
 from tasks.publish import PublishConfig
 from tasks.refresh import override_params, require_pushable, stage_heading, stages_of_refresh
@@ -24,7 +27,12 @@ tables:
   tables: 40        # of the pool
   seed: 0
 """
-SECTIONS = {"tables": TablesConfig, "train": TrainConfig, "evaluate": EvaluateConfig}
+SECTIONS = {
+    "measure": MeasureConfig,
+    "tables": TablesConfig,
+    "train": TrainConfig,
+    "evaluate": EvaluateConfig,
+}
 
 
 @pytest.fixture
@@ -45,6 +53,19 @@ def test_overrides_are_edits_that_keep_all_else(folder):
     assert "source: x" in text and "train:\n  epochs: 4" in text
     assert not override_params({"tables": {"tables": 50}}, SECTIONS) and not override_params({}, SECTIONS)
     assert (folder / "params.yaml").read_text() == text
+
+
+def test_an_override_in_a_section_leaves_what_is_beside_it(folder):
+    kernels = {"max_repeats": 6, "min_repeats": 3}
+    (folder / "params.yaml").write_text(yaml.safe_dump({"measure": {"kernels": kernels}}))
+    assert override_params(parse_override("measure.kernels.tolerance=0.1"), SECTIONS)
+    assert yaml.safe_load((folder / "params.yaml").read_text())["measure"]["kernels"] == {
+        **kernels,
+        "tolerance": 0.1,
+    }
+    for text in ("measure=3", "measure.=3", "measure.seed"):
+        with pytest.raises(ShardCoreError, match="needs the form SECTION.KEY=VALUE"):
+            parse_override(text)
 
 
 def test_nulls_and_lines_that_nobody_changes_stay_as_they_are(folder):

@@ -131,13 +131,11 @@ def make_project(folder):
         "compute_samples": 6,
         "comm_samples": 1,
         "chunk": 3,
-        "max_shards": 4,
-        "arena_bytes": 1 << 27,
-        "min_repeats": 3,
-        "max_repeats": 3,
-        "comm_repeats": 3,
         "step_samples": 1,
-        "step_repeats": 3,
+        "kernels": {"arena_bytes": 1 << 27, "min_repeats": 3, "max_repeats": 3},
+        "groups": {"max_shards": 4},
+        "exchanges": {"repeats": 3},
+        "steps": {"repeats": 3},
     }
     made = Project(folder, held)
     (folder / "params.yaml").write_text(
