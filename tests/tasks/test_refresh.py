@@ -28,10 +28,10 @@ tables:
   seed: 0
 """
 SECTIONS = {
-    "measure": MeasureConfig,
     "tables": TablesConfig,
     "train": TrainConfig,
     "evaluate": EvaluateConfig,
+    "measure": MeasureConfig,
 }
 
 
