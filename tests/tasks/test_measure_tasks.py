@@ -93,7 +93,7 @@ def test_what_is_missing_is_measured_and_what_was_disturbed_once_more(tmp_path, 
 
 
 def test_exchanges_that_are_missing_are_measured_by_one_gang(tmp_path, progress, wanted):
-    folder, exchanges = tmp_path / "measurements", dict(wanted.exchanges())
+    folder, exchanges = tmp_path / "measurements", dict(wanted.draw_exchanges())
     assert measure.measure_exchanges(wanted, folder, progress) == 3
     assert progress.shown == [["comm", 3, 3, False]]
     found = dataset.read_collective_samples(folder)
