@@ -1,12 +1,14 @@
 """The commands on measurements."""
 
 import re
+import sys
 from contextlib import contextmanager
 
 import pytest
 from laws import SETTING, comm_samples, compute_samples, linear_law, pool
 
 from shardcore.cli import main, measurements
+from shardcore.cli.progress_line import ProgressLine
 from shardcore.core import progress
 from shardcore.cost import known_errors, neural
 from shardcore.io import dataset, replays
@@ -20,7 +22,7 @@ def heard(monkeypatch):
     @contextmanager
     def listened():
         with progress.report_to_listener(lambda phase, *_: phases.append(phase)):
-            yield
+            yield ProgressLine(sys.stderr, silent_s=3600)
 
     monkeypatch.setattr(measurements, "showing_progress", listened)
     return phases

@@ -41,8 +41,8 @@ def test_a_flow_says_what_it_does_or_what_it_does_not_know(flow, word, code, cap
 
 
 def test_a_parameter_is_set_by_section_key_and_value():
-    assert parse_override("measure.compute_samples=1000") == ("measure", "compute_samples", 1000)
-    assert parse_override("publish.plans=s3://a/b=c") == ("publish", "plans", "s3://a/b=c")
+    assert parse_override("measure.compute_samples=1000") == {"measure": {"compute_samples": 1000}}
+    assert parse_override("publish.plans=s3://a/b=c") == {"publish": {"plans": "s3://a/b=c"}}
     with pytest.raises(ShardCoreError, match="--set 'measure=1' needs the form SECTION.KEY=VALUE"):
         parse_override("measure=1")
     with pytest.raises(ShardCoreError, match=r"--set 'measure.chunk=\[' has a value that is not YAML"):
