@@ -45,7 +45,7 @@ def slowed_measurements(some: Measurements, small: float, large: float, exchange
 
 def slowed_exchange(sample: CollectiveSample, factor: float) -> CollectiveSample:
     def slowed_spreads(spreads: tuple[Spread, ...] | None) -> tuple[Spread, ...] | None:
-        return spreads and tuple(x.scaled(factor) for x in spreads)
+        return spreads and tuple(x.scaled_by(factor) for x in spreads)
 
     return dataclasses.replace(
         sample, forward=slowed_spreads(sample.forward), backward=slowed_spreads(sample.backward)

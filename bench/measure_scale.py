@@ -46,7 +46,7 @@ SETTING = Setting("emulated", 2048)
 NODES = 4
 SLOW, SLOW_TIMES = ("device 1", "device 2"), 3.0
 """Stragglers, and how many times as long they take."""
-STRAY_S, STRAY_TIMES = 0.01, 10.0
+STRAY_SHARE, STRAY_TIMES = 0.01, 10.0
 """Share of groups that take long, and how many times as long they take."""
 KILL_EVERY_S = 15.0
 TIMED = Spread(0.5, 0.5, 0.5, 6)
@@ -98,7 +98,9 @@ class EmulatedWorker(RayWorker):
     def _seconds(self, request: ComputeRequest) -> float:
         draw = random.Random(dataset.compute_id(SETTING, request))
         return (
-            self._mean_s * draw.lognormvariate(0.0, 0.25) * (STRAY_TIMES if draw.random() < STRAY_S else 1.0)
+            self._mean_s
+            * draw.lognormvariate(0.0, 0.25)
+            * (STRAY_TIMES if draw.random() < STRAY_SHARE else 1.0)
         )
 
     def answer(self) -> Any:

@@ -55,7 +55,7 @@ from shardcore.torchrec.sharding_plan import to_torchrec
 
 ALGORITHMS = (replay_metrics.OURS, "neuroshard", "torchrec", "best greedy", replay_metrics.RANDOM)
 RANKING = {"kendall_tau": "{:.3f}", "tau_beyond_noise": "{:.3f}", "regret": "{:.1f}%"}
-"""What of replay_metrics.quality_by_problem is reported, and how."""
+"""Reported figures of replay_metrics.quality_by_problem, and their formats."""
 
 
 @dataclass(frozen=True)

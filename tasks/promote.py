@@ -269,7 +269,7 @@ def _score_by_measurements(
 def _gate_verdict(
     new: Score, kept: Sequence[replays.ReplaySet], before: ModelVersion | None, config: PromoteConfig
 ) -> tuple[bool, str]:
-    """Whether a challenger passes the promotion gate, and the reason."""
+    """Verdict of the promotion gate on a challenger, and its reason."""
     rows = replay_metrics.judge_replays(kept, new.model)
     found = replay_metrics.flat_metrics(rows) if rows else None
     if found and replay_metrics.unexplained_error(found) > config.may_lose:

@@ -98,7 +98,7 @@ def measure(args: MeasureOptions) -> None:
         args.precision,
         args.optimizer,
     )
-    if args.exchanges or args.steps:
+    if args.config.ranks and (args.exchanges or args.steps):
         _require_valid_ranks(args.config.ranks, bool(args.steps), setting.batch, transport)
     profile = published_profile_of_device(transport.device)
     arena_bytes = (

@@ -182,4 +182,6 @@ def _median_of_neighbours(
 def rescale_sample(sample: ComputeSample, forward: float, backward: float) -> ComputeSample:
     """A measured op with its forward and backward times multiplied by factors."""
     assert sample.forward and sample.backward, sample.error
-    return replace(sample, forward=sample.forward.scaled(forward), backward=sample.backward.scaled(backward))
+    return replace(
+        sample, forward=sample.forward.scaled_by(forward), backward=sample.backward.scaled_by(backward)
+    )

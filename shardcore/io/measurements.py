@@ -61,7 +61,7 @@ class Spread:
                 f"repeats; it needs 0 to {MOST_MS:g} ms, the median between its quartiles, and 1 or more"
             )
 
-    def scaled(self, factor: float) -> Spread:
+    def scaled_by(self, factor: float) -> Spread:
         """The timing with all times multiplied by a factor; the number of repeats stays."""
         return Spread(self.median_ms * factor, self.q1_ms * factor, self.q3_ms * factor, self.repeats)
 

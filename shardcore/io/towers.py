@@ -95,10 +95,10 @@ class Towers:
     def with_renamed_tables(self, names: Mapping[str, str]) -> Towers:
         """Copy of the towers with other names for some tables."""
 
-        def renamed(tables: tuple[str, ...]) -> tuple[str, ...]:
+        def new_names(tables: tuple[str, ...]) -> tuple[str, ...]:
             return tuple(names.get(name, name) for name in tables)
 
-        return replace(self, towers=tuple(map(renamed, self.towers)), tables=renamed(self.tables))
+        return replace(self, towers=tuple(map(new_names, self.towers)), tables=new_names(self.tables))
 
     def affinity_matrix(self) -> np.ndarray:
         """[M, M] affinity of each pair of the M tables."""

@@ -105,19 +105,19 @@ class RankStep:
         """ms of the rank's step that belong to a field of StepCost."""
         return sum(ms for part, ms in self.ms.items() if TRACED_PARTS[part].cost == name)
 
-    def scaled(self, by: float) -> RankStep:
+    def scaled_by(self, factor: float) -> RankStep:
         """The rank's step with the times of its parts and collectives multiplied by a factor."""
         return replace(
             self,
-            total_ms=by * self.total_ms,
-            ms={part: by * ms for part, ms in self.ms.items()},
+            total_ms=factor * self.total_ms,
+            ms={part: factor * ms for part, ms in self.ms.items()},
             exchanges=tuple(
                 replace(
                     x,
-                    waiting_ms=by * x.waiting_ms,
-                    transfer_ms=by * x.transfer_ms,
-                    exposed_ms=by * x.exposed_ms,
-                    shared_ms=by * x.shared_ms,
+                    waiting_ms=factor * x.waiting_ms,
+                    transfer_ms=factor * x.transfer_ms,
+                    exposed_ms=factor * x.exposed_ms,
+                    shared_ms=factor * x.shared_ms,
                 )
                 for x in self.exchanges
             ),
@@ -158,7 +158,7 @@ class TracedStep:
         """
         if step_ms is None:
             return self
-        return replace(self, ranks=tuple(rank.scaled(step_ms / self.total_ms) for rank in self.ranks))
+        return replace(self, ranks=tuple(rank.scaled_by(step_ms / self.total_ms) for rank in self.ranks))
 
 
 @dataclass(frozen=True)

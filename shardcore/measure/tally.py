@@ -1,4 +1,4 @@
-"""How far work of many parts is: the rate, the time left, and of samples the share of time in kernels."""
+"""Progress of work of many parts: its rate, the time left, and, of samples, the share of time in kernels."""
 
 from __future__ import annotations
 

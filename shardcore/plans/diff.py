@@ -143,7 +143,7 @@ def diff_plans(old: Plan, new: Plan, problem: Problem | None = None, forced: Col
 
 
 def checkpoint_loss_text(old: Sequence[Placement], new: Sequence[Placement], problem: Problem | None) -> str:
-    """What a checkpoint of a table loses between the table's old and new placements; "" if nothing changes.
+    """Text of the state that a checkpoint of a table loses between its old and new placements; "" if it loses none.
 
     problem: has the optimizers. None: state by rows is assumed, which loses most.
     """

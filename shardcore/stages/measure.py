@@ -33,6 +33,7 @@ from shardcore.measure.supervise import Finished, Supervisor
 from shardcore.measure.tally import NAMES, Tally, duration_text
 from shardcore.measure.transport import NoRoom, Transport
 from shardcore.stages.measure_config import MeasureConfig
+from shardcore.stages.progress import Progress
 from shardcore.tables.held_out import is_held_out
 
 KEEP_EVERY_S = 5.0
@@ -246,11 +247,8 @@ def _seconds_per_sample(kind: str, measured_at: Sequence[float]) -> tuple[float,
 # --- measuring ----------------------------------------------------------------------------------------------
 
 
-def measure(wanted: Wanted, folder: Path, progress: Any) -> dict[str, int]:
-    """Measure the wanted samples that a dataset folder lacks. Returns the number of missing samples of each kind.
-
-    progress: has `info` and `warning`, as a logger, and `show`, which is called after each change of a Tally.
-    """
+def measure(wanted: Wanted, folder: Path, progress: Progress) -> dict[str, int]:
+    """Measure the wanted samples that a dataset folder lacks. Returns the number of missing samples of each kind."""
     found = {
         "compute": measure_groups(wanted, folder, progress),
         "comm": measure_exchanges(wanted, folder, progress),
@@ -261,7 +259,7 @@ def measure(wanted: Wanted, folder: Path, progress: Any) -> dict[str, int]:
     return found
 
 
-def measure_groups(wanted: Wanted, folder: Path, progress: Any) -> int:
+def measure_groups(wanted: Wanted, folder: Path, progress: Progress) -> int:
     """Measure the groups of shards that a dataset folder lacks, then once more those that were disturbed.
 
     Returns the number of groups that were lacking and had time.
@@ -322,7 +320,7 @@ class _Groups:
     chunk: int
     until: float
 
-    def measure(self, requests: Iterable[ComputeRequest], tally: Tally, progress: Any) -> int:
+    def measure(self, requests: Iterable[ComputeRequest], tally: Tally, progress: Progress) -> int:
         """Measure groups of shards, and write samples as they come. Returns the number of groups."""
         began, reasons, until = time.monotonic(), list[str](), self.until
 
@@ -365,7 +363,7 @@ class _Groups:
         return tally.done
 
 
-def measure_exchanges(wanted: Wanted, folder: Path, progress: Any) -> int:
+def measure_exchanges(wanted: Wanted, folder: Path, progress: Progress) -> int:
     """Measure the exchanges that a dataset folder lacks. Returns their number."""
     config, transport = wanted.config, wanted.transport
     if not config.comm_samples:
@@ -392,7 +390,7 @@ def measure_exchanges(wanted: Wanted, folder: Path, progress: Any) -> int:
     return len(requests)
 
 
-def measure_steps(wanted: Wanted, folder: Path, progress: Any) -> int:
+def measure_steps(wanted: Wanted, folder: Path, progress: Progress) -> int:
     """Replay the plans whose steps a dataset folder lacks, and once more those that were disturbed.
 
     Returns the number of plans. If they cannot be replayed, it is 0, and the progress says why.

@@ -1,4 +1,4 @@
-"""Progress of a stage: what it says, and how far its work is."""
+"""Progress of a stage: its messages, and the share of its work that is done."""
 
 from __future__ import annotations
 

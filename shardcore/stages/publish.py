@@ -47,12 +47,15 @@ class Results:
 
     @property
     def profile_notes(self) -> list[str]:
-        """A line of text for each problem whose plan is priced by a profile, not by a measured model."""
-        decisions = [found.decision for _, found in sorted(self.published.items())]
+        """A line of text for each profile that prices plans in place of a measured model, with the problems' names."""
+        priced = [
+            (found.decision.provenance["model"], found.decision.problem)
+            for _, found in sorted(self.published.items())
+            if "profile" in found.decision.provenance
+        ]
         return [
-            f"{d.problem}: {d.provenance['model']}, {NOT_MEASURED}"
-            for d in decisions
-            if "profile" in d.provenance
+            f"{profile}, {NOT_MEASURED}: {', '.join(name for by, name in priced if by == profile)}"
+            for profile in dict(priced)
         ]
 
     def require_all_published(self) -> None:
@@ -90,8 +93,14 @@ def publish(
         if isinstance(found, Published):
             results.published[i] = found
             decision = found.decision
-            words = decision.problem, decision.outcome, found.cost.total_ms, decision.reason
-            progress.info("%s: %s, %.2f ms: %s", *words, extra={"problem": decision.problem})
+            progress.info(
+                "%s: %s, %.2f ms: %s",
+                decision.problem,
+                decision.outcome,
+                found.cost.total_ms,
+                decision.reason,
+                extra={"problem": decision.problem},
+            )
         else:
             failure = results.failures[i] = _publish_failure(path, found)
             cause = None if isinstance(found, ShardCoreError) else found

@@ -187,14 +187,14 @@ def rename_to_cold_parts(plan: Plan, problem: Problem) -> Plan:
     """
     cold, known = cold_part_names(problem), {table.name for table in problem.tables}
 
-    def renamed(p: Placement) -> Placement:
+    def as_cold_part(p: Placement) -> Placement:
         name = p.shard.table.name
         # Tables that the problem has need no other name.
         if name in known or name not in cold:
             return p
         return replace(p, shard=replace(p.shard, table=replace(p.shard.table, name=cold[name])))
 
-    return replace(plan, placements=tuple(map(renamed, plan.placements)))
+    return replace(plan, placements=tuple(map(as_cold_part, plan.placements)))
 
 
 def _require_divisible(table: Table, rows: int) -> None:

@@ -1,4 +1,4 @@
-"""What ShardCorePlanner does with each field of TorchRec's planning records (uses, ignores or refuses it), as one
+"""Treatment by ShardCorePlanner of each field of TorchRec's planning records (uses, ignores or refuses it), as one
 table.
 
 A field that a job sets is honoured, priced or refused by name. A field that is not in the table, for it came

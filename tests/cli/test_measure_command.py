@@ -220,6 +220,10 @@ def test_nothing_starts_where_nothing_is_missing_or_the_machine_lacks_what_is_as
     assert main([*command, "--samples", "6", "--ranks", "64", "--steps", "4"]) == 1
     there = len(os.sched_getaffinity(0))
     assert f"--ranks is 64; steps of so many need as many cores, here are {there}" in capsys.readouterr().err
+    assert (
+        main([*command, "--ranks", "0", "--exchanges", "4", "--samples", "6", "--dry-run"]) == 0
+    )  # as many as there are
+    assert " of 4 are missing" in capsys.readouterr().out
     assert main([*command, "--dry-run"]) == 0
     assert capsys.readouterr().out == "groups: as many as 10 min have time for\n"
 

@@ -167,7 +167,7 @@ def scaled(samples, by: float):
     """Exchanges that take so many times as long."""
 
     def times(spreads):
-        return spreads and tuple(x.scaled(by) for x in spreads)
+        return spreads and tuple(x.scaled_by(by) for x in spreads)
 
     return [dataclasses.replace(s, forward=times(s.forward), backward=times(s.backward)) for s in samples]
 

@@ -255,7 +255,7 @@ def test_a_problem_of_hardware_without_a_champion_is_published_under_its_profile
         table = publish(of_precisions("half", "fp16"), on_card("gpu"))
         assert table.startswith("Model: shardcore-cost-law version 1, ")
         assert published_of("half")[0].provenance["model"] == "shardcore-cost-law"
-    assert f"gpu: {CARD}, {SAID}" in table and " a profile " in table
+    assert f"{CARD}, {SAID}: gpu" in table and " a profile " in table
     plan, problem, page, decision = published_of("gpu")
     profile = load_profile(CARD)
     wanted = {"model": CARD, "model_version": profile.digest, "profile": SAID}
