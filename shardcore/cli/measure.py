@@ -17,6 +17,7 @@ from shardcore.cli.options import (
     PositiveGib,
     Precision,
 )
+from shardcore.cli.progress_line import PrintedProgress, showing_progress
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import PRECISION_BYTES, Setting
 from shardcore.core.validation import require
@@ -27,13 +28,10 @@ from shardcore.stages.measure_config import MeasureConfig, Samples
 if TYPE_CHECKING:
     from shardcore.cost.profile import Profile
     from shardcore.io.measurements import ComputeRequest
-    from shardcore.measure.tally import Tally
     from shardcore.measure.transport import Transport
 
 command = Group()
 
-_PROGRESS_S = 5.0
-"""Seconds between two lines of progress."""
 _OF_CONFIG = ("minutes", "again", "seed", "chunk", "hang_s", "ranks", "held_out")
 """Fields of MeasureConfig that are options."""
 _CONFIG = MeasureConfig(compute_samples=None, minutes=10.0, chunk=64, ranks=2, actors=1)
@@ -124,7 +122,8 @@ def measure(args: MeasureOptions) -> None:
     print(f"measuring for {setting} into {args.out}, {there} samples there already", flush=True)
     if profile:
         print(_expected_time_text(profile, setting, wanted.reference_op_request()), flush=True)
-    found = run.measure(wanted, args.out, _PrintedProgress())
+    with showing_progress() as line:
+        found = run.measure(wanted, args.out, PrintedProgress(line))
     print("measured {compute} groups, {comm} exchanges and {steps} steps of plans".format_map(found))
     if profile:
         _print_profile_errors(profile, args.out, setting)
@@ -144,24 +143,6 @@ def _require_valid_ranks(ranks: int, for_steps: bool, batch: int, transport: Tra
             ranks <= there,
             f"--ranks is {ranks}; steps of so many need as many cores, here are {there}",
         )
-
-
-class _PrintedProgress:
-    """Progress of measuring as lines."""
-
-    def __init__(self) -> None:
-        self._printed_s = 0.0
-
-    def info(self, text: str, *values: object) -> None:
-        print(text % values, flush=True)
-
-    def warning(self, text: str, *values: object, **more: object) -> None:
-        print(text % values, file=sys.stderr)
-
-    def show(self, tally: Tally) -> None:
-        if tally.done == tally.total or not 0 <= tally.elapsed_s - self._printed_s < _PROGRESS_S:
-            self._printed_s = tally.elapsed_s
-            print(tally.progress_line, flush=True)
 
 
 def published_profile_of_device(device: str) -> Profile | None:

@@ -103,7 +103,10 @@ class ProgressLine:
 
 
 class PrintedProgress:
-    """Progress of a stage (see stages/progress.py): lines above a progress line, and reports."""
+    """Progress of a stage (see stages/progress.py): reports, and lines above the progress line.
+
+    The end of each kind of work has a line.
+    """
 
     def __init__(self, line: ProgressLine):
         self._line = line
@@ -115,6 +118,8 @@ class PrintedProgress:
 
     def show(self, tally: Tally) -> None:
         progress.report(tally.progress_line)
+        if tally.done == tally.total:
+            self._line.print_line(tally.progress_line)
 
 
 def report_text(phase: str, best_ms: float | None, left_s: float | None, now_s: float, since_s: float) -> str:

@@ -98,8 +98,9 @@ def test_what_fbgemm_does_not_train_is_one_line_that_names_what_it_does(
     asked, message, command, folder, capsys
 ):
     assert main([*command, "--samples", "1", *asked]) == 1
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1 and message in err and "here it trains exact_sgd with fp32 or fp16; " in err
+    wanted, *error = capsys.readouterr().err.splitlines()
+    assert wanted == "1 compute samples wanted, 1 of them to measure" and len(error) == 1
+    assert message in error[0] and "here it trains exact_sgd with fp32 or fp16; " in error[0]
     assert not folder.exists()
 
 
@@ -149,13 +150,13 @@ def test_it_says_what_is_missing_measures_it_and_has_it(command, live, folder, c
     )
     assert not folder.exists()
     assert main([*command, *wanted]) == 0
-    output = capsys.readouterr().out
+    output, shown = capsys.readouterr()
     assert f"measuring for {SETTING} into {folder}, 0 samples there already" in output
-    assert float(re.search(r"the reference op takes ([\d.e-]+) ms", output)[1]) > 0
-    assert re.search(r"groups: 6 of 6, .* a second, 0 s left, \d+% of the time in kernels\n", output)
-    assert "exchanges: 2 of 2" in output and "steps of plans: 2 of 2" in output
-    assert output.endswith("measured 6 groups, 2 exchanges and 2 steps of plans\n")
-    assert len(replays.replay_digests(folder)) == 1 + bool(re.search("steps of .* were disturbed", output))
+    assert float(re.search(r"the reference op takes ([\d.e-]+) ms", shown)[1]) > 0
+    assert re.search(r"groups: 6 of 6, .* a second, 0 s left, \d+% of the time in kernels\n", shown)
+    assert "exchanges: 2 of 2" in shown and "steps of plans: 2 of 2" in shown
+    assert output.endswith("already\nmeasured 6 groups, 2 exchanges and 2 steps of plans\n")
+    assert len(replays.replay_digests(folder)) == 1 + bool(re.search("steps of .* were disturbed", shown))
     reference = reference_request(live, SETTING, SHAPE)
     assert {s.request for s in dataset.read_compute_samples(folder)} == {reference, *drawn(live, 6)}
     assert all(s.error is None and s.setting == SETTING for s in dataset.read_compute_samples(folder))
@@ -178,12 +179,12 @@ def test_a_rerun_measures_what_was_disturbed_failed_or_is_wanted_again(command, 
         folder, [*kept, measured(reference, 1e6)], dataset.write_pool(folder, tables)
     )
     assert main([*command, "--samples", "7", "--again", "1"]) == 0
-    output = capsys.readouterr().out
+    output, shown = capsys.readouterr()
     assert (
-        "6 samples there already\n" in output and "1 devices; the reference op takes 1000000.000 ms" in output
+        "6 samples there already\n" in output and "1 devices; the reference op takes 1000000.000 ms" in shown
     )
-    assert "groups: 3 of 3" in output and re.search(
-        r"\d samples were disturbed and are measured once more\n", output
+    assert "groups: 3 of 3" in shown and re.search(
+        r"\d samples were disturbed and are measured once more\n", shown
     )
     new = {s.request: s for s in dataset.read_compute_timings(folder) if s.measured_at > 1.0}
     assert set(new) - {reference} == {requests[i] for i in (0, 3, 4, 6)}
@@ -233,13 +234,13 @@ def test_nothing_starts_where_nothing_is_missing_or_the_machine_lacks_what_is_as
 
 @pytest.fixture
 def started(command):
-    """Starts the command in a session of its own, with a line for each sample, and ends what is left of
+    """Starts the command in a session of its own, with twenty lines of progress a second, and ends what is left of
     it."""
     runs, script = (
         [],
         (
-            "import sys; from shardcore.cli import measure; from shardcore.stages import measure as stage;"
-            "stage.CALIBRATE_S = 0.1; measure._PROGRESS_S = -1;"
+            "import sys; from shardcore.cli import progress_line; from shardcore.stages import measure as stage;"
+            "stage.CALIBRATE_S = 0.1; progress_line._LINES_S = 0.05;"
             "from shardcore.cli import main; sys.exit(main(sys.argv[1:]))"
         ),
     )
@@ -266,13 +267,15 @@ def started(command):
 
 
 def wait_for(run, line: str, timeout_s: float = 120.0) -> None:
-    """Until the process says a line that matches; fails with what it said to standard error where it ends
-    before, or in time."""
+    """Until the process shows a line that matches; fails with what it showed where it ends before, or in time."""
     ending = threading.Timer(timeout_s, os.killpg, (run.pid, signal.SIGKILL))
     ending.start()
+    shown = []
     try:
-        if not any(re.search(line, output) for output in run.stdout):
-            pytest.fail(f"it ended without saying {line!r}: {run.stderr.read()}")
+        while not (shown and re.search(line, shown[-1])):
+            shown.append(run.stderr.readline())
+            if not shown[-1]:
+                pytest.fail(f"it ended without showing {line!r}: {''.join(shown)}")
     finally:
         ending.cancel()
 
@@ -280,12 +283,12 @@ def wait_for(run, line: str, timeout_s: float = 120.0) -> None:
 @pytest.mark.long
 def test_ctrl_c_keeps_what_was_measured_and_leaves_no_process(started, folder):
     run = started("--chunk", "100000")
-    wait_for(run, "^groups: [1-9]")
+    wait_for(run, "s: groups: [1-9]")
     os.killpg(run.pid, signal.SIGINT)  # as a terminal does: to all of its processes
-    _, errors = run.communicate(
+    _, shown = run.communicate(
         timeout=60
     )  # its output ends when the last process that could write there has
-    assert run.returncode == 130 and not errors
+    assert run.returncode == 130 and all(" s: groups: " in line for line in shown.splitlines()), shown
     assert dataset.read_compute_samples(folder)  # though no chunk was full
 
 
@@ -293,7 +296,7 @@ def test_ctrl_c_keeps_what_was_measured_and_leaves_no_process(started, folder):
 def test_killed_and_resumed_it_has_every_sample_once(started, command, live, folder):
     """SIGKILL while it measures."""
     run = started("--samples", "30", "--chunk", "8")
-    wait_for(run, "^groups: (8|9|1[0-9]) of")  # a part was written
+    wait_for(run, "s: groups: (8|9|1[0-9]) of")  # a part was written
     run.kill()
     run.communicate(timeout=60)  # its measuring process sees that it is alone
     kept = dataset.read_timed_ids(folder, "compute")
