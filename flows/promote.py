@@ -1,6 +1,7 @@
 """promote: register the trained model, and make it champion if it is at least as good."""
 
 from prefect import flow
+from prefect.runtime import flow_run
 
 from flows import program
 from shardcore import report
@@ -10,18 +11,17 @@ from tasks.promote import PromoteConfig, Promotion, promote_model, promote_polic
 
 
 @flow(name="promote")
-def promote(approve: bool = False, will_publish: bool = False) -> str | None:
+def promote(approve: bool = False) -> str | None:
     """Register the trained model, and make it champion if it is at least as good as the champion.
 
+    A refresh, of which this is a part, publishes the plans afterwards. Otherwise the registry watch does.
     Returns the champion's version afterwards.
 
     Args:
         approve: Approve a model that passes, if promote.approval in params.yaml asks for a person.
-        will_publish: The caller publishes the plans afterwards. Otherwise the registry watch does.
     """
-    promotion = promote_model(
-        paths.MODEL, paths.MEASUREMENTS, params.read_section("promote", PromoteConfig), approve, will_publish
-    )
+    config, will_publish = params.read_section("promote", PromoteConfig), bool(flow_run.parent_flow_run_id)
+    promotion = promote_model(paths.MODEL, paths.MEASUREMENTS, config, approve, will_publish)
     promote_policy(paths.POLICY)
     create_markdown_artifact(promotion_page(promotion), key="promotion", description=promotion.reason)
     return promotion.champion

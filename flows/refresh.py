@@ -93,7 +93,7 @@ def refresh(
     if target == STAGES[-1]:
         # Promote and publish change the registry and the plans, so DVC does not run them.
         get_run_logger().info(stage_heading("promote", target), extra=console.STAGE)
-        champion = promote(will_publish=True)
+        champion = promote()
         done = "no model is champion yet: the line of stage promote says what the challenger waits for"
         # Without a champion, a profile prices plans, and they come with the reason why the challenger was refused.
         if champion or not params.read_section("promote", PromoteConfig).approval:

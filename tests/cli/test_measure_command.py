@@ -285,9 +285,7 @@ def test_ctrl_c_keeps_what_was_measured_and_leaves_no_process(started, folder):
     run = started("--chunk", "100000")
     wait_for(run, "s: groups: [1-9]")
     os.killpg(run.pid, signal.SIGINT)  # as a terminal does: to all of its processes
-    _, shown = run.communicate(
-        timeout=60
-    )  # its output ends when the last process that could write there has
+    _, shown = run.communicate(timeout=60)  # its output ends when the last process that could write there has
     assert run.returncode == 130 and all(" s: groups: " in line for line in shown.splitlines()), shown
     assert dataset.read_compute_samples(folder)  # though no chunk was full
 
