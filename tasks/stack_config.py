@@ -5,28 +5,74 @@ from __future__ import annotations
 import os
 import re
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import psutil
 
 from shardcore.core.errors import ShardCoreError, redact_urls
+from shardcore.core.validation import MOST_BYTES, Record, Rule, require, short_repr, within
 
-_DATABASES = {
-    "prefect_database": ("postgresql+asyncpg", "sqlite+aiosqlite"),
-    "mlflow_database": ("postgresql", "mysql", "sqlite", "mssql"),
-}
-"""Valid schemes of URLs. MLflow's may also name a driver, such as postgresql+psycopg2."""
-_LONGEST_PATH, _LONGEST_NAME = 1000, 255
-"""Most bytes of a folder's path, to which names of files are added, and of each name in it."""
-_ALLOWED_HOST = r"[A-Za-z0-9*]([A-Za-z0-9.*-]{0,251}[A-Za-z0-9*])?"
-_RAY_PORTS = ("ray_port", "ray_client_port", "dashboard_port", "metrics_port")
 _WORKER_PORTS = range(10002, 20000)
 """Default ports of Ray's workers. `ray start` fails if another of its ports is one of them."""
+_LONGEST_PATH, _LONGEST_NAME = 1000, 255
+"""Most bytes of a folder's path, to which names of files are added, and of each name in it."""
+
+
+def _database_url(*schemes: str) -> Rule:
+    """Rule that a text is "" or a database's URL of one of some schemes. These may also name a driver, such as
+    postgresql+psycopg2."""
+
+    def is_url(text: str) -> bool:
+        scheme, _, rest = text.partition("://")
+        known = rest and {scheme, scheme.partition("+")[0]} & set(schemes)
+        return not text or bool(known and text.isprintable() and " " not in text)
+
+    right = f"it needs a URL that begins with {' or '.join(f'{scheme}://' for scheme in schemes)}"
+    return Rule(is_url, right, found=lambda name, text: f"{name} {short_repr(redact_urls(text))}")
+
+
+def _is_short_path(text: str) -> bool:
+    path = Path(os.path.abspath(text))
+    longest_name = max(len(os.fsencode(name)) for name in path.parts)
+    return len(os.fsencode(path)) <= _LONGEST_PATH and longest_name <= _LONGEST_NAME
+
+
+def _first_wrong_host(names: Sequence[str]) -> str | None:
+    allowed = re.compile(r"[A-Za-z0-9*]([A-Za-z0-9.*-]{0,251}[A-Za-z0-9*])?")
+    return next((name for name in names if not allowed.fullmatch(name)), None)
+
+
+_FOLDER_RULES = (
+    Rule(
+        lambda text: os.path.abspath(text).isprintable() and not set(os.path.abspath(text)) & set("?#%"),
+        "its path becomes part of URLs: no control characters, and none of ?#%",
+    ),
+    Rule(_is_short_path, f"a path may have {_LONGEST_PATH} bytes, and each name in it {_LONGEST_NAME}"),
+    Rule(
+        lambda text: not Path.cwd().is_relative_to(os.path.abspath(text.strip())),
+        "the project is in it; it needs a folder of its own, such as .stack",
+    ),
+)
+_HOST_NAMES = Rule(
+    lambda names: _first_wrong_host(names) is None,
+    "it needs names or addresses without a port, such as shardcore.example.org or 10.0.0.*",
+    found=lambda name, names: f"{name} {short_repr(_first_wrong_host(names))}",
+)
+Port = Annotated[int, within(1, 65535)]
+RayPort = Annotated[
+    Port,
+    Rule(
+        lambda port: port not in _WORKER_PORTS,
+        f"Ray's workers have {_WORKER_PORTS.start} to {_WORKER_PORTS.stop - 1}, so it needs another",
+    ),
+]
 
 
 @dataclass(frozen=True)
-class StackConfig:
+class StackConfig(Record, noun="stack"):
     """The stack's settings.
 
     folder: folder of data, logs and the token.
@@ -40,57 +86,29 @@ class StackConfig:
       answers 403 to others. "*": any.
     """
 
-    folder: str = ".stack"
-    host: str = "127.0.0.1"
-    prefect_port: int = 4200
-    mlflow_port: int = 5000
-    ray_port: int = 6379
-    ray_client_port: int = 10001
-    dashboard_port: int = 8265
-    metrics_port: int = 8080
-    object_store_mib: int = 256
-    prefect_database: str = ""
-    mlflow_database: str = ""
+    folder: Annotated[str, *_FOLDER_RULES] = ".stack"
+    host: Annotated[str, Rule(lambda text: text.strip() != "", "it needs an address")] = "127.0.0.1"
+    prefect_port: Port = 4200
+    mlflow_port: Port = 5000
+    ray_port: RayPort = 6379
+    ray_client_port: RayPort = 10001
+    dashboard_port: RayPort = 8265
+    metrics_port: RayPort = 8080
+    object_store_mib: Annotated[int, within(80, MOST_BYTES >> 20)] = 256
+    prefect_database: Annotated[str, _database_url("postgresql+asyncpg", "sqlite+aiosqlite")] = ""
+    mlflow_database: Annotated[str, _database_url("postgresql", "mysql", "sqlite", "mssql")] = ""
     artifacts: str = ""
-    allowed_hosts: tuple[str, ...] = ()
+    allowed_hosts: Annotated[tuple[str, ...], _HOST_NAMES] = ()
 
     def __post_init__(self) -> None:
-        for name in ("folder", "host"):
-            if not getattr(self, name).strip():
-                raise ShardCoreError(
-                    f"stack.{name} is empty; it needs a value such as {getattr(StackConfig, name)}"
-                )
-        for name in self.allowed_hosts:
-            if not re.fullmatch(_ALLOWED_HOST, name):
-                raise ShardCoreError(
-                    f"stack.allowed_hosts has {_shortened_repr(name)}; it needs names or "
-                    "addresses without a port, such as shardcore.example.org or 10.0.0.*"
-                )
-        for name, kinds in _DATABASES.items():
-            value = getattr(self, name)
-            scheme, _, rest = value.partition("://")
-            known = rest and {scheme, scheme.partition("+")[0]} & set(kinds)
-            if value and not (known and value.isprintable() and " " not in value):
-                raise ShardCoreError(
-                    f"stack.{name} is {_shortened_repr(redact_urls(value))}; it "
-                    f"needs a URL that begins with "
-                    f"{' or '.join(f'{kind}://' for kind in kinds)}"
-                )
-        if wrong := _folder_fault(self.folder):
-            raise ShardCoreError(f"stack.folder is {_shortened_repr(self.folder)}; {wrong}")
-        ports = {k: v for k, v in vars(self).items() if k.endswith("_port")}
-        for name, port in ports.items():
-            if not 0 < port < 65536 or list(ports.values()).count(port) > 1:
-                raise ShardCoreError(
-                    f"stack.{name} is {port}; each port is between 1 and 65535, and one of its own"
-                )
-            if name in _RAY_PORTS and port in _WORKER_PORTS:
-                raise ShardCoreError(
-                    f"stack.{name} is {port}; Ray's workers have {_WORKER_PORTS.start} to "
-                    f"{_WORKER_PORTS.stop - 1}, so it needs another"
-                )
-        if self.object_store_mib < 80:
-            raise ShardCoreError(f"stack.object_store_mib is {self.object_store_mib}; Ray needs 80 at least")
+        super().__post_init__()
+        names: dict[int, str] = {}
+        for name in (name for name in vars(self) if name.endswith("_port")):
+            other = names.setdefault(getattr(self, name), name)
+            require(
+                name == other,
+                f"stack.{name} is {getattr(self, name)}, as {other}; each port is one of its own",
+            )
 
     @property
     def is_on_loopback(self) -> bool:
@@ -107,15 +125,12 @@ class StackConfig:
 
 def require_usable(config: StackConfig, folder: Path) -> None:
     """Raise ShardCoreError if this machine cannot run a stack of a configuration. Writes nothing."""
-    if (
-        folder.exists()
-        and any(folder.iterdir())
-        and not any(any(folder.glob(ours)) for ours in ("lock", "token", "*.pid"))
-    ):
-        raise ShardCoreError(
-            f"stack.folder is {_shortened_repr(config.folder)}, which holds other things; it "
-            f"needs a folder of its own, such as {StackConfig.folder}"
-        )
+    require(
+        not (folder.exists() and any(folder.iterdir()))
+        or any(any(folder.glob(ours)) for ours in ("lock", "token", "*.pid")),
+        f"stack.folder is {short_repr(config.folder)}, which holds other things; it needs a folder of its own, such "
+        f"as {StackConfig.folder}",
+    )
     try:
         with socket.socket() as s:
             # Only an address of this machine can be bound.
@@ -123,32 +138,15 @@ def require_usable(config: StackConfig, folder: Path) -> None:
             is_all_addresses = s.getsockname()[0] == "0.0.0.0"
     except (OSError, ValueError, TypeError) as error:  # also for a name with NUL, or a name that is too long
         raise ShardCoreError(
-            f"stack.host is {_shortened_repr(config.host)}, which is no IPv4 address of this "
-            f"machine ({error}); 127.0.0.1 serves this machine, 0.0.0.0 others "
-            "too"
+            f"stack.host is {short_repr(config.host)}, which is no IPv4 address of this machine ({error}); 127.0.0.1 "
+            "serves this machine, 0.0.0.0 others too"
         ) from None
-    if is_all_addresses and config.host != "0.0.0.0":
-        raise ShardCoreError(
-            f"stack.host is {_shortened_repr(config.host)}, which means all addresses; write 0.0.0.0 for that"
-        )
-    if config.object_store_mib > (most := psutil.virtual_memory().total >> 20):
-        raise ShardCoreError(f"stack.object_store_mib is {config.object_store_mib}; this machine has {most}")
-
-
-def _folder_fault(given: str) -> str:
-    """Why the stack cannot use a folder. "" if the folder is usable."""
-    folder = Path(os.path.abspath(given))
-    if not str(folder).isprintable() or set(str(folder)) & set("?#%"):
-        return f"its path {_shortened_repr(str(folder))} becomes part of URLs: no control characters, and none of ?#%"
-    if (
-        len(os.fsencode(folder)) > _LONGEST_PATH
-        or max(len(os.fsencode(part)) for part in folder.parts) > _LONGEST_NAME
-    ):
-        return f"a path may have {_LONGEST_PATH} bytes, and each name in it {_LONGEST_NAME}"
-    if Path.cwd().is_relative_to(folder):
-        return f"the project is in it; it needs a folder of its own, such as {StackConfig.folder}"
-    return ""
-
-
-def _shortened_repr(value: str) -> str:
-    return repr(value if len(value) <= 80 else f"{value[:77]}...")
+    require(
+        config.host == "0.0.0.0" or not is_all_addresses,
+        f"stack.host is {short_repr(config.host)}, which means all addresses; write 0.0.0.0 for that",
+    )
+    most = psutil.virtual_memory().total >> 20
+    require(
+        config.object_store_mib <= most,
+        f"stack.object_store_mib is {config.object_store_mib}; this machine has {most}",
+    )
