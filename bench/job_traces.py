@@ -221,7 +221,7 @@ def model_of_other_machine(model: Any, factor: float) -> Any:
         q: traced_factors.Factor(factor if q.family == traced_factors.COMPUTE else 1 / factor, 0.0, 0)
         for q in QUANTITIES
     }
-    return traced_factors.corrected_model(model, factors)
+    return model.corrected_by(factors)
 
 
 def error_summary(jobs: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:

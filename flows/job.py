@@ -11,9 +11,9 @@ from prefect import flow, get_run_logger, task
 from flows import program
 from shardcore.core.errors import ShardCoreError
 from shardcore.cost import composite, traced_factors, traced_training
+from shardcore.cost.known_errors import profile_of
 from shardcore.cost.model import predicted_total_ms
 from shardcore.cost.profile import write_profile
-from shardcore.cost.profile_model import ProfileModel
 from shardcore.cost.traced_training import Corrected
 from shardcore.io import files, job_folder, traced_samples, writing
 from shardcore.io.model_files import model_folders
@@ -119,13 +119,12 @@ def _newest_samples(model: object, name: str, traced: Path) -> list[TracedSample
 
 def _write_corrected_model(out: Path, by: Pricing, corrected: Corrected) -> Path | None:
     """Write a cost model corrected by traces. Returns its folder if the promotion gate should judge the model."""
-    if isinstance(corrected.model, ProfileModel):
-        write_profile(out / PROFILE_JSON, corrected.model.profile)
-        return None
-    if corrected.error_reduction < LEAST_GAIN:
-        return None
-    composite.save_models(corrected.model, out / MODEL)
-    return out / MODEL
+    if profile := profile_of(corrected.model):
+        write_profile(out / PROFILE_JSON, profile)
+    elif corrected.error_reduction >= LEAST_GAIN:
+        composite.save_models(corrected.model, out / MODEL)
+        return out / MODEL
+    return None
 
 
 def _find_run_id(folder: Path) -> str | None:
@@ -160,7 +159,8 @@ def _log_step(
         metrics["model_version"] = float(by.version)
     _log_metrics(client, metrics, job_folder.step_number(step), _traced_at_ms(step))
     mlflow.log_text(job_report.traced_step_text(job.traced), f"{job.name}/parts.txt")
-    mlflow.log_dict(dict(checked.correction.to_json()), f"{job.name}/correction.json")
+    correction = {"around_ms": checked.correction.around_ms, **checked.correction.to_json()}
+    mlflow.log_dict(correction, f"{job.name}/correction.json")
     headline = job_report.step_headline(job.total_ms, predicted_ms, checked.interval_ms)
     return f"{job.name}: {headline}. {job_report.bottleneck_sentence(job.traced.steps[-1])}"
 

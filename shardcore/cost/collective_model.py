@@ -29,6 +29,7 @@ import numpy as np
 from shardcore.core.links import LEVELS, joining_levels
 from shardcore.core.payloads import payload_of
 from shardcore.core.topology import Topology
+from shardcore.cost.model import Factor
 from shardcore.step.collectives import COLLECTIVES, carried_payload
 from shardcore.step.exchanges import ChannelTerms, OwnWork, Terms, merge_unknown_levels, with_topology_rates
 from shardcore.step.kinds import Channel
@@ -53,7 +54,7 @@ NEAR, *_, FAR = TERMS_OF_LEVEL.values()
 _COUNT_OF = [count for level in LEVELS.values() for count in level.terms.values()]
 # Terms that count bytes: those scale with the payload. head_start is a time.
 OF_BYTES = [LATENCY.stop + i for i, count in enumerate(_COUNT_OF) if count != "head_start"]
-_SKEW = LATENCY_TERMS.index("skew_ms")
+_ONCE, _SKEW = (LATENCY_TERMS.index(name) for name in ("once", "skew_ms"))
 
 FP32: Mapping[str, str] = {"forward": "fp32", "backward": "fp32"}
 """Payloads by way."""
@@ -210,6 +211,21 @@ def step_factor_name(channel: Channel, way: str) -> str:
 def step_factor(w: Mapping[str, np.ndarray], channel: Channel, way: str) -> float:
     """A collective's time in a training step over its time alone, or a substitute's. 1 where nothing was measured."""
     return float(_weight_or_substitute(w, step_factor_name, channel, way, np.ones(1))[0])
+
+
+def corrected_weights(
+    w: Mapping[str, np.ndarray], channel: Channel, way: str, correction: Factor
+) -> dict[str, np.ndarray]:
+    """Weights of a channel's exchanges that take a factor times as long in steps, and a latency more."""
+    in_step = float(np.clip(step_factor(w, channel, way) * correction.value, LEAST_IN_STEP, MOST_IN_STEP))
+    corrected = {step_factor_name(channel, way): np.array([in_step])}
+    for payload in channel.definition.payloads if correction.latency_ms else ():
+        name = rates_weight_name(channel, way, payload)
+        if name in w:
+            corrected[name] = w[name].copy()
+            # The factor multiplies it again. Exchanges run as often as the row has it.
+            corrected[name][_ONCE] += correction.latency_ms / (in_step * channel.definition.exchanges)
+    return corrected
 
 
 def substitute_words(w: Mapping[str, np.ndarray], channel: Channel) -> str:

@@ -88,18 +88,13 @@ def contended_op_ms(sums: np.ndarray, p: np.ndarray) -> float:
     # An error of 0 stands for the mean. An empty op has no logarithm.
     if p[3] == 0.0 or ms <= 0.0:
         return counted
-    # Linear interpolation of the width between knots, constant beyond the first and the last.
-    # A linear scan: Q is at most four (quantiles.py).
-    log_ms, i = math.log(ms), 0
+    # Linear interpolation of the width between knots, constant beyond the first and the last: the sum of what each
+    # piece adds. Q is at most four (quantiles.py).
     widths = knots + q
-    while i < q - 1 and log_ms > p[knots + i + 1]:
-        i += 1
-    if i == q - 1 or log_ms <= p[knots]:
-        width = p[widths + i]
-    else:
-        width = p[widths + i] + (p[widths + i + 1] - p[widths + i]) * (log_ms - p[knots + i]) / (
-            p[knots + i + 1] - p[knots + i]
-        )
+    log_ms, width = math.log(ms), p[widths]
+    for i in range(q - 1):
+        passed = (log_ms - p[knots + i]) / (p[knots + i + 1] - p[knots + i])
+        width += min(max(passed, 0.0), 1.0) * (p[widths + i + 1] - p[widths + i])
     return counted * math.exp(width * p[3])
 
 

@@ -25,7 +25,7 @@ from shardcore.core.types import Problem, Setting, Shard
 from shardcore.core.validation import describe_differences, require, require_type
 from shardcore.cost.collective_model import ALL_TO_ALL, is_measured
 from shardcore.cost.heads import Head, LinearHead
-from shardcore.cost.model import CostModel
+from shardcore.cost.model import CostModel, Factor, Quantity
 from shardcore.cost.ranges import and_more_suffix
 from shardcore.io.model_files import model_folders
 from shardcore.step.exchanges import ChannelTerms
@@ -154,6 +154,12 @@ class Composite(CostModel):
         the sum.
         """
         return replace(self, models=tuple(m.at_confidence(confidence) for m in self.models))
+
+    def corrected_by(
+        self, factors: Mapping[Quantity, Factor], lineage: Mapping[str, Any] | None = None
+    ) -> Composite:
+        """The composite of the models, each corrected by factors of traced steps."""
+        return replace(self, models=tuple(m.corrected_by(factors, lineage) for m in self.models))
 
     def launch_ms(self) -> float:
         # An op may have shards of any one precision only.

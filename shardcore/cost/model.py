@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from abc import abstractmethod
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any, Protocol, runtime_checkable
@@ -24,6 +24,7 @@ from shardcore.core.types import Plan, Problem, Setting, Shard
 from shardcore.core.validation import require, require_type, short_repr
 from shardcore.cost.heads import Compiled, Head
 from shardcore.step.exchanges import CommCost, ExchangeLaw
+from shardcore.step.kinds import CHANNELS, Channel
 from shardcore.step.lower import Workload, lower
 from shardcore.tables.host_rows import with_shared_cache_load_factors
 
@@ -35,6 +36,51 @@ def round_encodings(codes: np.ndarray) -> np.ndarray:
     accepted elsewhere leads to another plan. Rounded encodings are the same on all processors.
     """
     return codes.astype(np.float32).astype(float)
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A quantity of a step whose ms a correction multiplies.
+
+    channel: channel of an exchange. None: the quantity is of lookups.
+    way: "forward" or "backward".
+    """
+
+    channel: Channel | None
+    way: str
+
+    @property
+    def family(self) -> str:
+        return COMPUTE if self.channel is None else EXCHANGE
+
+    @property
+    def label(self) -> str:
+        return f"{self.channel.description if self.channel else 'lookups'} {self.way}"
+
+
+COMPUTE, EXCHANGE = "lookups", "exchanges"
+"""Families of quantities."""
+LOOKUPS = tuple(Quantity(None, way) for way in ("forward", "backward"))
+QUANTITIES = (
+    *LOOKUPS,
+    *(Quantity(channel, way) for channel in CHANNELS for way in channel.definition.ways),
+)
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A factor on a quantity's ms.
+
+    value: exp of the posterior mean.
+    sd: standard deviation of the posterior of its logarithm.
+    units: ranks and steps that measured it. 0: only its family did.
+    latency_ms: latency of each run, on top of the factor.
+    """
+
+    value: float
+    sd: float
+    units: int
+    latency_ms: float = 0.0
 
 
 @runtime_checkable
@@ -83,8 +129,19 @@ class CostModel(ExchangeLaw, Protocol):
         )
         return self
 
+    def corrected_by(
+        self, factors: Mapping[Quantity, Factor], lineage: Mapping[str, Any] | None = None
+    ) -> CostModel:
+        """The cost model with its ms multiplied by factors of traced steps, and their latencies added.
+
+        lineage: added to its provenance, as "job". Of it, the sources of a profile's rates name the job.
+
+        Raises ShardCoreError for a model of a kind that has no rates to multiply.
+        """
+        raise ShardCoreError(f"model is a {type(self).__name__}; traces correct trained models and profiles")
+
     @property
-    def lower(self) -> CostModel | None:
+    def bounding_model(self) -> CostModel | None:
         """The model of mean costs, for lower bounds. None if its mean costs exceed the model's own."""
         return self.at_confidence(None) if all(head.error >= 0 for head in self.heads) else None
 

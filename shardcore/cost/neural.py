@@ -23,7 +23,7 @@ from shardcore.core.validation import require, require_type, short_repr
 from shardcore.cost import collective_model, features, nets, ranges, weight_checks
 from shardcore.cost.composite import Composite, compose_models
 from shardcore.cost.heads import ContendedHead, Head
-from shardcore.cost.model import CostModel, round_encodings
+from shardcore.cost.model import LOOKUPS, QUANTITIES, CostModel, Factor, Quantity, round_encodings
 from shardcore.io import model_files, schema
 from shardcore.step.exchanges import ChannelTerms
 from shardcore.step.kinds import Channel
@@ -108,6 +108,19 @@ class NeuralModel(CostModel):
     def at_confidence(self, confidence: float | None) -> Self:
         """The model that prices an op by a quantile, at a level from 0.005 to 0.995. None: by the mean."""
         return self if confidence == self.confidence else dataclasses.replace(self, confidence=confidence)
+
+    def corrected_by(
+        self, factors: Mapping[Quantity, Factor], lineage: Mapping[str, Any] | None = None
+    ) -> NeuralModel:
+        """The model with launch, rates and collectives' factors in steps multiplied by factors of traced steps."""
+        of_ops = np.array([factors[q].value for q in LOOKUPS])
+        corrected = {name: self.weights[name] * of_ops for name in ("rates", "launch")}
+        for q in QUANTITIES:
+            if q.channel:
+                corrected |= collective_model.corrected_weights(self.weights, q.channel, q.way, factors[q])
+        about = {} if lineage is None else {"job": dict(lineage)}
+        meta = {**self.meta, "provenance": {**self.meta.get("provenance", {}), **about}}
+        return dataclasses.replace(self, weights={**self.weights, **corrected}, meta=meta)
 
     def interval(self, sums: np.ndarray, confidence: float) -> tuple[np.ndarray, np.ndarray]:
         """[...] lower and upper ms of an op. A measurement lies between them with probability `confidence`."""

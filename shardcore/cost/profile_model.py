@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -24,7 +25,15 @@ from shardcore.core.types import Problem, Setting, Shard
 from shardcore.cost import profile_law
 from shardcore.cost.heads import Head, LinearHead
 from shardcore.cost.known_errors import NOT_MEASURED
-from shardcore.cost.model import CostModel, device_phase_ms, round_encodings, step_ms
+from shardcore.cost.model import (
+    LOOKUPS,
+    CostModel,
+    Factor,
+    Quantity,
+    device_phase_ms,
+    round_encodings,
+    step_ms,
+)
 from shardcore.cost.profile import HOST_GBPS, RATES, Profile
 from shardcore.cost.profile_law import Rates
 from shardcore.step.collectives import carried_payload
@@ -32,6 +41,19 @@ from shardcore.step.exchanges import ChannelTerms, OwnWork, Terms, with_payload_
 from shardcore.step.kinds import Channel
 from shardcore.step.lower import Workload
 from shardcore.step.scopes import group_members
+
+_OF_LOOKUPS = (
+    "forward_", "backward_", "sort_lookup", "weighted_lookup", "read_gbps", "repeat_gbps",
+    "stream_gbps", "update_gbps",
+)  # fmt: skip
+"""Rates that a factor of lookups corrects, by the start of their names."""
+_OF_EXCHANGES = {
+    "all_to_all_": Quantity(Channel("all_to_all"), "forward"),
+    "reduce_scatter_": Quantity(Channel("reduce_scatter"), "forward"),
+    "all_gather_": Quantity(Channel("reduce_scatter"), "backward"),
+    "all_reduce_": Quantity(Channel("all_reduce"), "backward"),
+}
+"""The exchange whose factor corrects rates of a profile, by the start of their names."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,6 +146,30 @@ class ProfileModel(CostModel):
         # The first number of an encoding counts shards.
         terms[..., :2, 0] = np.stack(floors, -1).reshape(terms.shape[:-2] + (2,))
         return (LinearHead(terms),)
+
+    def corrected_by(
+        self, factors: Mapping[Quantity, Factor], lineage: Mapping[str, Any] | None = None
+    ) -> ProfileModel:
+        """The model of the profile with its rates corrected. Lookups share one factor in both directions."""
+        both = [factors[q] for q in LOOKUPS]
+        of_lookups = Factor(float(np.sqrt(np.prod([f.value for f in both]))), max(f.sd for f in both), 0)
+        prefixes = dict.fromkeys(_OF_LOOKUPS, of_lookups) | {
+            prefix: factors[q] for prefix, q in _OF_EXCHANGES.items()
+        }
+        words = f"corrected by traces of {lineage['job']}" if lineage else "corrected by traces"
+        rates = dict(self.profile.rates)
+        for name, rate in self.profile.rates.items():
+            if factor := next((f for prefix, f in prefixes.items() if name.startswith(prefix)), None):
+                latency_us = 1e3 * factor.latency_ms * name.endswith("_latency_us")
+                # Rates are times, or bytes in a time.
+                per_time = rate.unit == "GB/s"
+                rates[name] = dataclasses.replace(
+                    rate,
+                    value=rate.value / factor.value if per_time else rate.value * factor.value + latency_us,
+                    uncertainty=min(rate.uncertainty, factor.sd) or factor.sd,
+                    source=f"{rate.source}; {words}",
+                )
+        return dataclasses.replace(self, profile=dataclasses.replace(self.profile, rates=rates))
 
     # --- collectives ----------------------------------------------------------------------------------------
 

@@ -36,26 +36,20 @@ import numpy as np
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.payloads import payload_of
 from shardcore.core.types import Problem
-from shardcore.cost import collective_model
-from shardcore.cost.composite import Composite
-from shardcore.cost.model import CostModel, price
-from shardcore.cost.neural import NeuralModel
-from shardcore.cost.profile import Profile
-from shardcore.cost.profile_model import ProfileModel
-from shardcore.cost.traced_observations import (
+from shardcore.cost.model import (
     COMPUTE,
     EXCHANGE,
     LOOKUPS,
     QUANTITIES,
-    REDUCED,
-    RUN_AS,
-    Observations,
+    CostModel,
+    Factor,
     Quantity,
-    observe_steps,
+    price,
 )
+from shardcore.cost.traced_observations import REDUCED, RUN_AS, Observations, observe_steps
 from shardcore.io.traced_steps import TracedStep
 from shardcore.step.collectives import COLLECTIVES, carried_payload
-from shardcore.step.kinds import ID_CHANNELS, Channel
+from shardcore.step.kinds import ID_CHANNELS
 from shardcore.step.lower import Workload
 
 
@@ -94,35 +88,19 @@ FAMILIES: Mapping[str, Family] = {COMPUTE: Family(0.5, 0.15, 0.05), EXCHANGE: Fa
 
 
 @dataclass(frozen=True)
-class Factor:
-    """A factor on a quantity's ms.
-
-    value: exp of the posterior mean.
-    sd: standard deviation of the posterior of its logarithm.
-    units: ranks and steps that measured it. 0: only its family did.
-    latency_ms: latency of each run, on top of the factor.
-    """
-
-    value: float
-    sd: float
-    units: int
-    latency_ms: float = 0.0
-
-
-@dataclass(frozen=True)
 class Correction:
     """Factors of a model, and what the job does around the embeddings.
 
     factors: factor of each of QUANTITIES.
     covariance: [Q, Q] of their logarithms.
-    around_ms: ms of a step that the model has no part of: the dense part, and all else that the job does.
     refused: a line on each thing that the traces do not tell.
+    around_ms: ms of a step that the model has no part of: the dense part, and all else that the job does.
     """
 
     factors: Mapping[Quantity, Factor]
     covariance: np.ndarray
-    around_ms: float
     refused: tuple[str, ...]
+    around_ms: float = 0.0
 
     def sample_factors(self, rng: np.random.Generator) -> dict[Quantity, Factor]:
         """Draw the factors of a correction from their posterior."""
@@ -134,16 +112,11 @@ class Correction:
         }
 
     def to_json(self) -> dict[str, Any]:
-        """The correction as JSON, for a model's provenance."""
-        return {"around_ms": self.around_ms, **factors_to_json(self.factors, self.refused)}
-
-
-def factors_to_json(factors: Mapping[Quantity, Factor], refused: Sequence[str]) -> dict[str, Any]:
-    """The measured factors of a correction, and what the traces do not tell, as JSON."""
-    return {
-        "factors": {q.label: asdict(f) for q, f in factors.items() if f.units},
-        "refused": list(refused),
-    }
+        """The measured factors of a correction, and what the traces do not tell, as JSON for a model's provenance."""
+        return {
+            "factors": {q.label: asdict(f) for q, f in self.factors.items() if f.units},
+            "refused": list(self.refused),
+        }
 
 
 def with_dense_ms(problem: Problem, around_ms: float) -> Problem:
@@ -169,15 +142,16 @@ def with_traced_speeds(
     their speed.
     """
     seen = observe_steps(model, steps)
-    measured, predicted = (iter(ms[:, : len(LOOKUPS)].sum(1)) for ms in (seen.measured, seen.predicted))
-    speeds: dict[int, list[float]] = {}
+    of_ranks = (ms[:, : len(LOOKUPS)].sum(1).tolist() for ms in (seen.measured, seen.predicted))
+    units, speeds = zip(*of_ranks, strict=True), dict[int, list[float]]()
     for workload, step in steps:
-        ratios = {}
-        for rank in step.ranks:
-            took_ms, expected_ms = float(next(measured)), float(next(predicted))
+        ratios = {
+            workload.topology.ranks[rank.rank]: took_ms / expected_ms
+            # Units are the ranks of all steps, in order.
+            for rank, (took_ms, expected_ms) in zip(step.ranks, units, strict=False)
             # Short lookups are mostly noise.
-            if took_ms > LEAST_LOOKUPS * rank.total_ms and expected_ms > 0:
-                ratios[workload.topology.ranks[rank.rank]] = took_ms / expected_ms
+            if took_ms > LEAST_LOOKUPS * rank.total_ms and expected_ms > 0
+        }
         for device, ratio in ratios.items():
             speeds.setdefault(device, []).append(min(ratios.values()) / ratio)
     devices, words = list(problem.topology.devices), []
@@ -206,14 +180,13 @@ def fit_correction(
 
     Raises TracesTellNothing where they tell nothing of lookups.
     """
-    factors, covariance, refused = fit_factors(observe_steps(model, steps))
-    refused = (*describe_missing_ranks(step for _, step in steps), *refused)
-    fitted = corrected_model(model, factors)
+    found = fit_factors(observe_steps(model, steps))
+    fitted, missing = model.corrected_by(found.factors), describe_missing_ranks(step for _, step in steps)
     total_ms = step_ms or float(np.median([step.total_ms for _, step in steps]))
     inner_ms = float(
         np.median([price(workload, fitted).total_ms - workload.job.dense_ms for workload, _ in steps])
     )
-    return Correction(factors, covariance, max(0.0, total_ms - inner_ms), refused)
+    return replace(found, refused=(*missing, *found.refused), around_ms=max(0.0, total_ms - inner_ms))
 
 
 def describe_missing_ranks(steps: Iterable[TracedStep]) -> list[str]:
@@ -222,9 +195,7 @@ def describe_missing_ranks(steps: Iterable[TracedStep]) -> list[str]:
     return [f"exchanges: traces of {words} missing; such steps correct no exchange" for words in missing]
 
 
-def fit_factors(
-    seen: Observations,
-) -> tuple[dict[Quantity, Factor], np.ndarray, tuple[str, ...]]:
+def fit_factors(seen: Observations) -> Correction:
     """Fit a factor for lookups and each collective to traced steps, with covariance, and text on what is unknown.
 
     Raises TracesTellNothing where they tell nothing of lookups.
@@ -263,7 +234,7 @@ def fit_factors(
         )
         for i, q in enumerate(QUANTITIES)
     }
-    return factors, fit.covariance, tuple(refused)
+    return Correction(factors, fit.covariance, tuple(refused))
 
 
 class _Fit(NamedTuple):
@@ -276,10 +247,8 @@ class _Fit(NamedTuple):
     def correct_observations(self, seen: Observations) -> Observations:
         """The observations with the corrected model's predictions."""
         factors = np.exp(self.log)
-        runs = seen.predicted > 0
-        return seen._replace(
-            predicted=factors * seen.predicted + self.latency_ms * runs, dense=factors[REDUCED] * seen.dense
-        )
+        predicted = factors * seen.predicted + self.latency_ms * (seen.predicted > 0)
+        return seen._replace(predicted=predicted, dense=factors[REDUCED] * seen.dense)
 
 
 _EXCHANGES = np.array([q.family == EXCHANGE for q in QUANTITIES])
@@ -338,9 +307,7 @@ class _Linear(NamedTuple):
 def _fit_posterior(seen: Observations) -> _Fit:
     """Fit the posterior of all factors' logarithms, and latencies, to observed steps."""
     parts, latency_ms = _quantity_observations(seen)
-    log, covariance = parts.posterior() if len(parts.values) else (np.zeros(len(QUANTITIES)), _PRIOR)
-    if _overlap_observation(seen, log) is None:
-        return _Fit(log, covariance, latency_ms)
+    log, covariance = parts.posterior()
     at = log
     for _ in range(_ROUNDS):
         log, covariance = parts.joined_with(_overlap_observation(seen, at)).posterior()
@@ -451,82 +418,3 @@ def describe_mismatches(workload: Workload, step: TracedStep) -> list[str]:
                 )
                 break
     return lines
-
-
-# --- the corrected model --------------------------------------------------------------------------------------
-
-
-def corrected_model(
-    model: Any, factors: Mapping[Quantity, Factor], lineage: Mapping[str, Any] | None = None
-) -> Any:
-    """The cost model with its ms multiplied by traced factors, and latencies added.
-
-    lineage: added to its provenance, as "job". Of it, the sources of a profile's rates name the job.
-
-    Raises ShardCoreError for a model of a kind that has no rates to multiply.
-    """
-    if isinstance(model, Composite):
-        return replace(model, models=tuple(corrected_model(m, factors, lineage) for m in model.models))
-    if isinstance(model, ProfileModel):
-        return replace(model, profile=_corrected_profile(model.profile, factors, lineage))
-    if not isinstance(model, NeuralModel):
-        raise ShardCoreError(f"model is a {type(model).__name__}; traces correct trained models and profiles")
-    of_ops = np.array([factors[Quantity(None, way)].value for way in ("forward", "backward")])
-    scaled = {name: model.weights[name] * of_ops for name in ("rates", "launch")}
-    once = collective_model.EXCHANGE_TERMS.index("once")
-    for q in QUANTITIES:
-        if q.channel is None:
-            continue
-        in_step = collective_model.step_factor(model.weights, q.channel, q.way) * factors[q].value
-        factor = float(np.clip(in_step, collective_model.LEAST_IN_STEP, collective_model.MOST_IN_STEP))
-        scaled[collective_model.step_factor_name(q.channel, q.way)] = np.array([factor])
-        for payload in q.channel.definition.payloads:
-            name = collective_model.rates_weight_name(q.channel, q.way, payload)
-            if name in model.weights and factors[q].latency_ms:
-                rates = model.weights[name].copy()
-                # The factor multiplies it again. Exchanges run as often as the row has it.
-                rates[once] += factors[q].latency_ms / (factor * q.channel.definition.exchanges)
-                scaled[name] = rates
-    meta = model.meta
-    if lineage is not None:
-        meta = {**meta, "provenance": {**meta.get("provenance", {}), "job": dict(lineage)}}
-    return replace(model, weights={**model.weights, **scaled}, meta=meta)
-
-
-def _corrected_profile(
-    profile: Profile, factors: Mapping[Quantity, Factor], lineage: Mapping[str, Any] | None
-) -> Profile:
-    """The hardware profile with rates corrected by traced factors. Lookups share one factor in both directions."""
-    both = [factors[Quantity(None, way)] for way in ("forward", "backward")]
-    of_lookups = Factor(float(np.sqrt(np.prod([f.value for f in both]))), max(f.sd for f in both), 0)
-    words = f"traces of {lineage['job']}" if lineage else "traces"
-    rates = dict(profile.rates)
-    for name, rate in profile.rates.items():
-        exchange = next((q for prefix, q in _OF_PROFILE.items() if name.startswith(prefix)), None)
-        if exchange is None and not name.startswith(_OF_LOOKUPS):
-            continue
-        factor = of_lookups if exchange is None else factors[exchange]
-        latency_us = 1e3 * factor.latency_ms * name.endswith("_latency_us")
-        rates[name] = replace(
-            rate,
-            # Rates are times, or bytes in a time.
-            value=rate.value / factor.value
-            if rate.unit == "GB/s"
-            else rate.value * factor.value + latency_us,
-            uncertainty=min(rate.uncertainty, factor.sd) or factor.sd,
-            source=f"{rate.source}; corrected by {words}",
-        )
-    return replace(profile, rates=rates)
-
-
-_OF_LOOKUPS = (
-    "forward_", "backward_", "sort_lookup", "weighted_lookup", "read_gbps", "repeat_gbps",
-    "stream_gbps", "update_gbps",
-)  # fmt: skip
-_OF_PROFILE = {
-    "all_to_all_": Quantity(Channel("all_to_all"), "forward"),
-    "reduce_scatter_": Quantity(Channel("reduce_scatter"), "forward"),
-    "all_gather_": Quantity(Channel("reduce_scatter"), "backward"),
-    "all_reduce_": Quantity(Channel("all_reduce"), "backward"),
-}
-"""The exchange whose factor corrects rates of a profile, by the start of their names."""

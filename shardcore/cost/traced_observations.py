@@ -14,46 +14,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardcore.cost.model import CostModel, price
+from shardcore.cost.model import COMPUTE, LOOKUPS, QUANTITIES, CostModel, Quantity, price
 from shardcore.io.traced_steps import RankStep, TracedStep
 from shardcore.step.exchanges import channel_transfer_ms
 from shardcore.step.kinds import CHANNELS, ID_CHANNELS, Channel
 from shardcore.step.lower import Workload
 
-COMPUTE, EXCHANGE = "lookups", "exchanges"
-"""Families of quantities."""
-
-
-@dataclass(frozen=True)
-class Quantity:
-    """One measured quantity of a step.
-
-    channel: channel of an exchange. None: the quantity is of lookups.
-    way: "forward" or "backward".
-    """
-
-    channel: Channel | None
-    way: str
-
-    @property
-    def family(self) -> str:
-        return COMPUTE if self.channel is None else EXCHANGE
-
-    @property
-    def label(self) -> str:
-        return f"{self.channel.description if self.channel else 'lookups'} {self.way}"
-
-
-LOOKUPS = tuple(Quantity(None, way) for way in ("forward", "backward"))
-QUANTITIES = (
-    *LOOKUPS,
-    *(Quantity(channel, way) for channel in CHANNELS for way in channel.definition.ways),
-)
 ALL_REDUCE = Channel("all_reduce")
 """The collective that dense gradients travel in, with those of replicas."""
 REDUCED = QUANTITIES.index(Quantity(ALL_REDUCE, "backward"))

@@ -140,7 +140,7 @@ def correct_model(model: Any, samples: Sequence[TracedSample]) -> Corrected:
         of = "" if before is None else f"; error on held-out traces {before:.1f}%"
         return _keep_model(model, before, f"no traced step that the model has not learned from{of}")
     try:
-        factors, _, refused = traced_factors.fit_factors(observe_samples(model, learned))
+        found = traced_factors.fit_factors(observe_samples(model, learned))
     except TracesTellNothing as nothing:
         return _keep_model(model, before, f"{nothing}; the model is left as it is")
     names = {sample.name for sample in learned}
@@ -153,18 +153,18 @@ def correct_model(model: Any, samples: Sequence[TracedSample]) -> Corrected:
         "job": jobs,
         "steps": [*earlier["steps"], *(sample.name for sample in learned)],
         "traces": earlier["traces"] | {sample.name: dict(sample.traces) for sample in learned},
-        **traced_factors.factors_to_json(factors, (*missing, *refused)),
+        **replace(found, refused=(*missing, *found.refused)).to_json(),
     }
     words = f"the correction by {len(learned)} traced steps of {jobs}"
     if before is None:
-        after_it = traced_factors.corrected_model(model, factors, lineage)
-        return Corrected(after_it, None, f"{words} is judged by nothing: no step is held out")
-    after = mean_percent_error(traced_factors.corrected_model(model, factors), parts.held_out)
+        corrected = model.corrected_by(found.factors, lineage)
+        return Corrected(corrected, None, f"{words} is judged by nothing: no step is held out")
+    after = mean_percent_error(model.corrected_by(found.factors), parts.held_out)
     words = f"error on held-out traces {before:.1f}% before and {after:.1f}% after {words}"
     if after > before:
         return _keep_model(model, before, f"{words}: the model is left as it is")
     lineage |= {"held_out": [sample.name for sample in parts.held_out], "held_out_errors": [before, after]}
-    return Corrected(traced_factors.corrected_model(model, factors, lineage), (before, after), words)
+    return Corrected(model.corrected_by(found.factors, lineage), (before, after), words)
 
 
 def _keep_model(model: Any, error: float | None, words: str) -> Corrected:

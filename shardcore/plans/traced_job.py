@@ -167,9 +167,10 @@ def check_traced_job(job: ReadJob, model: CostModel) -> CheckedJob:
         "job": job.name,
         "steps": [of.name],
         "traces": {of.name: dict(of.traces)},
+        "around_ms": correction.around_ms,
         **correction.to_json(),
     }
-    corrected = traced_factors.corrected_model(model, correction.factors, lineage)
+    corrected = model.corrected_by(correction.factors, lineage)
     # The correction may find another dense part than the trace shows.
     problem = traced_factors.with_dense_ms(with_slow, correction.around_ms)
     after = price_plan(plan, problem, corrected.for_problem(problem), fits=False)
@@ -188,7 +189,7 @@ def step_interval_ms(plan: Plan, problem: Problem, model: Any, correction: Corre
     """Interval of a step's predicted ms, with correction factors drawn from their posterior."""
     # A fixed seed, so that the same traces give the same interval.
     rng, workload = np.random.default_rng(0), lower(plan, problem, fits=False)
-    models = (traced_factors.corrected_model(model, correction.sample_factors(rng)) for _ in range(DRAWS))
+    models = (model.corrected_by(correction.sample_factors(rng)) for _ in range(DRAWS))
     totals = [predicted_total_ms(workload, drawn.for_problem(problem)) for drawn in models]
     low, high = np.quantile(totals, INTERVAL).tolist()
     return low, high

@@ -89,7 +89,7 @@ class CostModelConformance:
 
     def test_the_model_for_bounds_never_costs_more(self) -> None:
         model, codes = self._model_and_encodings()
-        bounding = model.lower
+        bounding = model.bounding_model
         if bounding is None:
             return
         sums, slack = np.cumsum(codes, axis=0), 1 + self.tolerance
@@ -101,7 +101,7 @@ class CostModelConformance:
     def test_exchanges_are_as_the_model_for_bounds_says(self) -> None:
         """Even exchanges cost at least their linear lower bound, and at most as much as uneven exchanges."""
         model, _ = self._model_and_encodings()
-        topology, bounding = self.problem().topology, model.lower
+        topology, bounding = self.problem().topology, model.bounding_model
         if bounding is None or not is_even_division_cheapest(bounding, topology):
             return
         n, rng, slack = len(topology), np.random.default_rng(0), 1 + 100 * self.tolerance

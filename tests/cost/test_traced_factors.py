@@ -27,7 +27,6 @@ from shardcore.cost.traced_factors import (
     QUANTITIES,
     Factor,
     Quantity,
-    corrected_model,
     fit_correction,
     with_dense_ms,
 )
@@ -38,7 +37,7 @@ from shardcore.step.lower import lower
 def fitted(model, compute, exchange, **more):
     given = problem()
     workload = lower(by_columns(given), given)
-    truth = corrected_model(model, factors_of(compute, exchange))
+    truth = model.corrected_by(factors_of(compute, exchange))
     step = traced(workload, truth, **more)
     return fit_correction(model, [(workload, step)], price(workload, truth).total_ms), truth
 
@@ -46,7 +45,7 @@ def fitted(model, compute, exchange, **more):
 @pytest.mark.parametrize("compute, exchange", [(1.0, 1.0), (2.0, 1.0), (1.0, 3.0), (0.6, 0.4)])
 def test_one_traced_step_corrects_the_steps_of_other_plans(model, compute, exchange):
     found, truth = fitted(model, compute, exchange)
-    ours = corrected_model(model, found.factors)
+    ours = model.corrected_by(found.factors)
     for plan_of in (by_columns, by_rows, lambda p: by_columns(p, 1)):
         given = with_dense_ms(problem(), found.around_ms)
         workload = lower(plan_of(given), given)
@@ -86,7 +85,7 @@ def test_what_no_factor_explains_is_a_latency_up_to_a_tick_of_the_scheduler(mode
     given = problem()
     workload = lower(by_columns(given), given)
     found = fit_correction(model, [(workload, later(traced(workload, model), added_ms))])
-    ours = corrected_model(model, found.factors)
+    ours = model.corrected_by(found.factors)
     for way in ("forward", "backward"):
         factor = found.factors[Quantity(ALL_TO_ALL, way)]
         assert factor.latency_ms == pytest.approx(latency_ms, rel=0.2)
@@ -118,7 +117,7 @@ def test_overlapping_exchanges_are_corrected_by_their_sum(model, exchange, share
     """A trace gives one of two exchanges that share all moments too much, and the other too little."""
     given = problem()
     workload = lower(by_columns(given), given)
-    step = overlapping(traced(workload, corrected_model(model, factors_of(1.5, exchange))), shared)
+    step = overlapping(traced(workload, model.corrected_by(factors_of(1.5, exchange))), shared)
     found = fit_correction(model, [(workload, step)])
     factors = [found.factors[Quantity(ALL_TO_ALL, way)].value for way in ("forward", "backward")]
     assert factors == pytest.approx([forward, backward], rel=0.2)
@@ -138,7 +137,7 @@ def test_waiting_is_not_learned_as_slow_exchanges(model, exchange):
     """A rank waits ten times as long as its exchanges take."""
     given = problem()
     workload = lower(by_columns(given), given)
-    step = traced(workload, corrected_model(model, factors_of(1.0, exchange)))
+    step = traced(workload, model.corrected_by(factors_of(1.0, exchange)))
     waits_ms = 10 * sum(x.exposed_ms for x in step.ranks[0].exchanges)
     quiet, late = (fit_correction(model, [(workload, one)]) for one in (step, waiting(step, waits_ms)))
     for way in ("forward", "backward"):
@@ -159,7 +158,7 @@ def of_some_ranks(step, world_size):
 def test_steps_without_some_ranks_correct_lookups_and_no_exchange(model):
     given = problem()
     workload = lower(by_columns(given), given)
-    step = of_some_ranks(traced(workload, corrected_model(model, factors_of(2.0, 4.0))), 5)
+    step = of_some_ranks(traced(workload, model.corrected_by(factors_of(2.0, 4.0))), 5)
     found = fit_correction(model, [(workload, step)])
     assert found.factors[Quantity(None, "forward")].value == pytest.approx(2.0, rel=0.1)
     for q in QUANTITIES:
@@ -178,7 +177,7 @@ def test_moments_shared_with_transfers_that_no_plan_has_tell_no_sum(model):
     """A trace says little about an exchange that always overlaps another library's."""
     given = problem()
     workload = lower(by_columns(given), given)
-    step = overlapping(traced(workload, corrected_model(model, factors_of(1.0, 3.0))), 1.0)
+    step = overlapping(traced(workload, model.corrected_by(factors_of(1.0, 3.0))), 1.0)
     other = TracedExchange("all_gather", "other", 0, 0.0, 99.0, 99.0, 99.0)
     ranks = tuple(dataclasses.replace(r, exchanges=(*r.exchanges, other)) for r in step.ranks)
     beside, alone = (
@@ -216,7 +215,7 @@ def test_traces_without_lookups_are_refused(model):
 
 def test_a_model_without_weights_is_refused():
     with pytest.raises(ShardCoreError, match="AnalyticModel; traces correct trained models and"):
-        corrected_model(AnalyticModel(SETTING), factors_of())
+        AnalyticModel(SETTING).corrected_by(factors_of())
 
 
 def test_bytes_of_another_plan_are_named(model):
@@ -244,7 +243,7 @@ def test_bytes_of_a_smaller_payload_are_those_of_the_plan(model):
 
 def test_a_corrected_model_is_a_model_with_its_lineage(model, tmp_path):
     lineage = {"job": "step-00001000", "steps": [1], "traces": {"0": "0123456789abcdef"}}
-    ours = corrected_model(model, factors_of(1.5, 0.5), lineage)
+    ours = model.corrected_by(factors_of(1.5, 0.5), lineage)
     composite.save_models(ours, tmp_path)
     loaded = composite.load_models(tmp_path)
     assert loaded.meta["provenance"]["job"] == lineage
@@ -258,7 +257,7 @@ def test_a_corrected_model_is_a_model_with_its_lineage(model, tmp_path):
 
 def test_several_precisions_are_corrected_together(model, tmp_path):
     other = dataclasses.replace(model, setting=dataclasses.replace(model.setting, precision="fp16"))
-    both = corrected_model(composite.Composite((other, model)), factors_of(2.0))
+    both = composite.Composite((other, model)).corrected_by(factors_of(2.0))
     assert [one.launch_ms() for one in both.models] == pytest.approx([2 * model.launch_ms()] * 2)
     composite.save_models(both, tmp_path)
     assert composite.load_models(tmp_path).setting == both.setting
@@ -272,12 +271,10 @@ def test_a_profile_is_corrected_in_its_rates(tmp_path):
     profile = load_profile("nvidia-h100-sxm")
     given = problem()
     ours = profile.model().for_problem(given)
-    truth = corrected_model(
-        ours, {q: Factor(1.6 if q.family == COMPUTE else 2.0, 0.0, 1) for q in QUANTITIES}
-    )
+    truth = ours.corrected_by({q: Factor(1.6 if q.family == COMPUTE else 2.0, 0.0, 1) for q in QUANTITIES})
     workload = lower(by_columns(given), given)
     found = fit_correction(ours, [(workload, traced(workload, truth))], price(workload, truth).total_ms)
-    fixed = corrected_model(ours, found.factors, {"job": "step-00001000"})
+    fixed = ours.corrected_by(found.factors, {"job": "step-00001000"})
     for plan_of in (by_columns, by_rows):
         other = lower(plan_of(given), with_dense_ms(given, found.around_ms))
         assert price(other, fixed).total_ms == pytest.approx(price(other, truth).total_ms, rel=0.05)

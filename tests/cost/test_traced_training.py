@@ -11,14 +11,13 @@ from traced_jobs import by_columns, factors_of, sample
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting
 from shardcore.cost import fit, traced_training, training
-from shardcore.cost.traced_factors import corrected_model
 from shardcore.io import dataset, replays, traced_samples
 
 CONFIG = fit.FitConfig(epochs=1, hidden=(4,))
 
 
 def true_machine(model, compute=1.5, exchange=2.0):
-    return corrected_model(model, factors_of(compute, exchange))
+    return model.corrected_by(factors_of(compute, exchange))
 
 
 def others(given):

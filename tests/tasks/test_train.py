@@ -21,7 +21,6 @@ from shardcore.core.types import Problem, Setting
 from shardcore.cost import accuracy, collective_model, fit, neural
 from shardcore.cost.model import price
 from shardcore.cost.step_factors import FEWEST_STEPS
-from shardcore.cost.traced_factors import corrected_model
 from shardcore.io import dataset, files, model_files, replays, schema, traced_samples
 from shardcore.io.measurements import Spread, StepSample
 from shardcore.measure.replay import ReplayConfig
@@ -131,7 +130,7 @@ def test_shipped_samples_that_differ_in_hardware_only_lend_unasked(place):
 
 @pytest.mark.long
 def test_traced_steps_of_jobs_join_unasked_and_are_on_record(joined):
-    truth = corrected_model(neural.load("data/model"), factors_of(2.0, 2.0))
+    truth = neural.load("data/model").corrected_by(factors_of(2.0, 2.0))
     for number in (1000, 2000):
         traced_samples.add_traced_sample("datasets/jobs", sample(truth, number))
     train(learning_curve=False)

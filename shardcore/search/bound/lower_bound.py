@@ -55,12 +55,12 @@ def prove_lower_bound(
     None where the model proves nothing. Raises SettingMismatch for a model of another setting.
     """
     problem.require_setting(model.setting)
-    if (lower := model.lower) is None:
+    if (bounding := model.bounding_model) is None:
         return None
     runs = runs_of_problem(
-        problem, lower, layouts_shared_by_groups(problem.topology) if shared is None else shared
+        problem, bounding, layouts_shared_by_groups(problem.topology) if shared is None else shared
     )
-    program = Program(problem, lower, runs)
+    program = Program(problem, bounding, runs)
     proved_ms, even_ms = program.lower_bound_ms()
     limit = "the work of all tables, divided evenly"
     if proved_ms > even_ms * (1 + _MORE):
