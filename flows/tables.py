@@ -20,7 +20,8 @@ from tasks import console, params, paths
 class TablesConfig(PoolConfig):
     """The pool of tables: a generated one, or another source.
 
-    source: "generated" (calibrated to dlrm_datasets), the name of a public list, or a file of dlrm_datasets.
+    source: generated (calibrated to dlrm_datasets), a list of shardcore/tables/public_tables.json, or a file of
+      dlrm_datasets (.pt.gz)
     """
 
     source: str = "generated"

@@ -37,7 +37,7 @@ _LEVELS = (50, 60, 70, 80, 90, 95, 99)
 
 @dataclass(frozen=True)
 class TrainConfig(fit.FitConfig):
-    """FitConfig, and fields of the stage.
+    """Training of cost models: FitConfig, and fields of the stage.
 
     datasets: shipped folders whose samples lend the shape of costs (cost/lending.py). None: all whose settings differ
       from this one in hardware only, and traced steps of jobs on this hardware.

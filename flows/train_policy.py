@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import mlflow
 from mlflow.entities import Metric
 from prefect import flow, get_run_logger, task
 
 from flows import program
-from shardcore.core.errors import ShardCoreError
+from shardcore.core.validation import one_of
 from shardcore.cost import neural
 from shardcore.io import files, model_files, writing
 from shardcore.search.learned.policy import NETS, POLICY_JSON, write_policy
@@ -28,21 +28,16 @@ Part = TypeVar("Part", PolicyConfig, PolicyProblems)
 
 @dataclass(frozen=True)
 class TrainPolicyConfig(PolicyConfig, PolicyProblems):
-    """PolicyConfig and PolicyProblems, and the policy.
+    """Training of a policy: PolicyConfig and PolicyProblems, and the policy.
 
-    algorithm: name of the policy. null: none is trained.
+    algorithm: policy that `dvc repro train_policy` trains (docs/plan_policies.md). null: none
     """
 
-    algorithm: str | None = None
+    algorithm: Annotated[str | None, one_of(NETS)] = None
 
     def __post_init__(self) -> None:
         PolicyConfig.__post_init__(self)
         PolicyProblems.__post_init__(self)
-        if self.algorithm is not None and self.algorithm not in NETS:
-            raise ShardCoreError(
-                f"train_policy config has algorithm {self.algorithm!r}; "
-                f"known are {', '.join(NETS)}, or null for none"
-            )
 
     def part_of_type(self, cls: type[Part]) -> Part:
         """The part of this config that is a `cls`: a PolicyConfig or a PolicyProblems."""

@@ -6,10 +6,11 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.types import Setting
-from shardcore.core.validation import describe_differences
+from shardcore.core.types import OPTIMIZERS, PRECISION_BYTES, Setting
+from shardcore.core.validation import MOST_BATCH, Record, describe_differences, one_of, within
 from shardcore.io import dataset
 
 AUTO = "auto"
@@ -17,19 +18,19 @@ AUTO = "auto"
 
 
 @dataclass(frozen=True)
-class SettingConfig:
+class SettingConfig(Record, noun="setting"):
     """The Setting to measure in.
 
-    hardware: name of the device. "auto": the device at hand.
-    batch: global batch, samples.
-    precision: precision of the weights.
-    optimizer: optimizer of the embedding tables.
+    hardware: name of the device; auto: the device at hand
+    batch: global batch; 65536 is usual on GPUs
+    precision: precision of the weights
+    optimizer: optimizer of the embeddings; docs/measure.md says which run where
     """
 
     hardware: str = AUTO
-    batch: int = 2048
-    precision: str = "fp32"
-    optimizer: str = "exact_sgd"
+    batch: Annotated[int, within(1, MOST_BATCH)] = 2048
+    precision: Annotated[str, one_of(PRECISION_BYTES)] = "fp32"
+    optimizer: Annotated[str, one_of(OPTIMIZERS)] = "exact_sgd"
 
     def setting(self, at_hand: Callable[[], str] | None = None) -> Setting:
         """Setting of this config. at_hand: names the device for hardware "auto"; default: this machine's device."""

@@ -73,7 +73,7 @@ RayPort = Annotated[
 
 @dataclass(frozen=True)
 class StackConfig(Record, noun="stack"):
-    """The stack's settings.
+    """Settings of the stack (`make up`).
 
     folder: folder of data, logs and the token.
     host: address at which the services listen. 0.0.0.0: all addresses of this machine.

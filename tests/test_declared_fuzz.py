@@ -40,7 +40,7 @@ def all_cases(sound, tmp_path_factory):
     return found
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(600 + EXAMPLES)
 @pytest.mark.parametrize("name", NAMES)
 def test_what_a_declaration_forbids_is_refused_and_all_else_can_be_used(sound, all_cases, name):
     nonsense, refused = [], 0

@@ -214,14 +214,23 @@ def schemas() -> str:
 def _record(place: str) -> Iterator[str]:
     module, _, name = place.partition(":")
     cls = getattr(import_module(f"shardcore.{module}"), name)
-    text = inspect.getdoc(cls) or ""
-    words = {f: " ".join(said.split()) for names, said in FIELD.findall(text) for f in names.split(", ")}
+    text, words = inspect.getdoc(cls) or "", field_texts(cls)
     summary = text.partition("\n")[0] if not text.startswith(f"{name}(") else ""
     yield f"### {name.lstrip('_')} of {module}\n\n{_cell(summary)}"
     rows = [
         (f"`{f.name}`", _type(f), _default(f), _cell(words.get(f.name, ""))) for f in dataclasses.fields(cls)
     ]
     yield markdown_table(("field", "type", "default", "meaning"), rows)
+
+
+def field_texts(cls: type) -> dict[str, str]:
+    """What each field of a class is, from its docstring and those of its bases."""
+    return {
+        name: " ".join(text.split())
+        for base in reversed(cls.__mro__)
+        for names, text in FIELD.findall(inspect.getdoc(base) or "")
+        for name in names.split(", ")
+    }
 
 
 def _type(field: dataclasses.Field) -> str:

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
+from importlib import import_module
 from typing import Any, TextIO
 
 from shardcore import __version__
-from shardcore.cli import (
-    job,
-    measure,
-    measurements,
-    plans,
-    policies,
-    problems,
-    profiles,
-    published,
-    replays,
-    topologies,
+from shardcore.cli.commands import COMMANDS, GROUPS
+from shardcore.cli.options import (
+    Formatter,
+    add_command,
+    build_options,
+    require_needed_options,
+    require_writable_outputs,
 )
-from shardcore.cli.options import Formatter, build_options, require_writable_outputs
 from shardcore.core.errors import ShardCoreError, escape_unprintable
 from shardcore.core.extras import explain_missing_extras
 from shardcore.core.gc_pause import infrequent_gc
@@ -46,21 +43,22 @@ def command_line_parser() -> argparse.ArgumentParser:
     """Command-line parser with all commands of `shardcore`."""
     parser = argparse.ArgumentParser(prog="shardcore", description=__doc__, formatter_class=Formatter)
     parser.add_argument("--version", action="version", version=f"shardcore {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for group in (
-        plans,
-        replays,
-        problems,
-        measure,
-        measurements,
-        policies,
-        profiles,
-        topologies,
-        published,
-        job,
-    ):
-        group.command.add_to(commands)
+    groups = {"": parser.add_subparsers(required=True, metavar="COMMAND")}
+    for name, (_, options) in COMMANDS.items():
+        group, _, own_name = name.rpartition(" ")
+        if group not in groups:
+            summary = GROUPS[group]
+            inner = groups[""].add_parser(group, help=summary, description=summary, formatter_class=Formatter)
+            groups[group] = inner.add_subparsers(required=True, metavar="COMMAND")
+        add_command(groups[group], own_name, options).set_defaults(command=name)
     return parser
+
+
+def run_command(name: str, options: Any) -> None:
+    """Run a command: import its module, and call its function of the options."""
+    module, _ = COMMANDS[name]
+    run = getattr(import_module(f"shardcore.cli.{module}"), re.sub("[ -]", "_", name))
+    run(options)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             sys.stdout.flush()  # here, as the reader of help may be gone, too
         options = build_options(parsed)
+        require_needed_options(options)
         require_writable_outputs(options)
         with (
             infrequent_gc(),
@@ -77,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             redirect_stdout(_EscapedStream(sys.stdout)),
             redirect_stderr(_EscapedStream(sys.stderr)),
         ):
-            parsed.run(options)
+            run_command(parsed.command, options)
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader has what it wanted. Python would complain again when it flushes at its end.

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from shardcore.cli.commands import ExportOptions
 from shardcore.core.types import Problem
-
-if TYPE_CHECKING:
-    from shardcore.cli.plans import ExportOptions
-    from shardcore.cost.model import CostModel
-    from shardcore.step.sharding_groups import GroupedPlan
+from shardcore.cost.model import CostModel
+from shardcore.io.files import read_grouped_plan
+from shardcore.search.decisions.groups import grouped_cost, synchronisation_workloads
+from shardcore.step.lower import lower
+from shardcore.step.sharding_groups import GroupedPlan, describe_grouping
+from shardcore.torchrec.dmp_collection import to_dmp_collection, write_dmp_collection
 
 
 def grouped_cost_json(grouped: GroupedPlan, problem: Problem, model: CostModel) -> dict[str, Any]:
@@ -19,8 +21,6 @@ def grouped_cost_json(grouped: GroupedPlan, problem: Problem, model: CostModel) 
 
     model: model for the problem of a group.
     """
-    from shardcore.search.decisions.groups import grouped_cost
-
     cost = grouped_cost(grouped, problem, model)
     return {
         "total_ms": cost.total_ms,
@@ -32,8 +32,6 @@ def grouped_cost_json(grouped: GroupedPlan, problem: Problem, model: CostModel) 
 
 def grouped_cost_text(priced: Mapping[str, Any], grouped: GroupedPlan, problem: Problem) -> str:
     """Text on a grouped plan's cost: one step, and synchronising replicas. priced: result of `grouped_cost_json`."""
-    from shardcore.step.sharding_groups import describe_grouping
-
     return (
         f"{describe_grouping(grouped.grouping, problem)}: {priced['step_ms']:.3f} ms in a group, "
         f"and {priced['sync_ms']:.3f} ms "
@@ -46,9 +44,6 @@ def extrapolation_sentences(grouped: GroupedPlan, problem: Problem, model: CostM
 
     model: model for the problem of a group.
     """
-    from shardcore.search.decisions.groups import synchronisation_workloads
-    from shardcore.step.lower import lower
-
     sentences = []
     # These come first, as only a few are shown: all weights travel at once, which is much more than steps
     # exchange.
@@ -60,9 +55,6 @@ def extrapolation_sentences(grouped: GroupedPlan, problem: Problem, model: CostM
 
 def export_grouped_plan(args: ExportOptions, problem: Problem) -> None:
     """Write a grouped plan as arguments of TorchRec's DMPCollection."""
-    from shardcore.io.files import read_grouped_plan
-    from shardcore.torchrec.dmp_collection import to_dmp_collection, write_dmp_collection
-
     grouped = read_grouped_plan(args.plan, problem)
     write_dmp_collection(
         args.out,

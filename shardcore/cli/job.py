@@ -5,111 +5,36 @@ from __future__ import annotations
 import os
 import sys
 import time
-from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from shardcore.cli import models
-from shardcore.cli.models import ModelOptions
-from shardcore.cli.options import (
-    DatasetFolder,
-    Device,
-    Group,
-    Natural,
-    Output,
-    PlanFile,
-    Positive,
-    PositiveFloat,
-    ProblemFile,
-    SearchOptions,
+from shardcore.cli.commands import (
+    IN_THE_JOB,
+    FollowOptions,
+    JobOptions,
+    RatesOptions,
+    ReadOptions,
+    WatchOptions,
 )
 from shardcore.cli.progress_line import showing_progress
 from shardcore.core.errors import ShardCoreError, Unreachable
-from shardcore.core.progress import report
-from shardcore.io.model_files import MODEL_JSON, MODEL_WEIGHTS
-
-if TYPE_CHECKING:
-    from shardcore.cost.model import CostModel
-    from shardcore.plans.traced_job import CheckedJob, ReadJob
-
-command = Group(
-    "job",
-    "Read a running TorchRec job's traces: where its steps spend their time, why, and what a better plan would "
-    "bring. Follow its moves between plans.",
-)
-
-JobFolder = Annotated[Path, "FOLDER"]
-IN_THE_JOB = """\
-In the training job, on all ranks:
-
-    from shardcore.plans.followed import StoredPlans
-    from shardcore.torchrec.moves.follow import PlanFollower
-
-    follower = PlanFollower(model, StoredPlans("PLANS", "NAME", job="trainer"), optimizer)
-    for batch in batches:
-        train(batch)
-        follower.step()
-
-Rank 0 reads the store now and then, and reports there. All ranks move between the same two steps. Then they measure
-as many steps as before, and move back if these are slower than before and than predicted."""
-
+from shardcore.cost import composite
+from shardcore.cost.model import CostModel
+from shardcore.cost.move_rates import write_move_rates
+from shardcore.cost.profile import write_profile
+from shardcore.io import files, job_folder, traced_samples
+from shardcore.plans import followed, store, traced_job
+from shardcore.plans.replan import ReplanConfig
+from shardcore.plans.traced_job import CheckedJob, ReadJob
+from shardcore.report import follow_report, job_report
 
 # --- read ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class _ModelOptions(ModelOptions):
-    """Options of a command that compares a job with a model, if one is given.
-
-    problem: problem of the job, if its traces are not by ShardCoreProfiler
-    plan: plan in use, if its traces are not by ShardCoreProfiler
-    """
-
-    REQUIRED: ClassVar[tuple[tuple[str, ...], ...]] = ()
-    EXCLUSIVE: ClassVar[tuple[tuple[str, ...], ...]] = (("model", "hardware"), ("budget_s", "budget_evals"))
-    problem: ProblemFile | None = None
-    plan: PlanFile | None = None
-
-
-@dataclass(frozen=True)
-class ReadOptions(_ModelOptions, SearchOptions):
-    """Show where a job's newest traced step spends its time, and compare it with a model.
-
-    folder: folder of ShardCoreProfiler, or any folder of torch.profiler's traces, one a rank
-    propose: search a better plan under the corrected model, and show its gain
-    out: write the model there, corrected by the traces
-    out_profile: write the profile there, corrected by the traces
-    out_plan: write the proposed plan there
-    out_problem: write its problem there, with the lookups and the dense part of the job
-    append: add the traced step to this dataset, so that training combines jobs and measurements
-    """
-
-    folder: JobFolder
-    _: KW_ONLY
-    propose: bool = False
-    out: Annotated[Path, "MODEL", Output((MODEL_JSON, MODEL_WEIGHTS))] | None = None
-    out_profile: Annotated[Path, "PROFILE.json", Output()] | None = None
-    out_plan: Annotated[Path, "PLAN.json", Output()] | None = None
-    out_problem: Annotated[Path, "PROBLEM.json", Output()] | None = None
-    append: Annotated[DatasetFolder, Output(())] | None = None
-
-
-@command
-def read(args: ReadOptions) -> None:
-    from shardcore.io import traced_samples
-    from shardcore.plans import traced_job
-    from shardcore.report import job_report
-
-    for name in ("propose", "out", "out_profile", "out_plan", "out_problem", "append"):
-        if getattr(args, name) and not args.source:
-            raise ShardCoreError(
-                f"--{name.replace('_', '-')} needs --model or --hardware, the model to correct"
-            )
+def job_read(args: ReadOptions) -> None:
     for name, of, needed in (("out", "hardware", "out-profile"), ("out_profile", "model", "out")):
         if getattr(args, name) and getattr(args, of):
             raise ShardCoreError(f"--{name.replace('_', '-')} does not go with --{of}; use --{needed}")
-    if args.out_plan and not args.propose:
-        raise ShardCoreError("--out-plan needs --propose, which searches the plan")
     model = models.load_cost_model(args.source) if args.source else None
     job = _read_job(args.folder, args)
     print(job_report.traced_step_text(job.traced))
@@ -130,26 +55,18 @@ def read(args: ReadOptions) -> None:
         _propose_plan(args, checked, model)
 
 
-def _read_job(folder: Path, args: _ModelOptions) -> ReadJob:
-    from shardcore.io import files
-    from shardcore.plans import traced_job
-
+def _read_job(folder: Path, args: JobOptions) -> ReadJob:
     if (args.problem is None) != (args.plan is None):
         raise ShardCoreError("--problem and --plan belong together; give both")
     problem = files.read_problem(args.problem) if args.problem else None
     plan = files.read_plan(args.plan, problem) if args.plan and problem else None
-    with showing_progress():
-        report(f"reading traces in {folder}")
+    with showing_progress(f"reading traces in {folder}"):
         return traced_job.read_job_traces(folder, problem, plan)
 
 
 def _compare_with_model(job: ReadJob, model: CostModel) -> CheckedJob:
     """Compare a job's traced step with a cost model, print the comparison and return the result."""
-    from shardcore.plans import traced_job
-    from shardcore.report import job_report
-
-    with showing_progress():
-        report("comparing with the model")
+    with showing_progress("comparing with the model"):
         checked = traced_job.check_traced_job(job, model)
     before, after = checked.before.cost, checked.after.cost
     ranks = checked.problem.topology.ranks
@@ -159,8 +76,6 @@ def _compare_with_model(job: ReadJob, model: CostModel) -> CheckedJob:
 
 
 def _print_remarks(job: ReadJob, checked: CheckedJob | None) -> None:
-    from shardcore.report import job_report
-
     for line in (*job.remarks, *job.traced.remarks, *(checked.remarks if checked else ())):
         print(line, file=sys.stderr)
     if names := job_report.unrecognised_kernels_text(job.traced.steps[-1]):
@@ -168,10 +83,6 @@ def _print_remarks(job: ReadJob, checked: CheckedJob | None) -> None:
 
 
 def _write_corrections(args: ReadOptions, checked: CheckedJob) -> None:
-    from shardcore.cost import composite
-    from shardcore.cost.profile import write_profile
-    from shardcore.io import files
-
     if args.out:
         composite.save_models(checked.model, args.out)
         print(f"{args.out}: corrected by the job's traces", file=sys.stderr)
@@ -183,12 +94,7 @@ def _write_corrections(args: ReadOptions, checked: CheckedJob) -> None:
 
 
 def _propose_plan(args: ReadOptions, checked: CheckedJob, model: CostModel) -> None:
-    from shardcore.io import files
-    from shardcore.plans import traced_job
-    from shardcore.plans.replan import ReplanConfig
-
-    with showing_progress():
-        report("searching a better plan")
+    with showing_progress("searching a better plan"):
         config = ReplanConfig(seed=args.seed, budget=args.budget())
         found = traced_job.propose_plan(checked, model, config)
     now_ms = checked.after.cost.total_ms
@@ -211,26 +117,7 @@ def _propose_plan(args: ReadOptions, checked: CheckedJob, model: CostModel) -> N
 # --- watch --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class WatchOptions(_ModelOptions):
-    """Show where each traced step spends its time, as a job writes it.
-
-    folder: folder of ShardCoreProfiler
-    seconds: seconds between two looks at the folder
-    steps: end after so many traced steps; 0: never
-    """
-
-    folder: JobFolder
-    _: KW_ONLY
-    seconds: PositiveFloat = 10.0
-    steps: Natural = 0
-
-
-@command
-def watch(args: WatchOptions) -> None:
-    from shardcore.io import job_folder
-    from shardcore.report import job_report
-
+def job_watch(args: WatchOptions) -> None:
     model = models.load_cost_model(args.source) if args.source else None
     known: set[str] = set()
     if not job_folder.complete_step_folders(args.folder):
@@ -254,26 +141,7 @@ def watch(args: WatchOptions) -> None:
 # --- follow -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class FollowOptions:
-    """Show which plans the jobs of a problem run, what they measured after each move, and what they do next.
-
-    plans: folder or URL of published plans
-    name: name of the problem
-    seconds: seconds between two looks at the plans
-    once: show what is known, then end
-    """
-
-    EXAMPLE: ClassVar[str] = IN_THE_JOB
-    plans: Annotated[str, "PLANS"]
-    name: str
-    _: KW_ONLY
-    seconds: PositiveFloat = 10.0
-    once: bool = False
-
-
-@command
-def follow(args: FollowOptions) -> None:
+def job_follow(args: FollowOptions) -> None:
     known: set[str] = set()
     while True:
         try:
@@ -293,9 +161,6 @@ def follow(args: FollowOptions) -> None:
 
 def _keyed_status_lines(args: FollowOptions) -> list[tuple[str, str]]:
     """(key, line) pairs on the current plan and each job. A key changes whenever its line has news."""
-    from shardcore.plans import followed, store
-    from shardcore.report import follow_report
-
     decision = store.current_decision(args.plans, args.name)
     lines = [(decision.id, follow_report.current_version_text(decision))]
     jobs = followed.read_reports(args.plans, args.name)
@@ -317,31 +182,8 @@ def _keyed_status_lines(args: FollowOptions) -> list[tuple[str, str]]:
 # --- rates --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class RatesOptions:
-    """Measure how fast tables move between the ranks of a job, by moving tables made for it. Start it with torchrun,
-    on the machines of the job, while they do nothing else.
-
-    mib: weights of a table on each rank, in MiB; it takes four times as much memory
-    repeats: repeats of each move, of which the median counts
-    device: gloo between CPUs, or NCCL between GPUs (not exercised yet)
-    out: write the rates there, by rank 0
-    """
-
-    EXAMPLE: ClassVar[str] = (
-        "For a host of 8 ranks:\n\n    torchrun --nproc-per-node 8 -m shardcore job rates --out RATES.json"
-    )
-    _: KW_ONLY
-    mib: Positive = 32
-    repeats: Positive = 3
-    device: Device = "cpu"
-    out: Annotated[Path, "RATES.json", Output()]
-
-
-@command
-def rates(args: RatesOptions) -> None:
+def job_rates(args: RatesOptions) -> None:
     from shardcore.core.extras import explain_missing_extras
-    from shardcore.cost.move_rates import write_move_rates
 
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         if not os.environ.get(name, "").isdecimal():

@@ -4,69 +4,31 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from shardcore.cli.options import (
-    DatasetFolder,
-    Group,
-    Natural,
-    Optimizer,
-    Output,
-    Positive,
-    Precision,
-)
+from shardcore.cli.commands import ReportOptions, TrainOptions
 from shardcore.cli.progress_line import PrintedProgress, showing_progress
 from shardcore.core import progress
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting
-from shardcore.io.model_files import MODEL_JSON, MODEL_WEIGHTS
+from shardcore.cost import accuracy, known_errors, neural, study, training
+from shardcore.cost.fit_config import FitConfig
+from shardcore.cost.profile import load_profile
+from shardcore.io import dataset, replays, schema, traced_samples
+from shardcore.report import dataset_report, figures, text_table
+from shardcore.report.text import rounded_json
+from shardcore.stages import train as stage
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-command = Group()
 
 
 # --- train -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class TrainOptions:
-    """Train cost models on the samples of one setting in a dataset folder.
-
-    datasets: this machine's folder, then those of other machines or sessions, whose samples lend their shape
-    hardware: hardware of the setting, if the folder has several settings
-    batch: global batch of the setting, if the folder has several
-    precision: precision of the setting, if the folder has several
-    optimizer: optimizer of the setting, if the folder has several
-    start: if samples are few, fine-tune this model of another batch, optimizer or machine, or a hardware
-      profile, by name or file
-    out: folder to write
-    """
-
-    datasets: list[DatasetFolder]
-    _: KW_ONLY
-    hardware: str | None = None
-    batch: Positive | None = None
-    precision: Precision | None = None
-    optimizer: Optimizer | None = None
-    start: Annotated[str, "MODEL|PROFILE"] | None = None
-    seed: Natural = 0
-    out: Annotated[Path, "MODEL", Output((MODEL_JSON, MODEL_WEIGHTS))]
-
-
-@command
 def train(args: TrainOptions) -> None:
-    from shardcore.cost import accuracy, known_errors, neural, study, training
-    from shardcore.cost.fit_config import FitConfig
-    from shardcore.cost.profile import load_profile
-    from shardcore.io import schema
-    from shardcore.report.text import rounded_json
-    from shardcore.stages import train as stage
-
     # Samples of different settings must not train one model. The first folder's are this machine's.
     settings = _dataset_settings(args.datasets[0])
     chosen = [
@@ -86,8 +48,7 @@ def train(args: TrainOptions) -> None:
     if args.start is not None:
         start = neural.load(args.start) if Path(args.start).is_dir() else load_profile(args.start)
     config = schema.build_record(FitConfig, {"seed": args.seed}, "train")
-    with showing_progress() as line:
-        progress.report("training")
+    with showing_progress("training") as line:
         trained = stage.train(data, config, PrintedProgress(line), start)
         progress.report("judging the model")
         judged = study.judge_test_split(trained.model, data.known)
@@ -103,8 +64,6 @@ def train(args: TrainOptions) -> None:
 
 def _dataset_settings(folder: Path) -> list[Setting]:
     """Settings of the samples in a dataset folder. Raises ShardCoreError for a folder without samples."""
-    from shardcore.io import dataset, traced_samples
-
     if not folder.is_dir():
         raise ShardCoreError(f"{folder} is no folder; it needs to be one of measurements, as measure makes")
     if not (found := dataset.dataset_settings(folder) or traced_samples.traced_settings(folder)):
@@ -118,27 +77,10 @@ def _dataset_settings(folder: Path) -> list[Setting]:
 # --- report ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class ReportOptions:
-    """Show what a dataset covers, how noisy its timings are, and how far they drift and agree.
-
-    out: write the plots there
-    """
-
-    dataset: DatasetFolder
-    _: KW_ONLY
-    out: Annotated[Path, "FOLDER", Output(())] | None = None
-
-
-@command
 def report(args: ReportOptions) -> None:
-    from shardcore.io import dataset, replays, traced_samples
-    from shardcore.report import dataset_report, figures, text_table
-
     pictures: dict[Path, Callable[[], Figure]] = {}
     for setting in _dataset_settings(args.dataset):
-        with showing_progress():
-            progress.report(f"reading samples of {setting}")
+        with showing_progress(f"reading samples of {setting}"):
             samples = dataset.read_compute_samples(args.dataset, setting)
             repeats = dataset.repeated_samples(dataset.read_compute_timings(args.dataset, setting))
             rows = dataset_report.dataset_summary(samples, repeats) if samples else []

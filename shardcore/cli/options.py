@@ -1,9 +1,9 @@
 """The command line, made from dataclasses: each command is a function of one, with its options as fields.
 
-Fields before `KW_ONLY` are positional, others are options. A field's declaration (core/validation.py) gives its parser,
-range, choices, default and placeholder in the help. A field marked Flat holds a config of the library, whose fields
-are options, too. The class's docstring is the command's description, and has the help of each field, `name: text`. The
-mark Output shows that the command writes to this path.
+Fields of type Argument[...] are positional, others are options. A field's declaration (core/validation.py) gives its
+parser, range, choices, default and placeholder in the help. A field marked Flat holds a config of the library, whose
+fields are options, too. The class's docstring is the command's description, and has the help of each field,
+`name: text`. The mark Output shows that the command writes to this path, and Needs that another option has to be given.
 """
 
 from __future__ import annotations
@@ -54,8 +54,15 @@ _FIELD = re.compile(r"^(\w+): (.+(?:\n  .+)*)\n?", re.M)
 # --- declarations of fields, from which options are made ----------------------------------------------------
 
 
+T = TypeVar("T")
+
+
 class Flat(tuple[str, ...]):
     """Mark of a field that holds a config, some of whose fields are options: Flat(("seed", "repeats"))."""
+
+
+POSITIONAL = object()
+"""Mark of an option that a command takes by its place."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +70,7 @@ class Field:
     """The declaration of a field.
 
     kind: its type, without marks.
-    marks: rules, Flat, and a text: the placeholder of an option.
+    marks: rules, Flat, POSITIONAL, and a text: the placeholder of an option.
     default: MISSING if it is required.
     """
 
@@ -75,6 +82,11 @@ class Field:
     @property
     def rules(self) -> list[Rule]:
         return [mark for mark in self.marks if isinstance(mark, Rule)]
+
+    @property
+    def is_positional(self) -> bool:
+        """True if a command takes it by its place, without the option's name."""
+        return POSITIONAL in self.marks
 
     @property
     def flattened_fields(self) -> Sequence[str]:
@@ -147,12 +159,29 @@ def parse_path(text: str) -> Path:
 
 
 @dataclass(frozen=True)
+class Needs:
+    """Mark of an option that is of use only with one of some others.
+
+    others: names of those.
+    words: what they are, for messages.
+    """
+
+    others: tuple[str, ...]
+    words: str
+
+    def __str__(self) -> str:
+        return " or ".join(f"--{_dashed_name(other)}" for other in self.others)
+
+
+@dataclass(frozen=True)
 class Parser:
     """Mark of how an option's text becomes a value, if its type alone does not tell."""
 
     parse: Callable[[str], Any]
 
 
+Argument = Annotated[T, POSITIONAL]
+"""Argument[PlanFile]: a path that a command takes by its place."""
 Natural = Annotated[int, within(0, MOST_INT)]
 Positive = Annotated[int, within(1, MOST_INT)]
 Amount = Annotated[float, within(0, MOST_INT)]
@@ -194,9 +223,27 @@ class SearchOptions:
         return Budget(self.budget_evals, self.budget_s, self.threads)
 
 
-# --- a command's parser -------------------------------------------------------------------------------------
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Options of a command that prices.
 
-Run = TypeVar("Run", bound=Callable[[Any], object])
+    model: folder of a trained model; if weights of tables differ in precision, give the option for each
+      precision
+    hardware: in place of a model, a profile of published measurements, not of your machine: a name
+      (`profile list`), or a file of `profile new` or `profile fit`
+    """
+
+    REQUIRED: ClassVar[tuple[tuple[str, ...], ...]] = (("model", "hardware"),)
+    model: list[Path] | None = None
+    hardware: Annotated[str, "PROFILE"] | None = None
+
+    @property
+    def source(self) -> str | list[Path]:
+        """Profile name or model folders that the options give. [] if they give neither."""
+        return (self.model or []) if self.hardware is None else self.hardware
+
+
+# --- a command's parser -------------------------------------------------------------------------------------
 
 
 class Formatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -211,46 +258,21 @@ class Formatter(argparse.ArgumentDefaultsHelpFormatter):
         return text if "\n" in text else super()._fill_text(text, width, indent)
 
 
-class Group:
-    """Commands of a module: `shardcore COMMAND`, or `shardcore NAME COMMAND` in a group with a name.
-
-    As a decorator it enters a function of one dataclass of options, under the function's name with dashes.
-    """
-
-    def __init__(self, name: str = "", summary: str = "") -> None:
-        self.name = name
-        self.summary = summary
-        self.runs: list[Callable[[Any], object]] = []
-
-    def __call__(self, run: Run) -> Run:
-        self.runs.append(run)
-        return run
-
-    def add_to(self, commands: argparse._SubParsersAction) -> None:
-        if self.name:
-            inner = commands.add_parser(
-                self.name, help=self.summary, description=self.summary, formatter_class=Formatter
-            )
-            commands = inner.add_subparsers(required=True, metavar="COMMAND")
-        for run in self.runs:
-            _add_command(commands, next(iter(get_type_hints(run).values())), run)
-
-
-def _add_command(commands: argparse._SubParsersAction, options: type, run: Callable[[Any], object]) -> None:
-    """Add a command to an argument parser.
+def add_command(commands: argparse._SubParsersAction, name: str, options: type) -> argparse.ArgumentParser:
+    """Add a command with the options of a dataclass to an argument parser. Returns the command's own parser.
 
     EXCLUSIVE and REQUIRED of the options' class are groups of names: at most one, or exactly one, of each may
     be given. EXAMPLE ends the help.
     """
     summary = " ".join(_FIELD.sub("", inspect.getdoc(options) or "").split())
     parser = commands.add_parser(
-        _dashed_name(run.__name__),
+        name,
         help=summary,
         description=summary,
         epilog=getattr(options, "EXAMPLE", None),
         formatter_class=Formatter,
     )
-    parser.set_defaults(run=run, options=options)
+    parser.set_defaults(options=options)
     group_of = {
         name: (names, required)
         for required in (False, True)
@@ -264,12 +286,12 @@ def _add_command(commands: argparse._SubParsersAction, options: type, run: Calla
     for field in sorted(dataclasses.fields(options), key=lambda f: f.name not in options.__annotations__):
         for key, declaration, text in _options_of_field(options, field.name):
             given: dict[str, Any] = {
-                **_argparse_arguments(declaration, not field.kw_only),
+                **_argparse_arguments(declaration),
                 "help": text.replace("%", "%%"),
                 **field.metadata,
             }
             option = f"--{_dashed_name(key)}"
-            if not field.kw_only:
+            if declaration.is_positional:
                 parser.add_argument(key, **given)
             elif key in group_of:
                 names, needed = group_of[key]
@@ -280,6 +302,7 @@ def _add_command(commands: argparse._SubParsersAction, options: type, run: Calla
                 parser.add_argument(
                     option, dest=key, required=declaration.default is dataclasses.MISSING, **given
                 )
+    return parser
 
 
 def _options_of_field(options: type, name: str) -> Iterator[tuple[str, Field, str]]:
@@ -287,7 +310,9 @@ def _options_of_field(options: type, name: str) -> Iterator[tuple[str, Field, st
     field = field_declarations(options)[name]
     texts = _field_help_texts(field.kind if field.flattened_fields else options)
     for key in field.flattened_fields or (name,):
-        yield key, option_declarations(options)[key], texts.get(key, "")
+        option = option_declarations(options)[key]
+        needed = "".join(f"with {mark}: " for mark in option.marks if isinstance(mark, Needs))
+        yield key, option, f"{needed}{texts.get(key, '')}"
 
 
 def _field_help_texts(cls: type) -> dict[str, str]:
@@ -298,7 +323,7 @@ def _field_help_texts(cls: type) -> dict[str, str]:
     return texts
 
 
-def _argparse_arguments(field: Field, positional: bool) -> dict[str, Any]:
+def _argparse_arguments(field: Field) -> dict[str, Any]:
     """Keyword arguments of argparse's add_argument for a declared field."""
     given: dict[str, Any] = {} if field.default is dataclasses.MISSING else {"default": field.default}
     if field.kind is bool:
@@ -307,7 +332,7 @@ def _argparse_arguments(field: Field, positional: bool) -> dict[str, Any]:
     if NoneType in get_args(kind):
         [kind] = set(get_args(kind)) - {NoneType}
     if get_origin(kind) is list:
-        given |= {"nargs": "+"} if positional else {"action": "append"}
+        given |= {"nargs": "+"} if field.is_positional else {"action": "append"}
         kind = get_args(kind)[0]
     if get_origin(kind) is Literal:
         return given | {"choices": get_args(kind)}
@@ -353,6 +378,18 @@ def output_options(options: type) -> dict[str, Output]:
         for mark in field.marks
         if isinstance(mark, Output)
     }
+
+
+def require_needed_options(options: Any) -> None:
+    """Raise ShardCoreError for an option that is given without one of those that it needs."""
+    for name, field in field_declarations(type(options)).items():
+        given = getattr(options, name)
+        for needs in (mark for mark in field.marks if isinstance(mark, Needs)):
+            if given in (None, False) or any(getattr(options, other) for other in needs.others):
+                continue
+            shown = [] if given is True else given if isinstance(given, list) else [given]
+            option = " ".join(map(str, (f"--{_dashed_name(name)}", *shown)))
+            raise ShardCoreError(f"{option} needs {needs}, {needs.words}")
 
 
 # --- outputs are checked before the work --------------------------------------------------------------------

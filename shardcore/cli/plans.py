@@ -1,57 +1,60 @@
-"""Commands that make, price and export plans: plan, price, export.
-
-Commands import what they need when they run, so that help is quick.
-"""
+"""Commands that make, price and export plans: plan, price, export."""
 
 from __future__ import annotations
 
 import dataclasses
 import sys
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
 from shardcore.cli import decisions as deciding
 from shardcore.cli import grouped
-from shardcore.cli.decisions import PlanOptions
-from shardcore.cli.models import ModelOptions, load_cost_model, model_source, source_digest
-from shardcore.cli.options import Device, Group, Output, PlanFile, PositiveFloat, ProblemFile
+from shardcore.cli.commands import ExportOptions, PlanOptions, PriceOptions
+from shardcore.cli.models import load_cost_model, load_model_for_problem, model_source, source_digest
 from shardcore.cli.progress_line import showing_progress
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.progress import clock, report
 from shardcore.core.types import Plan, Problem
-
-if TYPE_CHECKING:
-    from shardcore.cost.model import CostModel
-    from shardcore.search.budget import Budget
-    from shardcore.search.decisions.driver import Decision, Found, Outcome
-
-command = Group()
-
+from shardcore.cost import known_errors
+from shardcore.cost.model import CostModel, at_confidence, price_plan
+from shardcore.cost.model import price as predicted
+from shardcore.io import files, model_files, writing
+from shardcore.io.files import is_grouped_plan
+from shardcore.plans.decisions import Version
+from shardcore.report import decisions_report, plan_report
+from shardcore.report.text import rounded_json
+from shardcore.search import DEFAULT_SHARDER, require_known_sharder, sharder
+from shardcore.search.budget import Budget
+from shardcore.search.decisions.driver import (
+    Decision,
+    Found,
+    Outcome,
+    decide,
+    ledger_entries,
+    ledger_from_provenance,
+)
+from shardcore.search.decisions.groups import FoundGroups
+from shardcore.search.decisions.provision import Cluster, Provision
+from shardcore.search.decisions.towers import with_towers_of_plan
+from shardcore.search.explain import explain
+from shardcore.search.learned.policy import read_policy
+from shardcore.step.lower import lower, require_full_cover
+from shardcore.torchrec import baseline as torchrec
+from shardcore.torchrec.plan_files import write_torchrec
+from shardcore.torchrec.sharding_plan import to_torchrec
 
 # --- plan --------------------------------------------------------------------------------------------------
 
 
-@command
 def plan(args: PlanOptions) -> None:
-    from shardcore.cost.model import at_confidence
-    from shardcore.io import files
-    from shardcore.report import decisions_report
-    from shardcore.search import DEFAULT_SHARDER, require_known_sharder, sharder
-    from shardcore.search.decisions.driver import decide, ledger_entries
-    from shardcore.search.decisions.provision import Cluster, Provision
-    from shardcore.search.learned.policy import read_policy
-
     policy = read_policy(args.policy) if args.policy else None
     default = policy.name if policy else DEFAULT_SHARDER
     args = dataclasses.replace(
         args, algorithm=require_known_sharder(default if args.algorithm is None else args.algorithm)
     )
     sharding = sharder(str(args.algorithm), policy)
-    deciding.require_needed_options(args)
-    with showing_progress():
-        report(f"reading {args.problem}")
+    with showing_progress(f"reading {args.problem}"):
         stored = files.read_problem(args.problem)
         problem = (
             deciding.problem_with_host_memory(stored, args.problem, args.host_gib, args.link_gbps)
@@ -122,11 +125,6 @@ def _print_plan_summary(
     seconds: float,
 ) -> None:
     """Print a plan's cost and the decisions of its search. original: the problem before all decisions."""
-    from shardcore.cost import known_errors
-    from shardcore.cost.model import at_confidence
-    from shardcore.report import decisions_report
-    from shardcore.search.decisions.groups import FoundGroups
-
     groups, cautious = (
         found if isinstance(found, FoundGroups) else None,
         at_confidence(model, args.confidence),
@@ -151,9 +149,6 @@ def _print_plan_summary(
 
 
 def _plan_provenance(args: PlanOptions, source: str | Sequence[Path]) -> dict[str, Any]:
-    from shardcore.cost import known_errors
-    from shardcore.io import model_files
-
     return (
         {"model_digest": source_digest(source)}
         | ({"profile": known_errors.NOT_MEASURED} if isinstance(source, str) else {})
@@ -164,11 +159,6 @@ def _plan_provenance(args: PlanOptions, source: str | Sequence[Path]) -> dict[st
 
 def _print_explanation(plan: Plan, problem: Problem, model: CostModel, budget: Budget | None) -> None:
     """Print what bounds a plan's cost. problem: without towers, even if the plan has towers."""
-    from shardcore.cost.model import price_plan
-    from shardcore.report import plan_report
-    from shardcore.search.decisions.towers import with_towers_of_plan
-    from shardcore.search.explain import explain
-
     problem = with_towers_of_plan(plan, problem)
     with showing_progress():
         explained = explain(price_plan(plan, problem, model), problem, model, budget)
@@ -184,50 +174,13 @@ def _print_extrapolations(sentences: Sequence[str]) -> None:
 # --- price -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class PriceOptions(ModelOptions):
-    """Predict the cost of one training step of a plan, per device.
-
-    confidence: take as an op's cost the time that its measurement stays below with this probability, such as
-      0.9, instead of the expected time
-    explain: also show what bounds the plan, what other algorithms find, and what more memory or more devices
-      would bring
-    json: show all numbers as JSON instead of a table
-    out: write the JSON there
-    """
-
-    # Without either, a plan is priced by the profile that it was made with.
-    REQUIRED = ()
-    EXCLUSIVE = (*ModelOptions.REQUIRED, ("explain", "json"))
-    plan: PlanFile
-    _: KW_ONLY
-    problem: ProblemFile
-    confidence: Annotated[PositiveFloat, "P"] | None = None
-    explain: bool = False
-    json: bool = False
-    out: Annotated[Path, "COST.json", Output()] | None = None
-
-
-@command
 def price(args: PriceOptions) -> None:
-    from shardcore.cost import known_errors
-    from shardcore.cost.model import at_confidence
-    from shardcore.cost.model import price as predicted
-    from shardcore.io import files, writing
-    from shardcore.plans.decisions import Version
-    from shardcore.report import decisions_report, plan_report
-    from shardcore.report.text import rounded_json
-    from shardcore.search.decisions.driver import ledger_from_provenance
-    from shardcore.search.decisions.towers import with_towers_of_plan
-    from shardcore.step.lower import lower, require_full_cover
-
     whole = own = files.read_problem(args.problem)
     of_groups = files.read_grouped_plan(args.plan, whole) if files.is_grouped_plan(args.plan) else None
     if of_groups:
         own = of_groups.problem
     found = of_groups.plan if of_groups else files.read_plan(args.plan, own)
-    model = load_cost_model(model_source(args, args.plan, found)).for_problem(own)
-    own.require_setting(model.setting)
+    model = load_model_for_problem(model_source(args, args.plan, found), own)
     with files.name_file_in_errors(args.plan):
         if "tower_ratio" in found.provenance:
             require_full_cover(found, own)
@@ -271,32 +224,7 @@ def price(args: PriceOptions) -> None:
 # --- export ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class ExportOptions:
-    """Write a plan for TorchRec. shardcore.torchrec.plan_files.read_torchrec reads it for DistributedModelParallel;
-    shardcore.torchrec.dmp_collection.read_dmp_collection reads a plan of groups for DMPCollection.
-
-    module: path in the model of the collection of those tables that name none; default: the path in TorchRec's
-      DLRM, sparse_arch.embedding_bag_collection
-    compute_device: default: cpu for a plan on CPUs, else cuda
-    """
-
-    plan: PlanFile
-    _: KW_ONLY
-    problem: ProblemFile
-    module: Annotated[str, "PATH"] | None = None
-    compute_device: Device | None = None
-    out: Annotated[Path, "TORCHREC.json", Output()]
-
-
-@command
 def export(args: ExportOptions) -> None:
-    from shardcore.io import files
-    from shardcore.io.files import is_grouped_plan
-    from shardcore.torchrec import baseline as torchrec
-    from shardcore.torchrec.plan_files import write_torchrec
-    from shardcore.torchrec.sharding_plan import to_torchrec
-
     torchrec.require_torchrec_installed("a file for TorchRec is written with TorchRec")
     problem = files.read_problem(args.problem)
     if args.module is None:
@@ -305,8 +233,7 @@ def export(args: ExportOptions) -> None:
         grouped.export_grouped_plan(args, problem)
     else:
         plan = files.read_valid_plan(args.plan, problem)
-        with showing_progress():
-            report("writing TorchRec's plan")
+        with showing_progress("writing TorchRec's plan"):
             write_torchrec(args.out, to_torchrec(plan, problem, str(args.module), args.compute_device))
         if note := deciding.pod_size_note(problem, plan):
             print(f"note: {note}", file=sys.stderr)

@@ -3,120 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Annotated
 
-from shardcore.cli.options import (
-    Flat,
-    Group,
-    Natural,
-    Optimizer,
-    Output,
-    Positive,
-    PositiveGib,
-    Precision,
-    ProblemFile,
-)
+from shardcore.cli.commands import HeatOptions, HotDriftOptions, ProblemOptions
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.job import Job
 from shardcore.core.topology import Topology, default_reserved_bytes
 from shardcore.core.types import Problem, Setting
-from shardcore.core.validation import MOST_DEVICES, within
-
-command = Group()
+from shardcore.cost.profile import load_profile
+from shardcore.io import files, job_folder
+from shardcore.io.hot_ids import read_hot_ids, write_hot_ids
+from shardcore.io.row_counts import read_row_counts
+from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
+from shardcore.plans.hot_drift import hot_row_drifts as drift_of
+from shardcore.report.decisions_report import hot_row_drift_table
+from shardcore.report.heat_report import heat_table
+from shardcore.tables.public import public_optimizer, public_pool
 
 _MEMORY_GIB = 80e9 / 2**30
 """Memory of a device if neither a profile nor --memory-gib gives it: 80 GB, as in data sheets of A100 and H100."""
 
 
-@dataclass(frozen=True)
-class ProblemOptions:
-    """Make a problem file from a public list of tables, a traced job, or by drawing from a pool.
-
-    tables: name of a public list (mlperf-dlrm-dcnv2, mlperf-dlrmv3, ...), the folder of a job that
-      ShardCoreProfiler traced (docs/job.md) or a POOL.json
-    devices: number of devices
-    hosts: number of hosts, each with equally many devices
-    pods: number of pods, each with equally many hosts, as in NVLink domains; give links within and between
-      them in the file
-    hardware: profile of the devices, by name or file (`profile list`), which has their memory and links
-    memory_gib: memory of a device, of which 15% is kept for the dense part, unless drawn from a pool;
-      default: the profile's, or 74.5 (the 80 GB of an H100's data sheet)
-    batch: global batch
-    optimizer: optimizer of the embeddings; default: the one of the public list's reference, or exact_sgd
-    precision: precision of the weights; default: as reported, or fp32
-    zipf_alpha: exponent of the power law of a public list's lookups; 0: even; default: the list's own
-    draw: number of the problem to draw from a pool
-    max_dim: largest dim of drawn tables
-    """
-
-    tables: str
-    _: KW_ONLY
-    devices: Annotated[int, within(1, MOST_DEVICES)] = 4
-    hosts: Positive = 1
-    pods: Positive = 1
-    hardware: Annotated[str, "PROFILE"] | None = None
-    memory_gib: PositiveGib | None = None
-    batch: Positive = 2048
-    optimizer: Optimizer | None = None
-    precision: Precision | None = None
-    zipf_alpha: Annotated[float, "ALPHA"] | None = None
-    draw: Annotated[Natural, "INDEX"] | None = None
-    max_dim: Positive = 128
-    seed: Natural = 0
-    job: Annotated[
-        Job,
-        Flat(
-            (
-                "pipeline",
-                "replica_optimizer",
-                "dense_forward_ms",
-                "dense_backward_ms",
-                "forward_payload",
-                "backward_payload",
-            )
-        ),
-    ] = Job()
-    out: Annotated[ProblemFile, Output()]
-
-
-@dataclass(frozen=True)
-class HeatOptions:
-    """Show which rows of a problem's tables are hot, and what a cache of them would miss.
-
-    held: share of each table's rows that the cache holds
-    """
-
-    problem: ProblemFile
-    _: KW_ONLY
-    held: Annotated[float, "SHARE"] = 0.1
-
-
-@dataclass(frozen=True)
-class HotDriftOptions:
-    """Show how hot the hot rows of a job still are, and what other hot ids would save and move.
-
-    problem: problem that `plan --hot-rows` wrote
-    hot_ids: hot ids of the job (write_hot_ids)
-    row_counts: lookups of each row in present samples (write_row_counts)
-    out: write the present hot ids there
-    """
-
-    problem: Annotated[Path, "HOT.json"]
-    _: KW_ONLY
-    hot_ids: Annotated[Path, "IDS.safetensors"]
-    row_counts: Annotated[Path, "COUNTS.safetensors"]
-    out: Annotated[Path, "NEW.safetensors", Output()] | None = None
-
-
-@command
 def problem(args: ProblemOptions) -> None:
-    from shardcore.io import files, job_folder
-    from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
-    from shardcore.tables.public import public_optimizer, public_pool
-
     topology, measured = (
         _topology_of_options(args),
         args.tables.endswith(".json") or Path(args.tables).is_dir(),
@@ -161,22 +69,11 @@ def problem(args: ProblemOptions) -> None:
     )
 
 
-@command
 def heat(args: HeatOptions) -> None:
-    from shardcore.io import files
-    from shardcore.report.heat_report import heat_table
-
     print(heat_table(files.read_problem(args.problem), args.held))
 
 
-@command
 def hot_drift(args: HotDriftOptions) -> None:
-    from shardcore.io import files
-    from shardcore.io.hot_ids import read_hot_ids, write_hot_ids
-    from shardcore.io.row_counts import read_row_counts
-    from shardcore.plans.hot_drift import hot_row_drifts as drift_of
-    from shardcore.report.decisions_report import hot_row_drift_table
-
     found = drift_of(
         files.read_problem(args.problem), read_hot_ids(args.hot_ids), read_row_counts(args.row_counts)
     )
@@ -187,8 +84,6 @@ def hot_drift(args: HotDriftOptions) -> None:
 
 def _topology_of_options(args: ProblemOptions) -> Topology:
     """Topology of equal devices on equal hosts, with memory and links of the profile of --hardware, if given."""
-    from shardcore.cost.profile import load_profile
-
     per_host, left = divmod(args.devices, args.hosts)
     if left or not per_host:
         raise ShardCoreError(

@@ -27,15 +27,19 @@ _TOLD_OF_COMPILING: WeakSet[TextIO] = WeakSet()
 
 
 @contextmanager
-def showing_progress(out: TextIO | None = None, silent_s: float = _SILENT_S) -> Iterator[ProgressLine]:
+def showing_progress(
+    phase: str = "", out: TextIO | None = None, silent_s: float = _SILENT_S
+) -> Iterator[ProgressLine]:
     """Show progress reports on a live line while the context lasts.
 
-    out: None is standard error. silent_s: seconds before the first report is shown.
+    phase: what is reported first. out: None is standard error. silent_s: seconds before the first report is shown.
     """
     # A command's standard error escapes control characters, with which a terminal's line is rewritten.
     line = ProgressLine(out or getattr(sys.stderr, "stream", sys.stderr), silent_s)
     with progress.report_to_listener(line.take_report):
         line.start()
+        if phase:
+            progress.report(phase)
         try:
             yield line
         finally:

@@ -5,126 +5,43 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
 
-from shardcore.cli.models import ModelOptions, load_cost_model, model_source
+from shardcore.cli.commands import DiffOptions, DriftOptions, HistoryOptions, ViewOptions
+from shardcore.cli.models import load_model_for_problem, model_source
 from shardcore.cli.options import (
-    Amount,
-    Group,
-    Natural,
-    Output,
-    PlanFile,
-    Positive,
-    ProblemFile,
-    SearchOptions,
     require_writable_outputs,
 )
 from shardcore.cli.progress_line import showing_progress
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.progress import report
 from shardcore.core.types import Plan, Problem
+from shardcore.cost.model import CostModel, price_plan
+from shardcore.io import files, schema, writing
+from shardcore.io.envelope import is_document
+from shardcore.plans import store
+from shardcore.plans.decisions import Version
+from shardcore.plans.diff import diff_plans as moves_of
+from shardcore.plans.drift import plan_drift as drift_of
+from shardcore.plans.drift import with_fresh_problem, with_fresh_tables
+from shardcore.plans.replan import ReplanConfig
+from shardcore.plans.store import PAGE
+from shardcore.plans.what_if import price_single_moves
+from shardcore.report import plan_page, plan_report
+from shardcore.search.anneal.reshard import rebind_tables
+from shardcore.search.decisions.towers import with_towers_of_plan
 from shardcore.stages.screen import open_page
 
-if TYPE_CHECKING:
-    from shardcore.cost.model import CostModel
-    from shardcore.plans.decisions import Version
 
-command = Group()
-
-
-@dataclass(frozen=True)
-class HistoryOptions:
-    """Show which versions of a problem's published plan were current, since when and why.
-
-    plans: folder or URL of published plans
-    name: name of the problem
-    last: number of decisions to show
-    """
-
-    plans: Annotated[str, "PLANS"]
-    name: str
-    _: KW_ONLY
-    last: Annotated[Positive, "N"] = 20
-
-
-@dataclass(frozen=True)
-class DiffOptions(ModelOptions):
-    """Show which tables move from one plan to another, and how many bytes of weights.
-
-    problem: problem of both plans; default: problem.json beside each, as in the folders of published versions
-    page: write a page that compares them device by device and table by table, for a browser; with a model
-      or a profile, which prices both
-    """
-
-    REQUIRED = ()
-    EXCLUSIVE = ModelOptions.REQUIRED
-    old: Annotated[Path, "OLD.json"]
-    new: Annotated[Path, "NEW.json"]
-    _: KW_ONLY
-    problem: ProblemFile | None = None
-    page: Annotated[Path, "PAGE.html", Output()] | None = None
-
-
-@dataclass(frozen=True)
-class ViewOptions(ModelOptions):
-    """Show a plan's page in a browser: its devices, its tables, and what moves would do.
-
-    A published version has a page beside it, which is shown where neither a model nor a profile is given. For a plan
-    by a profile that ships with ShardCore, it is the default.
-
-    problem: problem of the plan; default: problem.json beside it
-    out: write the page there; default: a temporary file
-    """
-
-    REQUIRED = ()
-    EXCLUSIVE = ModelOptions.REQUIRED
-    plan: PlanFile
-    _: KW_ONLY
-    problem: ProblemFile | None = None
-    out: Annotated[Path, "PAGE.html", Output()] | None = None
-
-
-@dataclass(frozen=True)
-class DriftOptions(ModelOptions, SearchOptions):
-    """Show how far a published plan is from the best, now that its tables' statistics have changed, and what a
-    re-plan would save.
-
-    plans: folder or URL of published plans
-    name: name of the problem
-    fresh: problem or pool of tables with the present shapes, pooling and access statistics
-    max_moved_tables: most tables that the re-plan may move; default: any number
-    threshold: share of the cost that the gain of a re-plan has to exceed, in addition to its margin, to pay
-    out: write the re-plan there, with the present problem
-    """
-
-    plans: Annotated[str, "PLANS"]
-    name: str
-    _: KW_ONLY
-    fresh: Annotated[Path, "FILE.json"]
-    max_moved_tables: Annotated[Natural, "N"] | None = None
-    threshold: Amount = 0.0
-    out: Annotated[Path, "FOLDER", Output(("problem.json", "plan.json"))] | None = None
-
-
-@command
 def history(args: HistoryOptions) -> None:
-    from shardcore.plans import store
-    from shardcore.report import plan_report
-
     found = list(islice(store.decision_history(args.plans, args.name), args.last))
     if not found:
         store.current_version(args.plans, args.name)  # raises, naming what is published
     print(plan_report.decision_history_text(found))
 
 
-@command
 def diff(args: DiffOptions) -> None:
-    from shardcore.plans.diff import diff_plans as moves_of
-    from shardcore.report import plan_report
-
     if args.source and not args.page:
         given = "hardware" if args.hardware else "model"
         raise ShardCoreError(f"diff was given --{given} without --page, whose plans it prices; give both")
@@ -134,7 +51,7 @@ def diff(args: DiffOptions) -> None:
     (old, _), (new, problem) = (_read_plan_and_problem(path, args.problem) for path in (args.old, args.new))
     print(plan_report.moves_by_table_text(moves_of(old, new, problem)))
     if args.page:
-        model = load_cost_model(model_source(args, args.new, new))
+        model = load_model_for_problem(model_source(args, args.new, new), problem)
         _write_comparison_page(args.page, model, ((args.new, new), (args.old, old)), problem)
         print(f"{args.page}: both plans, for a browser")
 
@@ -143,13 +60,6 @@ def _write_comparison_page(
     page: Path, model: CostModel, plans: Sequence[tuple[Path, Plan]], problem: Problem
 ) -> None:
     """Write an HTML page that compares two plans, both priced for `problem`, the problem of the new plan."""
-    from shardcore.io import writing
-    from shardcore.report import plan_page
-    from shardcore.search.anneal.reshard import rebind_tables
-    from shardcore.search.decisions.towers import with_towers_of_plan
-
-    model = model.for_problem(problem)
-    problem.require_setting(model.setting)
     versions = []
     for path, made in plans:
         plan = rebind_tables(made, problem)
@@ -159,10 +69,6 @@ def _write_comparison_page(
 
 def _priced_version(name: str, plan: Plan, problem: Problem, model: CostModel) -> Version:
     """A plan priced by a model, with the effect of single moves. problem: result of towers.with_towers_of_plan."""
-    from shardcore.cost.model import price_plan
-    from shardcore.plans.decisions import Version
-    from shardcore.plans.what_if import price_single_moves
-
     priced = price_plan(plan, problem, model, fits=False)
     report("pricing moves")
     return Version(
@@ -170,21 +76,12 @@ def _priced_version(name: str, plan: Plan, problem: Problem, model: CostModel) -
     )
 
 
-@command
 def drift(args: DriftOptions) -> None:
-    from shardcore.io import files
-    from shardcore.plans import store
-    from shardcore.plans.drift import plan_drift as drift_of
-    from shardcore.plans.replan import ReplanConfig
-    from shardcore.report import plan_report
-
     plan, problem = store.read_plan(args.plans, args.name)
     now = _with_statistics_of_file(args.fresh, problem)
-    model = load_cost_model(args.source).for_problem(now)
-    now.require_setting(model.setting)
+    model = load_model_for_problem(args.source, now)
     config = ReplanConfig(args.max_moved_tables, seed=args.seed, budget=args.budget())
-    with showing_progress():
-        report("searching a re-plan")
+    with showing_progress("searching a re-plan"):
         found = drift_of(plan, problem, now, model, config, args.threshold)
     print(plan_report.plan_drift_text(found))
     if args.out:
@@ -193,18 +90,13 @@ def drift(args: DriftOptions) -> None:
         print(f"{args.out}/plan.json: the re-plan, for {args.out}/problem.json")
 
 
-@command
 def view(args: ViewOptions) -> None:
-    from shardcore.io import writing
-    from shardcore.plans.store import PAGE
-
     beside = args.plan.with_name(PAGE)
     if beside.exists() and not args.source:
         page = beside.read_bytes()
     else:
         require_writable_outputs(args, [] if args.problem else [args.plan.with_name("problem.json")])
-        with showing_progress():
-            report(f"reading {args.plan}")
+        with showing_progress(f"reading {args.plan}"):
             page = _unpublished_plan_html(args).encode()
     if args.out is None:
         handle, path = tempfile.mkstemp(prefix=f"{args.plan.stem}-", suffix=".html")
@@ -216,12 +108,8 @@ def view(args: ViewOptions) -> None:
 
 def _unpublished_plan_html(args: ViewOptions) -> str:
     """HTML page of an unpublished plan, priced by the model of the options."""
-    from shardcore.report import plan_page
-    from shardcore.search.decisions.towers import with_towers_of_plan
-
     plan, problem = _read_plan_and_problem(args.plan, args.problem)
-    model = load_cost_model(model_source(args, args.plan, plan)).for_problem(problem)
-    problem.require_setting(model.setting)
+    model = load_model_for_problem(model_source(args, args.plan, plan), problem)
     return plan_page.unpublished_plan_page(
         problem, _priced_version(str(args.plan), plan, with_towers_of_plan(plan, problem), model)
     )
@@ -229,8 +117,6 @@ def _unpublished_plan_html(args: ViewOptions) -> str:
 
 def _read_plan_and_problem(path: Path, problem: Path | None) -> tuple[Plan, Problem]:
     """Read a plan and its problem: a given file, or problem.json beside the plan."""
-    from shardcore.io import files, schema
-
     beside = path.with_name("problem.json")
     if not problem and not beside.exists():
         schema.require_file(path)  # a plan that is not there is named before its problem
@@ -244,10 +130,6 @@ def _read_plan_and_problem(path: Path, problem: Path | None) -> tuple[Plan, Prob
 
 def _with_statistics_of_file(path: Path, problem: Problem) -> Problem:
     """Problem with table shapes and access statistics updated from a problem file or a pool of tables."""
-    from shardcore.io import files
-    from shardcore.io.envelope import is_document
-    from shardcore.plans.drift import with_fresh_problem, with_fresh_tables
-
     if is_document(path, "pool"):
         return with_fresh_tables(problem, files.read_pool(path))
     # A pool may lack tables of the problem. A problem may not: it would be another one.

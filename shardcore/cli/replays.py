@@ -5,71 +5,24 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
 
-from shardcore.cli.options import (
-    DatasetFolder,
-    Device,
-    Flat,
-    Group,
-    Output,
-    PlanFile,
-    PositiveGib,
-    ProblemFile,
-)
+from shardcore.cli.commands import ReplayOptions
+from shardcore.cli.models import load_model_for_problem
 from shardcore.cli.progress_line import showing_progress
 from shardcore.core.progress import report
 from shardcore.core.types import Setting
-from shardcore.measure.config import ReplayConfig
-
-if TYPE_CHECKING:
-    from shardcore.io.dataset import ReferenceOp
-    from shardcore.io.measurements import StepSample
-    from shardcore.step.lower import Workload
-
-command = Group()
-
-
-@dataclass(frozen=True)
-class ReplayOptions:
-    """Run one training step of plans for real on this machine, in alternation, and time its parts per device.
-
-    plans: plans of one problem
-    model: show what this trained model predicts, too; if weights of tables differ in precision, give it for
-      each
-    device: default: cuda if there is a GPU, else cpu
-    hardware: name of the device in the setting; default: its product name
-    arena_gib: memory for weights in each process, and so the largest shard
-    append: keep the replays in this dataset, too, so that training learns the times of exchanges in steps;
-      replays that it has are not run again
-    out: write all figures there
-    """
-
-    plans: list[PlanFile]
-    _: KW_ONLY
-    problem: ProblemFile
-    model: list[Annotated[Path, "MODEL"]] | None = None
-    device: Device | None = None
-    hardware: str | None = None
-    config: Annotated[ReplayConfig, Flat(("repeats", "timeout_s", "seed"))] = ReplayConfig()
-    arena_gib: PositiveGib = 1.0
-    append: Annotated[DatasetFolder, Output(())] | None = None
-    out: Annotated[Path, "REPLAY.json", Output()] | None = None
+from shardcore.cost.model import price
+from shardcore.io import dataset, files, replays, writing
+from shardcore.io.dataset import ReferenceOp
+from shardcore.io.measurements import StepSample
+from shardcore.measure import hardware
+from shardcore.measure.replay import replay_all
+from shardcore.measure.transport import Transport
+from shardcore.report.replay_report import replay_text
+from shardcore.step.lower import Workload, lower
 
 
-@command
 def replay(args: ReplayOptions) -> None:
-    from shardcore.cost import composite
-    from shardcore.cost.model import price
-    from shardcore.io import dataset, files, replays, writing
-    from shardcore.measure import hardware
-    from shardcore.measure.replay import replay_all
-    from shardcore.measure.transport import Transport
-    from shardcore.report.replay_report import replay_text
-    from shardcore.step.lower import lower
-
     # Fail before reading files if the device is missing.
     device = args.device or hardware.detect_device()
     hardware.require_device(device)
@@ -83,8 +36,7 @@ def replay(args: ReplayOptions) -> None:
             workloads.append(lower(plans[-1], problem))
     predicted = None
     if args.model:
-        model = composite.load_models(args.model).for_problem(problem)
-        problem.require_setting(model.setting)
+        model = load_model_for_problem(args.model, problem)
         predicted = [price(workload, model) for workload in workloads]
 
     def run_replays(some: Sequence[Workload], reference: ReferenceOp | None = None) -> list[StepSample]:

@@ -4,49 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import KW_ONLY, dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
 
-from shardcore.cli.options import Device, Flat, Group, Output, ProblemFile
+from shardcore.cli.commands import MeasurePairsOptions
 from shardcore.core.errors import ShardCoreError
-from shardcore.measure.config import PairConfig
-
-if TYPE_CHECKING:
-    from shardcore.core.types import Problem
-
-command = Group("topology", "Find how ranks are joined.")
-
-
-@dataclass(frozen=True)
-class MeasureOptions:
-    """Time messages between all pairs of ranks, find which ranks share a host, a switch or a fast link, and
-    write the problem with the hosts and bandwidths that were found.
-
-    Under torchrun, or wherever RANK, WORLD_SIZE and MASTER_ADDR are set, run it once for each rank of the
-    job. Rank 0 writes. Elsewhere it starts a process for each device of the problem on this machine.
-
-    problem: problem whose device i is that of rank i
-    device: gloo between CPUs, or NCCL between GPUs (not exercised yet)
-    out: write the problem there, with hosts and bandwidths; its devices are in the new order of ranks
-    ranks: write the order of ranks, their groups and the times of pairs there
-    """
-
-    problem: ProblemFile
-    _: KW_ONLY
-    device: Device = "cpu"
-    pairs: Annotated[PairConfig, Flat(("message_kib", "repeats"))] = PairConfig()
-    out: Annotated[ProblemFile, Output()]
-    ranks: Annotated[Path, "RANKS.json", Output()] | None = None
+from shardcore.core.types import Problem
+from shardcore.io import files
+from shardcore.measure import pairs
+from shardcore.measure.transport import Transport
+from shardcore.report import topology_report
 
 
-@command
-def measure(args: MeasureOptions) -> None:
-    from shardcore.io import files
-    from shardcore.measure import pairs
-    from shardcore.measure.transport import Transport
-    from shardcore.report import topology_report
-
+def topology_measure(args: MeasurePairsOptions) -> None:
     problem = files.read_problem(args.problem)
     pairs.require_measurable_links(problem)
     if "RANK" in os.environ:

@@ -164,7 +164,7 @@ def annotation_metadata(hint: Any) -> tuple[Any, ...]:
     """Metadata of a type annotation, such as the rule in Annotated[int, within(1, 9)]; looks inside "X | None" and
     list[X]."""
     if get_origin(hint) is Annotated:
-        return hint.__metadata__
+        return (*hint.__metadata__, *annotation_metadata(hint.__origin__))
     inner = [kind for kind in get_args(hint) if kind is not NoneType]
     return (
         annotation_metadata(inner[0])

@@ -61,7 +61,7 @@ def _is_folder_or_url(text: str) -> bool:
 class PublishConfig(Record):
     """Settings of the search, and of the choice between plans.
 
-    algorithm: sharder of the published plans. Baselines are other sharders.
+    algorithm: sharder of the published plans (docs/plan.md#search). Baselines are other sharders.
     seed: seed of the search.
     budget_evals: plans that the search may price.
     threshold: least share by which a new plan must be cheaper to replace the published one. In any case its
@@ -72,7 +72,8 @@ class PublishConfig(Record):
     plans: the folder or object-store URL to publish in.
     torchrec_s: seconds for TorchRec's planner as a baseline, where it is installed and problems are small. 0:
       leave it out.
-    processes: problems that are searched at once. null: as many as this process may use cores.
+    processes: problems that are searched at once, each in a process of some 740 MB. null: as many as this process may
+      use cores.
     """
 
     algorithm: str = DEFAULT_SHARDER

@@ -59,7 +59,8 @@ class EvaluateConfig(ProblemConfig):
     problems: number of problems.
     seed: seed of the draws.
     budget_evals: plans that each search may price.
-    replay_problems: number of problems whose plans also run. 0: none.
+    replay_problems: number of problems whose plans also run on this host's devices, as far as no two share a core. 0:
+      none.
     replay_repeats: steps of each replayed plan.
     """
 

@@ -38,7 +38,7 @@ class MeasureConfig(Record):
 
     compute_samples: number of groups. None: until the time is over.
     comm_samples: number of exchanges.
-    step_samples: number of plans of which a step is replayed.
+    step_samples: number of random plans, each of which is replayed as a step of training.
     again: measure the first N draws again, even if they are known, to show how far timings agree
     minutes: time to spend on ops, including start and end
     seed: seed of the draws

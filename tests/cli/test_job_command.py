@@ -203,7 +203,7 @@ def test_a_problem_of_other_ranks_is_refused(folder, model, problem, tmp_path, c
     "options, words",
     [
         (("--propose",), "--propose needs --model or --hardware"),
-        (("--out", "x"), "--out needs --model or"),
+        (("--out", "x"), "--out x needs --model or"),
         (("--problem", "p.json"), "--problem and --plan belong together"),
     ],
 )
@@ -300,7 +300,7 @@ def test_a_traced_step_joins_a_dataset_and_training_on_it(folder, model, tmp_pat
 
 def test_appending_needs_a_model_which_names_the_hardware(folder, tmp_path, capsys):
     code, _, err = output_of(capsys, "job", "read", folder, "--append", tmp_path)
-    assert code == 1 and "--append needs --model or --hardware" in err
+    assert code == 1 and f"--append {tmp_path} needs --model or --hardware" in err
 
 
 def test_tables_without_ids_in_the_traced_batches_are_named(tmp_path, model, monkeypatch, capsys):

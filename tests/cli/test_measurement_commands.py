@@ -20,8 +20,9 @@ def heard(monkeypatch):
     phases = []
 
     @contextmanager
-    def listened():
+    def listened(phase=""):
         with progress.report_to_listener(lambda phase, *_: phases.append(phase)):
+            progress.report(phase)
             yield ProgressLine(sys.stderr, silent_s=3600)
 
     monkeypatch.setattr(measurements, "showing_progress", listened)

@@ -22,14 +22,14 @@ def until_shown(out: io.StringIO, text: str) -> None:
 
 def test_short_work_shows_nothing():
     out = io.StringIO()
-    with showing_progress(out, silent_s=3600):
+    with showing_progress(out=out, silent_s=3600):
         report("searching", 2.5, 10.0)
     assert out.getvalue() == ""
 
 
 def test_long_work_shows_its_phase_best_cost_and_time_left():
     out = io.StringIO()
-    with showing_progress(out, silent_s=0.05):
+    with showing_progress(out=out, silent_s=0.05):
         report("annealing", 2.5, 3600.0)
         until_shown(out, "\n")
     line, *_ = out.getvalue().splitlines()
@@ -38,7 +38,7 @@ def test_long_work_shows_its_phase_best_cost_and_time_left():
 
 def test_a_terminal_has_one_line_that_is_rewritten_and_taken_away_at_the_end():
     out = Terminal()
-    with showing_progress(out, silent_s=0.0) as line:
+    with showing_progress(out=out, silent_s=0.0) as line:
         report("annealing")
         until_shown(out, "annealing")
         line.print_line("groups of 8: no plan")
@@ -51,7 +51,7 @@ def test_a_terminal_has_one_line_that_is_rewritten_and_taken_away_at_the_end():
 
 def test_compiling_is_announced_before_it_begins():
     out = io.StringIO()
-    with showing_progress(out, silent_s=3600):
+    with showing_progress(out=out, silent_s=3600):
         report(COMPILING)
         report(COMPILING)
     assert out.getvalue() == (
@@ -62,7 +62,7 @@ def test_compiling_is_announced_before_it_begins():
 def test_compiling_is_announced_once_in_all_parts_of_a_command():
     out = io.StringIO()
     for silent_s in (3600, 0.0):
-        with showing_progress(out, silent_s=silent_s):
+        with showing_progress(out=out, silent_s=silent_s):
             for _ in range(3):
                 report(COMPILING)
                 time.sleep(0.02)
@@ -74,7 +74,7 @@ def test_compiling_is_announced_once_in_all_parts_of_a_command():
 
 def test_a_failure_ends_it():
     out = Terminal()
-    with pytest.raises(ValueError), showing_progress(out, silent_s=3600):
+    with pytest.raises(ValueError), showing_progress(out=out, silent_s=3600):
         raise ValueError
     assert out.getvalue() == "\r\x1b[K"
 

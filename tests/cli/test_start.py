@@ -3,11 +3,13 @@
 import re
 import subprocess
 import sys
+from importlib import import_module
+from typing import get_type_hints
 
 import pytest
 
 from docs.tools.reference import parsers
-from shardcore.cli import command_line_parser, main
+from shardcore.cli import command_line_parser, commands, main
 from shardcore.search import DEFAULT_SHARDER
 
 COMMANDS = [name for name, _ in parsers(command_line_parser())]
@@ -33,6 +35,15 @@ def run(*arguments: str, without: str) -> None:
 
 def test_help_loads_no_large_library():
     run("-h", without="torch,numba,scipy,pyarrow,matplotlib,safetensors")
+
+
+def test_each_command_is_a_function_of_its_options():
+    for name, (module, options) in commands.COMMANDS.items():
+        run_of = getattr(import_module(f"shardcore.cli.{module}"), name.replace(" ", "_").replace("-", "_"))
+        [kind] = [hint for hint in get_type_hints(run_of).values() if hint is not type(None)]
+        assert kind is options, name
+    groups = {name.partition(" ")[0] for name in commands.COMMANDS if " " in name}
+    assert groups == set(commands.GROUPS)
 
 
 @pytest.mark.parametrize("columns", ["60", "300"])  # argparse wraps, or does not

@@ -9,7 +9,16 @@ from typing import Annotated, get_type_hints
 import pytest
 
 import shardcore
-from shardcore.cli.options import Flat, Output, Parser, build_config, field_declarations, option_declarations
+from shardcore.cli.options import (
+    POSITIONAL,
+    Flat,
+    Needs,
+    Output,
+    Parser,
+    build_config,
+    field_declarations,
+    option_declarations,
+)
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.validation import Record, Rule, annotation_metadata, entry_count_within, one_of, within
 
@@ -34,7 +43,9 @@ def test_no_mark_of_an_annotation_is_one_that_nobody_reads():
             continue
         for name, hint in hints.items():
             unread = [
-                x for x in annotation_metadata(hint) if not isinstance(x, Rule | Flat | Output | Parser | str)
+                x
+                for x in annotation_metadata(hint)
+                if not isinstance(x, Rule | Flat | Output | Parser | Needs | str) and x is not POSITIONAL
             ]
             assert not unread, (cls, name)
             n_rules += sum(isinstance(x, Rule) for x in annotation_metadata(hint))

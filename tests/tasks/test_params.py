@@ -8,6 +8,7 @@ from typing import get_args
 
 import pytest
 
+from docs.tools import params as params_file
 from flows.tables import TablesConfig
 from flows.train import TrainConfig
 from shardcore.core.errors import ShardCoreError
@@ -89,3 +90,24 @@ def test_a_section_that_an_older_file_lacks_is_named_with_the_line_to_write(tmp_
     path.write_text("tables: {}\ntrain_policy: {}\n")
     params.require_section("train_policy", path)
     assert params.read_section("train_policy", TrainConfig, path) == TrainConfig()
+
+
+def test_comments_of_the_file_are_as_declared():
+    """`python -m docs.tools.params` writes them."""
+    text = params_file.PARAMS.read_text()
+    assert params_file.commented(text) == text
+
+
+def test_a_key_is_shown_with_the_words_that_it_knows_and_the_default_that_it_replaces():
+    text = "# Head.\n\nsetting:\n  precision: fp16\n  batch: 2048 # stale\nmeasure:\n  kernels:\n    max_repeats: 6\n"
+    assert params_file.commented(text) == (
+        "# Head.\n\nsetting: # The Setting to measure in\n"
+        "  precision: fp16 # precision of the weights; one of fp32, fp16, bf16; default: fp32\n"
+        "  batch: 2048 # global batch; 65536 is usual on GPUs\n"
+        "measure: # Samples to measure, and the devices to use\n"
+        "  kernels: # how ops run. Its arena also limits shards of groups and of steps\n"
+        "    max_repeats: 6 # most repeats of an op; three times as many where it is held out to judge models; "
+        "default: 24\n"
+    )
+    with pytest.raises(ShardCoreError, match="params.yaml has a key 'steps' that no config has"):
+        params_file.commented("#\n\nmeasure:\n  kernels:\n    steps: 6\n")
