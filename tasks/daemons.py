@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import os
 import subprocess
-import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from shardcore.core.errors import ShardCoreError, escape_unprintable
+from tasks import owned
 from tasks.processes import is_running
 
 _MARK = "SHARDCORE_DAEMON"
@@ -75,7 +74,11 @@ class Daemon:
         """Process of the daemon. None if the daemon does not run."""
         try:
             process = psutil.Process(int(self._id_file.read_text()))
-            return process if self._has_mark(process) and is_running(process) else None
+            return (
+                process
+                if owned.has_variable(process.pid, _MARK, self._mark) and is_running(process)
+                else None
+            )
         except (OSError, ValueError, psutil.Error):
             return None
 
@@ -120,11 +123,14 @@ class Daemon:
             p
             for p in psutil.process_iter()
             if p != leader
-            and (self._has_mark(p) or (session and _session_id_of(p) == session))
+            and (owned.has_variable(p.pid, _MARK, self._mark) or (session and _session_id_of(p) == session))
             and is_running(p)
         ]
 
-    def remove_id_file(self) -> None:
+    def stop(self, patience_s: float = 15.0) -> None:
+        """End the daemon, then its descendants. Kill processes that still run after patience_s."""
+        owned.end_processes(lambda: list(filter(None, [self.process()])), patience_s)
+        owned.end_processes(self.leftover_processes, patience_s / 3)
         self._id_file.unlink(missing_ok=True)
 
     def last_log_lines(self, count: int) -> list[str]:
@@ -174,46 +180,9 @@ class Daemon:
         except psutil.Error:
             return 0
 
-    def _has_mark(self, process: psutil.Process) -> bool:
-        try:
-            return process.environ().get(_MARK) == self._mark
-        except (psutil.Error, OSError):
-            return False
-
 
 def _session_id_of(process: psutil.Process) -> int:
     try:
         return os.getsid(process.pid)
     except OSError:
         return 0
-
-
-def stop_daemons(daemons: Sequence[Daemon], patience_s: float = 15.0) -> None:
-    """End daemons in order, with their descendants. Kill processes that still run after patience_s."""
-    for daemon in daemons:
-        if process := daemon.process():
-            end_processes([process], patience_s)
-        end_leftover_processes(daemon, patience_s / 3)
-        daemon.remove_id_file()
-
-
-def end_leftover_processes(daemon: Daemon, patience_s: float) -> None:
-    """End a daemon's descendants, also processes that descendants start meanwhile."""
-    for _ in range(3):
-        if not (left := daemon.leftover_processes()):
-            return
-        end_processes(left, patience_s)
-
-
-def end_processes(processes: Sequence[psutil.Process], patience_s: float) -> None:
-    """Terminate processes, and kill those that still run after patience_s."""
-    for ask in (psutil.Process.terminate, psutil.Process.kill):
-        for process in processes:
-            with suppress(psutil.NoSuchProcess):
-                ask(process)
-        until = time.monotonic() + patience_s
-        while processes := [p for p in psutil.wait_procs(processes, timeout=0.05)[1] if is_running(p)]:
-            if time.monotonic() > until:
-                break
-        else:
-            return

@@ -8,8 +8,7 @@ every process with that path in its environment, and removes the folder. If both
 process holds the folder's lock then. Servers end last, as flows still report to a Prefect server how they ended, and
 return their actors to Ray.
 
-This file is also the guardian's program, so it imports only the standard library. It reads /proc, which Linux has. On
-other systems, a run that ends normally ends the processes that it knows, and a killed run leaves its processes.
+This file is also the guardian's program, so it imports nothing of its package.
 """
 
 from __future__ import annotations
@@ -23,16 +22,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
+
+import psutil
 
 RUN = "SHARDCORE_OWNED"
 """Environment variable of everything that a run starts: the run's folder."""
 SERVES = "SHARDCORE_SERVES"
 """Environment variable of servers, which other processes of the run need until the end."""
 GOES_ON = "what was finished is kept, and a rerun goes on from there"
-_LAST_WORDS_S, _SERVERS_S, _KILLED_S = 5.0, 3.0, 2.0
-"""Time in which processes may end after SIGTERM, the same for servers, and the time after SIGKILL."""
+_LAST_WORDS_S, _SERVERS_S = 5.0, 3.0
+"""Time in which processes may end after SIGTERM, and then after SIGKILL, and the same for servers."""
 _EVERY_S = 0.05
 _PREFIX, _LOCK = "shardcore-", "lock"
 """Prefix of the names of runs' folders, and the file in them that a run and its guardian lock."""
@@ -50,7 +51,7 @@ def owned_run() -> Iterator[None]:
     # Only this process has the write end, so the pipe closes however this process ends.
     read, write = os.pipe()
     guardian = subprocess.Popen(
-        [sys.executable, "-I", "-S", __file__, short_temporary_folder()],
+        [sys.executable, "-I", __file__, short_temporary_folder()],
         stdin=read,
         stdout=subprocess.PIPE,
         text=True,
@@ -99,7 +100,7 @@ def end_with_parent() -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
         # The parent may have ended before prctl took effect.
-        if RUN in os.environ and not _has_variable(os.getppid(), RUN, os.environ[RUN]):
+        if RUN in os.environ and not has_variable(os.getppid(), RUN, os.environ[RUN]):
             raise SystemExit("the process that started this one has ended")
 
 
@@ -153,13 +154,14 @@ def main() -> None:
 def _clean_up_run(folder: str) -> None:
     """End a run's processes, and remove its folder."""
 
-    def run_processes() -> list[int]:
-        return [pid for pid in _other_process_ids() if _has_variable(pid, RUN, folder)]
+    def run_processes() -> list[psutil.Process]:
+        return [p for p in psutil.process_iter() if p.pid != os.getpid() and has_variable(p.pid, RUN, folder)]
 
-    _end_processes(
-        lambda: [pid for pid in run_processes() if not _has_variable(pid, SERVES, "1")], _LAST_WORDS_S
-    )
-    _end_processes(run_processes, _SERVERS_S)
+    def clients() -> list[psutil.Process]:
+        return [p for p in run_processes() if not has_variable(p.pid, SERVES, "1")]
+
+    end_processes(clients, _LAST_WORDS_S)
+    end_processes(run_processes, _SERVERS_S)
     # A process that is ending may still write into the folder.
     for _ in range(10):
         shutil.rmtree(folder, ignore_errors=True)
@@ -168,15 +170,18 @@ def _clean_up_run(folder: str) -> None:
         time.sleep(_EVERY_S)
 
 
-def _end_processes(running: Callable[[], list[int]], patience_s: float) -> None:
-    """Terminate processes until none is left, and kill those that do not end in time. running: lists their ids."""
-    for number, seconds in ((signal.SIGTERM, patience_s), (signal.SIGKILL, _KILLED_S)):
-        until, signalled = time.monotonic() + seconds, set()
-        while left := running():
-            for pid in set(left) - signalled:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, number)
-            signalled.update(left)
+def end_processes(running: Callable[[], Collection[psutil.Process]], patience_s: float) -> None:
+    """Terminate processes until none is left, and kill those that still run after patience_s.
+
+    running: lists them. Processes that others start while they end are thus ended, too.
+    """
+    for ask in (psutil.Process.terminate, psutil.Process.kill):
+        until, asked = time.monotonic() + patience_s, set[psutil.Process]()
+        while left := set(running()):
+            for process in left - asked:
+                with suppress(psutil.NoSuchProcess):
+                    ask(process)
+            asked |= left
             if time.monotonic() > until:
                 break
             time.sleep(_EVERY_S)
@@ -184,19 +189,11 @@ def _end_processes(running: Callable[[], list[int]], patience_s: float) -> None:
             return
 
 
-def _other_process_ids() -> list[int]:
-    """Ids of all processes of this machine, except this process."""
-    if sys.platform != "linux":
-        return []
-    return [int(name) for name in os.listdir("/proc") if name.isdecimal() and int(name) != os.getpid()]
-
-
-def _has_variable(pid: int, name: str, value: str) -> bool:
+def has_variable(pid: int, name: str, value: str) -> bool:
     """Tell if a process was started with an environment variable of a value. False if the process has ended."""
     try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            return os.fsencode(f"{name}={value}") in file.read().split(b"\0")
-    except OSError:
+        return psutil.Process(pid).environ().get(name) == value
+    except (psutil.Error, OSError):
         return False
 
 

@@ -26,7 +26,7 @@ import psutil
 
 from shardcore import report
 from shardcore.core.errors import ShardCoreError
-from tasks import daemons, lost_runs, owned, params, paths, processes
+from tasks import lost_runs, owned, params, paths, processes
 from tasks.stack_config import StackConfig, require_usable
 from tasks.stack_services import (
     USER,
@@ -122,7 +122,8 @@ def stop_stack(config: StackConfig) -> None:
     folder = Path(config.folder).resolve()
     if folder.exists():
         with _stack_lock(folder):
-            daemons.stop_daemons([s.daemon for s in reversed(stack_services(config, folder, "").values())])
+            for service in reversed(stack_services(config, folder, "").values()):
+                service.daemon.stop()
             if is_private_folder(ray_folder(folder).parent):
                 _empty_folder(temporary_folder(folder))
 
@@ -181,7 +182,7 @@ def _remove_old_sessions(ray: Path) -> None:
 def _require_free_ports(service: Service, config: StackConfig) -> None:
     """End processes that a killed service left, and require the service's ports to be free."""
     if service.ports:
-        daemons.end_leftover_processes(service.daemon, 5.0)
+        owned.end_processes(service.daemon.leftover_processes, 5.0)
     for name, port in service.ports.items():
         _require_free_port(config.host, port, name, 10.0 if service.daemon.has_died() else 0.0)
 

@@ -9,7 +9,6 @@ import pytest
 from waiting import until
 
 from shardcore.core.errors import ShardCoreError
-from tasks import daemons
 from tasks.daemons import Daemon
 
 CHILD = "import subprocess, sys; print('first'); print('last', flush=True); subprocess.run(['sleep', '60'])"
@@ -19,7 +18,7 @@ CHILD = "import subprocess, sys; print('first'); print('last', flush=True); subp
 def daemon(tmp_path):
     made = Daemon("one", (sys.executable, "-c", CHILD), dict(os.environ), tmp_path)
     yield made
-    daemons.stop_daemons([made], 5)
+    made.stop(5)
 
 
 def runs(process):
@@ -35,7 +34,7 @@ def test_it_runs_and_ends_with_what_it_started(daemon):
     until(lambda: daemon.last_log_lines(1) == ["last"] and daemon.leftover_processes())
     assert daemon.last_log_lines(5) == ["first", "last"] and not daemon.has_died()
     leader, [child] = daemon.process(), daemon.leftover_processes()
-    daemons.stop_daemons([daemon], 5)
+    daemon.stop(5)
     assert not runs(leader) and not runs(child)
     assert daemon.process() is None and not daemon.has_died()
 
@@ -63,7 +62,7 @@ def test_a_killed_one_has_died_and_what_it_left_is_found(daemon):
     daemon.process().kill()
     until(daemon.has_died)
     assert daemon.leftover_processes() == [child]
-    daemons.stop_daemons([daemon], 5)
+    daemon.stop(5)
     assert not runs(child)
 
 
@@ -84,7 +83,7 @@ def test_what_wrote_over_its_environment_is_known_by_its_session(tmp_path, kille
         leader.kill()
         until(lambda: leader.status() == psutil.STATUS_ZOMBIE)
         assert forgetful.has_died() and forgetful.leftover_processes() == [child]
-    daemons.stop_daemons([forgetful], 5)
+    forgetful.stop(5)
     assert not runs(child)
 
 
@@ -93,7 +92,7 @@ def test_another_process_that_got_the_id_is_neither_taken_for_it_nor_ended(daemo
     try:
         (tmp_path / "one.pid").write_text(str(other.pid))
         assert daemon.process() is None and daemon.has_died() and not daemon.leftover_processes()
-        daemons.stop_daemons([daemon], 5)
+        daemon.stop(5)
         assert psutil.Process(other.pid).is_running() and other.poll() is None
         (tmp_path / "one.pid").write_text("no number")
         assert daemon.process() is None and daemon.has_died()
@@ -124,7 +123,7 @@ def test_what_does_not_end_when_asked_is_killed(tmp_path):
     stubborn.start()
     until(lambda: stubborn.last_log_lines(1) == ["up"])
     process = stubborn.process()
-    daemons.stop_daemons([stubborn], 0.5)
+    stubborn.stop(0.5)
     assert not runs(process)
 
 

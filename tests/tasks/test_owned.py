@@ -183,5 +183,5 @@ def test_what_does_not_end_when_it_is_asked_is_killed():
         stdout=subprocess.PIPE,
     )
     stubborn.stdout.readline()
-    owned._end_processes(lambda: [stubborn.pid] if stubborn.poll() is None else [], 0.1)
+    owned.end_processes(lambda: [psutil.Process(stubborn.pid)] if stubborn.poll() is None else [], 0.1)
     assert stubborn.returncode == -signal.SIGKILL

@@ -23,7 +23,7 @@ import yaml
 from waiting import until
 
 from shardcore.core.errors import ShardCoreError
-from tasks import daemons, owned, services, stack, stack_services
+from tasks import owned, services, stack, stack_services
 from tasks.daemons import Daemon
 from tasks.processes import is_running
 from tasks.stack_config import StackConfig
@@ -54,7 +54,8 @@ def sleeper(tmp_path):
         return made[-1]
 
     yield start
-    daemons.stop_daemons(made, 5)
+    for daemon in made:
+        daemon.stop(5)
 
 
 # --- who gets in --------------------------------------------------------------------------------------------
@@ -642,7 +643,7 @@ def test_run_starts_again_what_dies_and_ends_with_what_was_stopped(tmp_path, sle
             os.kill(found["ray"].daemon.process().pid, 9)
             until(lambda: found["ray"].daemon.has_died())
         else:
-            daemons.stop_daemons([found["watch"].daemon])
+            found["watch"].daemon.stop()
 
     monkeypatch.setattr(stack, "start_stack", up)
     monkeypatch.setattr(stack, "stack_services", lambda *_: found)
