@@ -129,9 +129,6 @@ def _run_rank(
     device: str,
 ) -> None:
     """Entry point of one rank's process: measure the requests and send the times of each."""
-    if device == "cpu":
-        # One thread a rank, as a device of a CPU is one core.
-        torch.set_num_threads(1)
     with local_ranks.report_lost_ranks():
         member = Rank(rank, ranks, init_method, device, config)
     # One request at a time, so that its sample is out before the next begins.
@@ -199,8 +196,11 @@ def host_id() -> str:
 
 
 def init_process_group(rank: int, ranks: int, init_method: str, device: str, timeout_s: float) -> None:
-    """Initialize torch's process group of a gang of ranks, on the backend of its device."""
+    """Initialize torch's process group of a gang of ranks, on the backend of its device, which a rank has alone."""
     on, url = device_by_name(device), urlparse(init_method)
+    if device == "cpu":
+        # One thread a rank, as a device of a CPU is one core.
+        torch.set_num_threads(1)
     timeout = timedelta(seconds=timeout_s + on.gang_start_s)
     start = partial(dist.init_process_group, on.backend, rank=rank, world_size=ranks, timeout=timeout)
     # Other methods, such as torchrun's env://, come with a store.
@@ -348,12 +348,7 @@ class Rank:
             while time.perf_counter() < due:
                 pass
             start = time.perf_counter() + self._offset_s
-            # Marks are read at the end, as reading one waits for the device.
-            marks = [self._on.mark()]
-            for part, _ in parts:
-                part()
-                marks.append(self._on.mark())
-            took_ms = self._on.elapsed_ms(marks)
+            took_ms = self._on.time_calls_ms(*(part for part, _ in parts))
             work_ms = sum(ms for ms, (_, own) in zip(took_ms, parts, strict=True) if own)
             return start, start + sum(took_ms) / 1e3, work_ms / 1e3
 

@@ -11,7 +11,7 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -65,6 +65,15 @@ class Cpu:
     def elapsed_ms(self, marks: Sequence[Any]) -> list[float]:
         """ms between consecutive time marks. Waits until the device has passed the last mark."""
         return [(b - a) * 1e3 for a, b in itertools.pairwise(marks)]
+
+    def time_calls_ms(self, *calls: Callable[[], object]) -> list[float]:
+        """Make calls one after another. Returns the ms of each on the device."""
+        marks = [self.mark()]
+        for call in calls:
+            call()
+            marks.append(self.mark())
+        # Marks are read at the end, as reading one waits for the device.
+        return self.elapsed_ms(marks)
 
     def keep_busy(self, ms: float) -> None:
         """Occupy the device for `ms`, while the host launches the kernels that follow."""

@@ -11,9 +11,9 @@ Shapes: D ranks.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -23,12 +23,14 @@ from shardcore.core.types import Problem
 from shardcore.core.validation import require
 from shardcore.measure import collectives, hardware, hosts, local_ranks
 from shardcore.measure.config import PairConfig
+from shardcore.measure.devices import device_by_name
 from shardcore.measure.rank_order import Groups, Links, Outward, find_levels
 from shardcore.measure.transport import LOCAL, Transport
 
 MOST_IN_TURN = 64
 """Ranks whose pairs talk one after another: 2,016 pairs take a minute."""
-_GB = 1e9
+_BYTES_PER_GBPS_MS = 1e6
+"""Bytes that a link of 1 GB/s carries in a ms."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,8 +99,6 @@ def measure_rank(
     note: Note = lambda done, of: None,
 ) -> PairMeasurement:
     """Measure all pairs of ranks as one rank of a gang of processes."""
-    if device == "cpu":
-        torch.set_num_threads(1)
     with local_ranks.report_lost_ranks():
         collectives.init_process_group(rank, ranks, init_method, device, config.timeout_s)
         pair_ms = measure_pair_times(config, device, note)
@@ -140,11 +140,11 @@ def pair_rounds(ranks: int) -> Iterator[list[tuple[int, int]]]:
 
 
 def measure_pair_times(
-    config: PairConfig, device: torch.device | str = "cpu", note: Note = lambda done, of: None
+    config: PairConfig, device: str = "cpu", note: Note = lambda done, of: None
 ) -> np.ndarray:
     """[D, D] ms of a message from one rank to another: half of the fastest round trip."""
-    rank, n = dist.get_rank(), dist.get_world_size()
-    message = torch.zeros(config.message_kib << 10, dtype=torch.uint8, device=device)
+    rank, n, on = dist.get_rank(), dist.get_world_size(), device_by_name(device)
+    message = torch.zeros(config.message_kib << 10, dtype=torch.uint8, device=on.place)
     # Infinite until measured, as the least of all sweeps is kept.
     to_others = torch.full((n,), torch.inf, dtype=torch.float64)
     to_others[rank] = 0.0
@@ -157,8 +157,13 @@ def measure_pair_times(
         for pair in turn:
             if rank in pair:
                 other = pair[1 - pair.index(rank)]
-                took_s = _time_round_trips(message, other, rank == pair[0], config.repeats)
-                to_others[other] = min(to_others[other].item(), min(took_s) / 2 * 1e3)
+                # One rank sends while the other receives. Else both would wait for ever.
+                there = partial(_send_one_way, message, *pair)
+                back = partial(_send_one_way, message, *reversed(pair))
+                took_ms = on.time_calls_ms(*[there, back] * (config.repeats + 1))
+                # The first message connects.
+                round_trips_ms = np.reshape(took_ms, (-1, 2))[1:].sum(1)
+                to_others[other] = min(to_others[other].item(), round_trips_ms.min() / 2)
         note(done, len(turns))
     # Each rank knows its own row only.
     rows = [torch.zeros_like(to_others) for _ in range(n)]
@@ -168,43 +173,26 @@ def measure_pair_times(
     return np.minimum(both_ways, both_ways.T)
 
 
-def _time_round_trips(message: torch.Tensor, other: int, first: bool, repeats: int) -> list[float]:
-    """Seconds of each of `repeats` messages to another rank and back.
-
-    first: True if this rank sends first.
-    """
-    took_s = []
-    for _ in range(repeats + 1):
-        began = time.perf_counter()
-        # One rank sends while the other receives. Else both would wait for ever.
-        for send in (first, not first):
-            (dist.send if send else dist.recv)(message, other)
-        if message.is_cuda:
-            torch.cuda.synchronize(message.device)
-        took_s.append(time.perf_counter() - began)
-    return took_s[1:]  # the first message connects
-
-
-def measure_links(levels: Sequence[Groups], config: PairConfig, device: torch.device | str = "cpu") -> Links:
+def measure_links(levels: Sequence[Groups], config: PairConfig, device: str = "cpu") -> Links:
     """Bandwidths of links within and between groups of ranks at each level, and the latency of a collective."""
-    rank, n = dist.get_rank(), dist.get_world_size()
-    load = torch.zeros(config.load_kib << 10, dtype=torch.uint8, device=device)
+    rank, n, on = dist.get_rank(), dist.get_world_size(), device_by_name(device)
+    load = torch.zeros(config.load_kib << 10, dtype=torch.uint8, device=on.place)
+
+    def slowest_ms(*calls: Callable[[], object]) -> float:
+        """Time of calls that ranks begin together, on the slowest rank: a collective waits for that."""
+        dist.barrier()
+        # Ranks without a call report 0.
+        took_ms = torch.tensor(sum(on.time_calls_ms(*calls)), dtype=torch.float64)
+        dist.all_reduce(took_ms, dist.ReduceOp.MAX)
+        return took_ms.item()
 
     def measure_gbps(pairs: Sequence[tuple[int, int]]) -> float | None:
         """Bandwidth in GB/s from the first to the second rank of each pair, while all pairs send."""
         if not pairs:
             return None
-        mine = next((pair for pair in pairs if rank in pair), None)
+        mine = [partial(_send_one_way, load, *pair) for pair in pairs if rank in pair]
         # The fastest repeat counts: disturbances only add time.
-        took = float("inf")
-        for _ in range(config.repeats):
-            dist.barrier()
-            began = time.perf_counter()
-            if mine:
-                _send_one_way(load, *mine)
-            # The slowest pair counts, as a collective waits for it. Ranks without a pair report 0.
-            took = min(took, _max_over_ranks(time.perf_counter() - began if mine else 0.0))
-        return len(load) / took / _GB
+        return len(load) / min(slowest_ms(*mine) for _ in range(config.repeats)) / _BYTES_PER_GBPS_MS
 
     # One pair within each group.
     within = measure_gbps([(group[0], group[1]) for group in levels[0] if len(group) > 1])
@@ -219,17 +207,10 @@ def measure_links(levels: Sequence[Groups], config: PairConfig, device: torch.de
         if together is not None:
             outward.append(Outward(together, _shared_gbps(groups, first, together)))
     # One number for each rank is next to no data, so the time is latency.
-    small, into = torch.zeros(n, device=device), torch.zeros(n, device=device)
-    took_s = []
-    for _ in range(config.repeats + 1):
-        dist.barrier()
-        began = time.perf_counter()
-        dist.all_to_all_single(into, small)
-        if small.is_cuda:
-            torch.cuda.synchronize(small.device)
-        took_s.append(_max_over_ranks(time.perf_counter() - began))
+    small, into = torch.zeros(n, device=on.place), torch.zeros(n, device=on.place)
+    took_ms = [slowest_ms(lambda: dist.all_to_all_single(into, small)) for _ in range(config.repeats + 1)]
     # The first repeat connects.
-    return Links(within, tuple(outward), 1e3 * float(np.median(took_s[1:])))
+    return Links(within, tuple(outward), float(np.median(took_ms[1:])))
 
 
 def _shared_gbps(groups: Groups, first: float | None, together: float | None) -> float | None:
@@ -262,12 +243,3 @@ def _send_one_way(load: torch.Tensor, sender: int, receiver: int) -> None:
         dist.send(load, receiver)
     else:
         dist.recv(load, sender)
-    if load.is_cuda:
-        torch.cuda.synchronize(load.device)
-
-
-def _max_over_ranks(seconds: float) -> float:
-    """Largest value of a number over all ranks."""
-    longest = torch.tensor([seconds], dtype=torch.float64)
-    dist.all_reduce(longest, dist.ReduceOp.MAX)
-    return longest.item()

@@ -21,6 +21,7 @@ from shardcore.io.dataset import ReferenceOp
 from shardcore.io.measurements import ComputeRequest
 from shardcore.measure import fused_op, own_core
 from shardcore.measure.config import ReplayConfig
+from shardcore.measure.devices import device_by_name
 from shardcore.measure.kernels import KernelBench, KernelConfig
 from shardcore.measure.timing import Caches
 from shardcore.step.access import output_bytes
@@ -229,7 +230,7 @@ def measure_compute(
     """
     torch.set_num_threads(1)
     # One core, as a rank of a gang has.
-    cores = own_core.take_core(0)
+    cores, on = own_core.take_core(0), device_by_name("cpu")
     benches = make_benches(workloads, range(len(workloads[0].ops)), setting, config, "cpu", reference)
     reference_runs, caches, times = (
         ReferenceRuns(benches, reference, config.seed),
@@ -242,13 +243,10 @@ def measure_compute(
             ops, took_ms = Ops(benches, workload, device, config, "cpu"), []
             for index in range(config.warmups + config.repeats):
                 caches.evict()
-                marks = [time.perf_counter()]
                 # Backward comes first, as a step begins after the dense part.
-                for part in (ops.backward, partial(ops.forward, index % config.batches)):
-                    part()
-                    marks.append(time.perf_counter())
+                parts = ops.backward, partial(ops.forward, index % config.batches)
                 # Reversed, as forward comes first in the result.
-                took_ms.append(np.diff(marks)[::-1] * 1e3)
+                took_ms.append(on.time_calls_ms(*parts)[::-1])
             of_devices[device] = np.median(took_ms[config.warmups :], axis=0)
             reference_runs.run_once(caches)
         times.append(of_devices)
