@@ -27,7 +27,7 @@ import numpy as np
 from bench import common, published_plans
 from bench.published_cards import SHIPPED, card_of_timing, fitted_profiles, shipped_profile_of_card
 from shardcore import report
-from shardcore.core.types import PRECISION_BYTES
+from shardcore.core.types import PRECISION_BYTES, Table
 from shardcore.cost.profile import Profile, load_profile, write_profile
 from shardcore.cost.profile_fit import EXCHANGES, OPS, QUALITIES, Predictor, Timing, read_timings
 from shardcore.io import writing
@@ -111,18 +111,24 @@ def write_reduced_timings(raw: Path, path: Path = TIMINGS) -> None:
 # --- TorchRec's constants -----------------------------------------------------------------------------------
 
 
+def _memory(table: Table) -> str:
+    """The memory with a table's rows, as torch names it."""
+    return ("uvm_caching" if table.load_factor else "uvm") if table.in_host_memory else "device"
+
+
 def torchrec_planner_us(timing: Timing) -> float:
     """Time in µs that TorchRec's planner predicts for a timing (planner/shard_estimators.py)."""
     if timing.op in EXCHANGES:
         passes = 2 if timing.op == "allreduce" else 1
         gbps = NEAR_GBPS if timing.hosts == 1 else FAR_GBPS
-        return passes * timing.bytes * (1 - 1 / timing.ranks) / gbps / 1e3
-    n, us = timing.tables, 0.0
-    gbps = {"device": HBM_GBPS, "uvm": UVM_GBPS, "uvm_caching": CACHE_GBPS}[timing.mode]
-    for i in range(n):
-        width, pooling = (x[i % len(x)] for x in (timing.width, timing.pooling))
-        lookups = timing.batch * pooling
-        moved = lookups * (8 + width * PRECISION_BYTES[timing.precision]) + timing.batch * width * 4
+        return passes * timing.sent[0] * (1 - 1 / len(timing.sent)) / gbps / 1e3
+    us, gbps = (
+        0.0,
+        {"device": HBM_GBPS, "uvm": UVM_GBPS, "uvm_caching": CACHE_GBPS}[_memory(timing.shards[0].table)],
+    )
+    for table in (shard.table for shard in timing.shards):
+        lookups = timing.batch * table.pooling
+        moved = lookups * (8 + table.dim * PRECISION_BYTES[table.precision]) + timing.batch * table.dim * 4
         us += moved / gbps / 1e3
     # Backward is twice forward.
     return us * {"fwd": 1, "bwd": 2, "fwd+bwd": 3}.get(timing.op, 2)
@@ -152,8 +158,8 @@ class Asked:
         """Label of a timing in a report: op and memory of an op, size of a collective."""
         t = self.timing
         if t.op not in EXCHANGES:
-            return f"{t.op}, {t.mode}"
-        return f"collectives, {'32 MiB and more' if t.bytes >= LARGE_BYTES else 'smaller'}"
+            return f"{t.op}, {_memory(t.shards[0].table)}"
+        return f"collectives, {'32 MiB and more' if t.sent[0] >= LARGE_BYTES else 'smaller'}"
 
 
 def profile_errors(
@@ -213,9 +219,9 @@ def _range_text(values: Sequence[float], edges: Sequence[float]) -> str:
 
 RANGES: Mapping[str, Callable[[Asked], str]] = {
     "batch": lambda a: f"B {_range_text([a.timing.batch], (4096, 65536, 1 << 20))}",
-    "width": lambda a: f"D {_range_text(a.timing.width, (32, 128, 256, 512))}",
-    "pooling": lambda a: f"L {_range_text(a.timing.pooling, (2, 16, 32))}",
-    "tables": lambda a: f"T {_range_text([a.timing.tables], (2, 8, 16))}",
+    "width": lambda a: f"D {_range_text([s.width for s in a.timing.shards], (32, 128, 256, 512))}",
+    "pooling": lambda a: f"L {_range_text([s.table.pooling for s in a.timing.shards], (2, 16, 32))}",
+    "tables": lambda a: f"T {_range_text([len(a.timing.shards)], (2, 8, 16))}",
 }
 
 
@@ -242,12 +248,12 @@ def error_tables(asked: Sequence[Asked]) -> Iterator[tuple[str, str]]:
                 lambda a: a.part,
                 lambda a: a.card,
                 lambda a: a.timing.op,
-                lambda a: f"{a.timing.hosts} x {a.timing.ranks // a.timing.hosts}",
+                lambda a: f"{a.timing.hosts} x {len(a.timing.sent) // a.timing.hosts}",
                 lambda a: a.op_or_size_text.rpartition(", ")[2],
             )
         ),
     )
-    ops = [a for a in good if a.timing.op in OPS and a.timing.mode == "device"]
+    ops = [a for a in good if a.timing.op in OPS and _memory(a.timing.shards[0].table) == "device"]
     for name, key in RANGES.items():
         yield (
             f"Ops in device memory by {name}",

@@ -7,10 +7,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from shardcore.core.validation import MOST_BYTES, MOST_MS, require, require_within, to_path_name
+from shardcore.core.validation import field_rules, require, require_rules, to_path_name
 from shardcore.cost.profile import Profile
 from shardcore.cost.profile_fit import Timing
-from shardcore.cost.profile_law import MS_PER_US
 from shardcore.io import schema
 
 _TAG = re.compile(r"^\s*(?:\[[^\]\s]*\](?:<\w+>:)?|\d+:)?\s*")
@@ -61,7 +60,7 @@ def read_nccl_logs(paths: Iterable[Path], profile: Profile) -> tuple[list[Timing
             elif columns and values and values[0].isdigit():
                 made = _parse_row(columns, values, tool, ranks, profile, str(path))
                 if isinstance(made, Timing):
-                    require_within(made, what, time_us=(0, MOST_MS / MS_PER_US), bytes=(0, MOST_BYTES))
+                    require_rules(made, what, field_rules(Timing))
                     timings.append(made)
                 else:
                     reasons[made] += 1
@@ -96,7 +95,7 @@ def _parse_row(
         return "nothing was exchanged"
     [op] = _COLLECTIVE.findall(tool.lower())[:1]
     n_hosts = len({host for _, host, _, _ in ranks.values()})
-    return Timing(source, "", op.replace("_", ""), time_us, ranks=len(ranks), hosts=n_hosts, bytes=size)
+    return Timing(source, "", op.replace("_", ""), time_us, sent=(size,) * len(ranks), hosts=n_hosts)
 
 
 def _rejection_reason(tool: str, ranks: Ranks, profile: Profile) -> str | None:

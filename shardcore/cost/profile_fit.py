@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import islice
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 
@@ -32,8 +33,10 @@ from shardcore.core.validation import (
     MOST_DEVICES,
     MOST_MS,
     MOST_ROWS,
+    Rule,
     require,
     short_repr,
+    within,
 )
 from shardcore.cost import profile_law
 from shardcore.cost.profile import HOST_GBPS, RATES, SPEC, Profile, Rate
@@ -54,7 +57,8 @@ EXCHANGES = {
     "allreduce": "all_reduce",
 }
 """Collectives by their names in nccl-tests."""
-MODES = ("device", "uvm", "uvm_caching")
+_MODES = ("device", "uvm", "uvm_caching")
+"""Memory with an op's rows."""
 QUALITIES = ("A", "B")
 """Qualities of timings that are fitted: card and shape stated, or at most one of them inferred."""
 _OPTIMIZERS = {"sgd": "exact_sgd", "exact_row_wise_adagrad": "rowwise_adagrad", "adagrad": "exact_adagrad"}
@@ -62,6 +66,10 @@ _MOST_TABLES = 1 << 12
 """Tables of an op."""
 _BATCHES_SINCE_EMPTY = 100
 """Batches that published timings of caches are means of. The cache is empty before."""
+_BYTES_EACH = Rule(
+    lambda sent: all(0 <= n_bytes <= MOST_BYTES for n_bytes in sent),
+    f"it needs {MOST_BYTES:,} bytes a rank at most",
+)
 _LEAST_UNCERTAINTY = 0.02
 _OF_PEAK = 0.95
 """Most of its data sheet's bandwidth that a card's memory reaches."""
@@ -81,40 +89,26 @@ class Timing:
     op: a name of OPS or EXCHANGES.
     time_us: time of one call.
     quality: "A" to "D", or "M" for a model's output.
-    batch: samples of each table. tables, rows, width, pooling: of the tables, one value for all or one each.
-    unique: distinct rows of a batch, all tables together. 0: as the power law gives it.
-    alpha: exponent of the power law of accesses. 0: uniform.
-    mode: memory with the rows, one of MODES.
-    cached: share of rows in a cache; only where mode is uvm_caching.
-    ranks, hosts, bytes: size of a collective.
+    shards: shards of an op. batch: samples of each.
+    unique: distinct rows of a batch, all shards together. 0: as their accesses give it.
+    batches_since_empty: batches that a mean over an op's caches is of, from empty ones on. 0: they were warm.
+    sent: bytes of each rank of a collective. hosts: number of hosts, with equally many ranks each.
     network: words for its links.
-    shards: shards of an op that was measured here, in place of rows, width, pooling, alpha and precision.
-    sent: bytes of each rank of a collective that was measured here, in place of bytes.
     """
 
     source: str
     gpu: str
     op: str
-    time_us: float
+    time_us: Annotated[float, within(0, MOST_MS / MS_PER_US)]
     quality: str = "A"
-    batch: int = 0
-    tables: int = 1
-    rows: tuple[int, ...] = ()
-    width: tuple[int, ...] = ()
-    pooling: tuple[float, ...] = ()
-    unique: float = 0.0
-    alpha: float = 0.0
-    precision: str = "fp32"
-    optimizer: str = "exact_sgd"
-    weighted: bool = False
-    mode: str = "device"
-    cached: float = 0.0
-    ranks: int = 0
-    hosts: int = 0
-    bytes: float = 0.0
-    network: str = ""
     shards: tuple[Shard, ...] = ()
-    sent: tuple[float, ...] = ()
+    batch: int = 0
+    optimizer: str = "exact_sgd"
+    unique: float = 0.0
+    batches_since_empty: int = 0
+    sent: Annotated[tuple[float, ...], _BYTES_EACH] = ()
+    hosts: int = 0
+    network: str = ""
 
     @property
     def repetition_key(self) -> tuple[object, ...]:
@@ -135,16 +129,15 @@ class Predictor:
             if used:
                 names = [f.name for f in fields(Work)]
                 joined = {name: np.concatenate([getattr(works[i], name) for i in used]) for name in names}
-                starts = np.cumsum([0, *(timings[i].tables for i in used[:-1])])
+                starts = np.cumsum([0, *(len(timings[i].shards) for i in used[:-1])])
                 self._ops.append((part, Work(**joined), starts, np.array(used)))
         runs: dict[tuple[str, int, int], list[int]] = {}
         for i, t in enumerate(timings):
             if t.op in EXCHANGES:
-                runs.setdefault((EXCHANGES[t.op], t.hosts, t.ranks), []).append(i)
+                runs.setdefault((EXCHANGES[t.op], t.hosts, len(t.sent)), []).append(i)
         for (collective, hosts, ranks), used in runs.items():
             units = unit_numbers([str(h) for h in range(hosts) for _ in range(ranks // hosts)])
-            sent = np.array([timings[i].sent or (timings[i].bytes,) * ranks for i in used])
-            self._exchanges.append((collective, units, sent, used))
+            self._exchanges.append((collective, units, np.array([timings[i].sent for i in used]), used))
 
     def times_us(self, rates: Rates) -> np.ndarray:
         """[R] predicted time of each timing in us, under the given rates."""
@@ -160,41 +153,18 @@ class Predictor:
         return ms / MS_PER_US
 
 
-def _tables_of_timing(timing: Timing) -> list[Table]:
-    """Tables of a timed op. Raises ShardCoreError for an invalid size."""
-    n = timing.tables
-    rows, width = (x * n if len(x) == 1 else x for x in (timing.rows, timing.width))
-    pooling = timing.pooling * n if len(timing.pooling) == 1 else timing.pooling
-    shares = {"device": 1.0, "uvm": 0.0, "uvm_caching": timing.cached}
-    return [
-        Table(
-            f"t{i}",
-            rows[i],
-            width[i],
-            pooling[i],
-            Zipf(timing.alpha),
-            timing.precision,
-            weighted=timing.weighted,
-            sequence=pooling[i] == 1,
-            load_factor=shares[timing.mode],
-        )
-        for i in range(n)
-    ]
-
-
 def _work_of_timing(timing: Timing) -> Work:
     """Work of the shards of a timed op, as its timing states or implies."""
-    shards = timing.shards or [Shard.whole(t) for t in _tables_of_timing(timing)]
-    work = profile_law.shard_work(shards, timing.batch, timing.optimizer)
+    work = profile_law.shard_work(timing.shards, timing.batch, timing.optimizer)
     changed: dict[str, np.ndarray] = {}
     if timing.unique:
         changed["unique"] = work.unique * timing.unique / work.unique.sum()
     distinct = changed.get("unique", work.unique) * work.width * work.element_bytes
-    changed["op_row_bytes"] = np.full(len(shards), distinct.sum())
-    if timing.mode == "uvm_caching":
+    changed["op_row_bytes"] = np.full(len(timing.shards), distinct.sum())
+    if batches := timing.batches_since_empty:
         # Batches since the cache was empty bring rows that no batch had before. A warm cache misses fewer.
-        seen = profile_law.shard_work(shards, _BATCHES_SINCE_EMPTY * timing.batch, timing.optimizer).unique
-        fetched = seen / _BATCHES_SINCE_EMPTY * 2 * work.width * work.element_bytes
+        seen = profile_law.shard_work(timing.shards, batches * timing.batch, timing.optimizer).unique
+        fetched = seen / batches * 2 * work.width * work.element_bytes
         changed["cache_bytes"] = np.maximum(work.cache_bytes, fetched)
     return replace(work, **changed)
 
@@ -230,9 +200,6 @@ def read_timings(path: str | Path) -> tuple[list[Timing], Counter[str]]:
         what = f"{path}, line {i + 2}"
         made = _parse_timing({k: (v or "").strip() for k, v in row.items() if k}, what)
         if isinstance(made, Timing):
-            if made.op in OPS:
-                with schema.prefix_errors(what):
-                    _tables_of_timing(made)
             timings.append(made)
         else:
             reasons[made] += 1
@@ -266,13 +233,8 @@ def _parse_timing(row: Mapping[str, str], what: str) -> Timing | str:
         )
         if ranks < 2:
             return "one rank exchanges nothing"
-        return Timing(
-            **common,
-            ranks=ranks,
-            hosts=hosts,
-            bytes=_parse_number(row, "msg_bytes_per_rank", what, MOST_BYTES),
-            network=row.get("interconnect", ""),
-        )
+        sent = (_parse_number(row, "msg_bytes_per_rank", what, MOST_BYTES),) * ranks
+        return Timing(**common, sent=sent, hosts=hosts, network=row.get("interconnect", ""))
     precision = row.get("weights_precision") or "fp32"
     optimizer = _OPTIMIZERS.get(row.get("optimizer", ""), row.get("optimizer") or "exact_sgd")
     mode, tables = (
@@ -281,31 +243,45 @@ def _parse_timing(row: Mapping[str, str], what: str) -> Timing | str:
     )
     if precision not in ("fp32", "fp16", "bf16"):
         return f"weights are {short_repr(precision)}"
-    if optimizer not in OPTIMIZERS or mode not in MODES:
+    if optimizer not in OPTIMIZERS or mode not in _MODES:
         return f"optimizer {short_repr(optimizer)} or mode {short_repr(mode)} is not known"
-    rows, width, pooling = _parse_numbers(row["E"]), _parse_numbers(row["D"]), _parse_numbers(row["L"])
-    if any(len(x) not in (1, tables) for x in (rows, width, pooling)) or len(_parse_numbers(row["B"])) != 1:
+    shapes = [_parse_numbers(row[column]) for column in ("E", "D", "L")]
+    if any(len(x) not in (1, tables) for x in shapes) or len(_parse_numbers(row["B"])) != 1:
         return "shapes of its tables are not stated one by one"
-    if any(w % 4 for w in width):
+    if any(int(width) % 4 for width in shapes[1]):
         return "a width is no multiple of 4"
     cached = _parse_number(row, "cached", what, 1) if row.get("cached") else 0.0
     if mode == "uvm_caching" and not 0 < cached < 1:
         return "the share of rows that its cache holds is not stated"
-    alpha = re.search(r"alpha (\d+(?:\.\d+)?)", row.get("index_distribution", ""))
+    accesses = row.get("index_distribution", "")
+    alpha = re.search(r"alpha (\d+(?:\.\d+)?)", accesses)
+    with schema.prefix_errors(what):
+        shards = tuple(
+            Shard.whole(
+                Table(
+                    f"t{i}",
+                    int(rows),
+                    int(width),
+                    pooling,
+                    Zipf(float(alpha[1]) if alpha and "uniform" not in accesses else 0.0),
+                    precision,
+                    weighted=row.get("weighted") == "True",
+                    sequence=pooling == 1,
+                    load_factor={"uvm": 0.0, "uvm_caching": cached}.get(mode, 1.0),
+                )
+            )
+            # One value for all tables, or one each.
+            for i, (rows, width, pooling) in enumerate(
+                zip(*(x * tables if len(x) == 1 else x for x in shapes), strict=True)
+            )
+        )
     return Timing(
         **common,
+        shards=shards,
         batch=int(_parse_number(row, "B", what, MOST_BATCH, 1)),
-        tables=tables,
-        rows=tuple(map(int, rows)),
-        width=tuple(map(int, width)),
-        pooling=pooling,
-        unique=_parse_number(row, "unique", what, MOST_ROWS) if row.get("unique") else 0.0,
-        alpha=0.0 if "uniform" in row.get("index_distribution", "") or not alpha else float(alpha[1]),
-        precision=precision,
         optimizer=optimizer,
-        weighted=row.get("weighted") == "True",
-        mode=mode,
-        cached=cached,
+        unique=_parse_number(row, "unique", what, MOST_ROWS) if row.get("unique") else 0.0,
+        batches_since_empty=_BATCHES_SINCE_EMPTY * (mode == "uvm_caching"),
     )
 
 

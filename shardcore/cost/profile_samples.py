@@ -35,11 +35,9 @@ def sample_timings(compute: Iterable[ComputeSample], comm: Iterable[CollectiveSa
             "",
             name,
             spread.median_ms / MS_PER_US,
-            batch=op.request.batch,
-            tables=len(op.request.shards),
-            precision=op.setting.precision,
-            optimizer=op.setting.optimizer,
             shards=op.request.shards,
+            batch=op.request.batch,
+            optimizer=op.setting.optimizer,
         )
         for op in compute
         if op.forward is not None and op.backward is not None
@@ -58,9 +56,8 @@ def sample_timings(compute: Iterable[ComputeSample], comm: Iterable[CollectiveSa
                         "",
                         _SHORT[collective],
                         ms / MS_PER_US,
-                        ranks=len(r.widths),
-                        hosts=r.hosts,
                         sent=tuple(rank_bytes(sample).tolist()),
+                        hosts=r.hosts,
                     )
                 )
     return timings
@@ -113,9 +110,9 @@ def check_profile(profile: Profile, timings: Sequence[Timing]) -> list[Check]:
 
 def _timing_kind(timing: Timing) -> str:
     if timing.op in EXCHANGES:
-        return f"{EXCHANGES[timing.op].replace('_', '-')} of {timing.ranks} on {timing.hosts} hosts"
-    widths = [s.width for s in timing.shards] or list(timing.width)
+        return f"{EXCHANGES[timing.op].replace('_', '-')} of {len(timing.sent)} on {timing.hosts} hosts"
+    widths, precision = [s.width for s in timing.shards], timing.shards[0].table.precision
     narrow, wide = min(widths) <= NARROW, max(widths) > NARROW
     way = {"fwd": "forward", "bwd": "backward"}.get(timing.op, timing.op)
     sides = "mixed" if narrow and wide else "wide" if wide else "narrow"
-    return f"{timing.precision} {timing.optimizer} {way}, {sides} groups"
+    return f"{precision} {timing.optimizer} {way}, {sides} groups"

@@ -6,7 +6,9 @@ import dataclasses
 import numpy as np
 import pytest
 
+from shardcore.core.access_statistics import Zipf
 from shardcore.core.errors import ShardCoreError
+from shardcore.core.types import Shard, Table
 from shardcore.cost.profile import SPEC, load_profile
 from shardcore.cost.profile_fit import (
     Predictor,
@@ -18,8 +20,14 @@ from shardcore.cost.profile_fit import (
 )
 
 H100 = load_profile("nvidia-h100-sxm")
-OP = Timing("s", "", "fwd", 1.0, batch=65_536, tables=4, rows=(1_000_000,), width=(64,), pooling=(10.0,))
-EXCHANGE = Timing("s", "", "alltoall", 1.0, ranks=8, hosts=1, bytes=1 << 28)
+
+
+def shards_of(width: int) -> tuple[Shard, ...]:
+    return tuple(Shard.whole(Table(f"t{i}", 1_000_000, width, 10.0, Zipf(0.0))) for i in range(4))
+
+
+OP = Timing("s", "", "fwd", 1.0, shards=shards_of(64), batch=65_536)
+EXCHANGE = Timing("s", "", "alltoall", 1.0, sent=(1 << 28,) * 8, hosts=1)
 
 
 def timed(timings, profile, noise=0.0):
@@ -30,13 +38,13 @@ def timed(timings, profile, noise=0.0):
 
 
 OPS = [
-    dataclasses.replace(OP, op=op, batch=batch, width=(width,), source=f"s{batch}")
+    dataclasses.replace(OP, op=op, batch=batch, shards=shards_of(width), source=f"s{batch}")
     for op in ("fwd", "bwd")
     for batch in (4096, 65_536, 1 << 19)
     for width in (16, 64, 256)
 ]
 EXCHANGES = [
-    dataclasses.replace(EXCHANGE, op=op, bytes=n)
+    dataclasses.replace(EXCHANGE, op=op, sent=(n,) * 8)
     for op in ("alltoall", "allgather", "reducescatter", "allreduce")
     for n in (1 << 10, 1 << 20, 1 << 30)
 ]
@@ -135,9 +143,9 @@ def test_files_of_timings_are_read(tmp_path):
     }
     timings, reasons = read_timings(written(tmp_path, {**OP_ROW, **more}, EXCHANGE_ROW))
     op, exchange = timings
-    assert (op.rows, op.width, op.pooling, op.tables) == ((1000, 50), (64, 64), (10.0,), 2)
-    assert (op.optimizer, op.precision, op.alpha) == ("adam", "fp16", 1.15)
-    assert (exchange.ranks, exchange.hosts, exchange.bytes) == (16, 2, 1024.0)
+    tables = [Table(f"t{i}", rows, 64, 10.0, Zipf(1.15), "fp16") for i, rows in enumerate((1000, 50))]
+    assert op.shards == tuple(map(Shard.whole, tables)) and op.optimizer == "adam"
+    assert (exchange.sent, exchange.hosts) == ((1024.0,) * 16, 2)
     assert not reasons and (Predictor(timings).times_us(H100.values) > 0).all()
     assert timings_of_card(timings, H100) == timings
     assert timings_of_card(timings, load_profile("nvidia-v100")) == [exchange]  # it names no card
