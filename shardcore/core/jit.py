@@ -41,6 +41,7 @@ _SOURCES = (
     "core/step_cost.py",
     "step/engine/*.py",
     "step/memory.py",
+    "step/memory_timeline.py",
     "search/anneal/compiled/*.py",
 )
 _KEPT = 3

@@ -152,10 +152,7 @@ class _PlanSums:
         amounts = [shard_sums(self.runs[r], s, problem) for r, s in zip(self.run, self.shards, strict=True)]
         self.carried = np.array([(of.entered, of.arrived) for of in amounts], float).T
         self.columns = np.array(
-            [
-                account.bytes_by_phase(self.runs[r], s, of)
-                for r, s, of in zip(self.run, self.shards, amounts, strict=True)
-            ]
+            [account.bytes_by_phase(self.runs[r], of) for r, of in zip(self.run, amounts, strict=True)]
         )
         self.limits, self.phases = account.limits, account.phases
         self.memory = account.base + account.device_loads(placements)

@@ -18,9 +18,10 @@ Shapes: D devices, R runs, P phases, T stages of a step. F sums of a shard, see 
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -37,45 +38,32 @@ from shardcore.step.access import access_share
 from shardcore.step.id_bytes import id_bytes_per_sample
 from shardcore.step.kinds import WHOLE_ROWS, Layout, layout_for_table, merged_placements, shards_by_device
 from shardcore.step.memory_timeline import (
-    buffer_multiplicities,
-    peak_multiplicities,
-    stages_under_pipeline,
-    step_phases,
+    DENSE_PART,
+    JOINED,
+    MOMENTS,
+    OF_ENTERED,
+    OF_LOOKUPS,
+    OUTPUTS,
+    PARTS,
+    SLOT_AFTER,
+    SLOT_BEFORE,
+    SLOT_FREED_LATE,
+    SLOT_PHASES,
+    UPDATE,
+    Stages,
+    fill_phases,
+    local_batch_case,
+    phase_names,
 )
 from shardcore.step.shard_memory import (
     RunBatch,
     bucketized_id_bytes,
-    buffers_per_unit,
+    buffers_per_term,
+    bytes_by_moment,
     bytes_of_offsets,
     exchanged_amounts,
-    local_batch_buffers,
     local_batch_shares,
-    op_id_count,
-    output_buffers,
 )
-
-PARTS = (
-    "weights",
-    "optimizer state",
-    "ids",
-    "sorting",
-    "outputs",
-    "payloads",
-    "received outputs",
-    "output gradients",
-    "dense gradients",
-    "dense part",
-    "activations",
-)
-"""Parts of memory, in the order in which reports show them.
-
-ids: local batches of the pipeline, and their ids sent and received, with lengths.
-dense part, activations: of the job, as measured (torchrec/dense_memory.py). 0 if they are not.
-sorting: buffers of FBGEMM's CUDA backward.
-payloads: buffers of collectives, and casts for them.
-received outputs: a device's samples, of all tables.
-dense gradients: of replicas, with DDP's buckets, and scratch of their optimizer.
-"""
 
 STATE_BYTES = {name: (x.state_bytes("cell"), x.state_bytes("row")) for name, x in OPTIMIZERS.items()}
 """Optimizer state: bytes a cell, and bytes a row. FBGEMM keeps moments as FP32 whatever the weights are.
@@ -202,48 +190,25 @@ def memory_by_part(plan: Plan, problem: Problem) -> list[DeviceMemory]:
     """[D] peak memory of a plan on each device, by part."""
     require_type(plan, Plan, "plan", "a Plan, as a sharder gives")
     require_type(problem, Problem, "problem", "a Problem")
-    # Buffers of a local batch are equal on all devices, so they are computed once.
-    local, devices = (
-        local_batch_buffers(local_batch_shares(merged_placements(plan.placements), problem), problem),
-        [],
+    batches = local_batch_shares(merged_placements(plan.placements), problem)
+    phases, columns = (
+        phase_terms(tuple(batches), problem),
+        {run: sums_of_run(r) for r, run in enumerate(batches)},
     )
-    pipeline = PIPELINES[problem.job.pipeline]
-    stages = tuple(stages_under_pipeline(run.memory_stages, pipeline) for run in local)
-    # [phases] moments of a step, and [buffers, phases] how often each buffer counts in each.
-    replicas = any(run.local_batch for run in local)
-    phases = step_phases(stages, pipeline, replicas)
-    names, times = buffer_multiplicities(stages, pipeline, replicas)
-    # Buffers are keyed by run number: the timeline knows runs by their order only.
-    numbers = {run: number for number, run in enumerate(local)}
-    # Buffers that a device does not have count as 0 bytes.
-    of_all: defaultdict[tuple[int, str], float] = defaultdict(float)
-    of_all |= {(numbers[run], name): n for run in local for name, n in local[run].items()}
-    units, of_devices = (
-        {run: buffers_per_unit(run, problem) for run in local},
-        _shards_of_devices(plan, problem),
-    )
+    # Terms of a local batch are equal on all devices, so they are computed once.
+    of_all, of_devices, devices = local_batch_terms(batches, problem), _shards_of_devices(plan, problem), []
     # All devices share one index of caches, so that their counts have the same meaning.
     caches = Caches.from_shards(pair for held in of_devices for pair in held)
     for held in of_devices:
-        # Resident bytes are in every phase, so they do not affect which phase is largest.
-        resident = [resident_bytes(layout, shard, problem) for layout, shard in ticking(held)]
-        buffers = of_all.copy()
-        for run, shard in held:
-            buffers[numbers[run], "offsets"] += bytes_of_offsets(run, shard, problem)
-            for n, unit in zip(exchanged_amounts(run, shard, problem), units[run], strict=True):
-                for name, of in unit.items():
-                    buffers[numbers[run], name] += n * of
-        # The peak: bytes of buffers [B] times their multiplicity [B, phases], largest phase.
-        phase = phases[int(np.argmax(np.array([buffers[name] for name in names]) @ times))]
-        parts: dict[str, float] = dict.fromkeys(PARTS, 0.0)
-        parts["weights"], parts["optimizer state"] = (sum(n) for n in zip((0, 0), *resident, strict=True))
+        terms = of_all.copy()
+        for run, sums in _sums_of_runs(held, problem).items():
+            terms[columns[run]] = sums
+        by_phase = phases.by_part @ terms
+        largest = int(by_phase.sum(1).argmax())
+        parts: dict[str, float] = dict(zip(PARTS, by_phase[largest].tolist(), strict=True))
         # The cache is as wide as its widest shard: what resident_bytes does not count is padding.
         parts["weights"] += float(caches.padding_bytes(caches.total_counts(held))) if len(caches) else 0.0
-        # Attribute the peak's buffers to parts, so that reports add up to the same total.
-        for (part, run, name), n in phase.alive.items():
-            # A buffer may count for several parts, and more than once in each.
-            parts[part] += n * buffers[run, name]
-        devices.append(DeviceMemory(phase.name, _rounded_parts(parts)))
+        devices.append(DeviceMemory(phases.names[largest], _rounded_parts(parts)))
     return devices
 
 
@@ -319,14 +284,24 @@ class Caches:
         widest shard.
         """
         # Remove what resident_bytes counted at each shard's own width. The caches below count it in full.
-        n_bytes = -counts[..., 0]
+        of_entry = np.moveaxis(counts, -1, 0)
+        n_bytes = -of_entry[0]
         for at, widths in self.ops.values():
-            # Rows are allocated in whole sets of 32.
-            rows = np.ceil(counts[..., at] / CACHE_SET_ROWS) * CACHE_SET_ROWS
-            # Counts by width let a search remove a shard without a search for the next widest one.
-            of_widths = slice(at + 1, at + 1 + len(widths))
-            n_bytes = n_bytes + rows * (self.row_bytes[of_widths] * (counts[..., of_widths] > 0)).max(-1)
+            n_bytes = n_bytes + cache_bytes(of_entry, at, at + len(widths), self.row_bytes)
         return n_bytes
+
+
+def cache_bytes(counts, first, last, row_bytes):  # noqa: ANN001, ANN201 (the engine compiles it, too)
+    """Bytes of an op's cache, from its count of rows (entry `first`) and of shards of each width (up to `last`).
+
+    row_bytes: of a row of the cache if its widest shard counts in this entry.
+    """
+    widest = 0.0 * counts[first]
+    # Counts by width let a search remove a shard without a search for the next widest one.
+    for i in range(first + 1, last + 1):
+        widest = np.maximum(widest, row_bytes[i] * (counts[i] > 0))
+    # Rows are allocated in whole sets.
+    return np.ceil(counts[first] / CACHE_SET_ROWS) * CACHE_SET_ROWS * widest
 
 
 def used_bytes(plan: Plan, problem: Problem) -> list[int]:
@@ -442,30 +417,20 @@ def require_op_limits(plan: Plan, problem: Problem) -> None:
     """Raise TooManyInOneOp, naming the first device with too many features or ids in one FBGEMM op."""
     if not may_exceed_op_limits(problem):
         return
-    # One entry a table and row range: two shards of columns would count its features and ids twice.
-    held = {
-        (layout_for_table(p.kind, s.table), device, s.table, s.row_lo): s
-        for p in plan.placements
-        for device, s in shards_by_device(p)
-    }
-    features: Counter[tuple[Layout, int]] = Counter()
-    ids: defaultdict[tuple[Layout, int], float] = defaultdict(float)
-    for (run, device, table, _), shard in held.items():
-        # Sequences have no pooled outputs, so their op packs no feature number.
-        features[run, device] += 0 if run.sequence else table.features
-        ids[run, device] += op_id_count(run, shard, problem)
-    for (run, device), n in features.items():
-        batch, what = run.op_batch(problem), f"device {device} of problem {problem.name!r} would run"
-        if n > (most := max_op_features(batch)):
-            raise TooManyInOneOp(
-                f"{what} {n} features in one op ({run.name}) over {batch} samples; FBGEMM's CUDA op packs both into "
-                f"32 bits, so at most {most} features: it needs more devices, or a smaller batch"
-            )
-        if ids[run, device] > MOST_IDS:
-            raise TooManyInOneOp(
-                f"{what} {ids[run, device]:.3g} ids in one op ({run.name}); FBGEMM's CUDA op counts them in 32 bits, "
-                f"so at most {MOST_IDS}: it needs more devices, or a smaller batch"
-            )
+    for device, held in enumerate(_shards_of_devices(plan, problem)):
+        for run, sums in _sums_of_runs(held, problem).items():
+            features, ids = int(sums[Sums._fields.index("features")]), sums[Sums._fields.index("lookups")]
+            batch, what = run.op_batch(problem), f"device {device} of problem {problem.name!r} would run"
+            if features > (most := max_op_features(batch)):
+                raise TooManyInOneOp(
+                    f"{what} {features} features in one op ({run.name}) over {batch} samples; FBGEMM's CUDA op packs "
+                    f"both into 32 bits, so at most {most} features: it needs more devices, or a smaller batch"
+                )
+            if ids > MOST_IDS:
+                raise TooManyInOneOp(
+                    f"{what} {ids:.3g} ids in one op ({run.name}); FBGEMM's CUDA op counts them in 32 bits, "
+                    f"so at most {MOST_IDS}: it needs more devices, or a smaller batch"
+                )
 
 
 # --- sums over shards ------------------------------------------------------------------------------------------
@@ -477,57 +442,220 @@ OF_OP = 1024.0
 class Sums(NamedTuple):
     """A shard's contribution to a device's sums.
 
-    resident: bytes of weights, optimizer state, ids and offsets that are always there, and a replica's gradient.
-    arrived: bytes of ids that the device receives. More copies exist at times.
     entered: bytes of outputs, or of a replica's gradient. They enter collectives.
     lookups: in a step.
+    arrived: bytes of ids that the device receives. Several batches of them are there.
+    weights, state: resident bytes (see `resident_bytes`).
+    offsets: bytes of the offsets of its lookups, which are there in all phases.
     features: with pooled outputs.
     on_host: bytes in the fastest tier of the memory of the device's host. Plans are checked for slower ones.
     """
 
-    resident: float
-    arrived: int
     entered: int
     lookups: float
+    arrived: int
+    weights: int
+    state: int
+    offsets: int
     features: int
     on_host: int
+
+    def always_bytes(self, run: Layout, problem: Problem) -> float:
+        """Bytes that a device has in all phases of a step."""
+        # A replica's gradient lives all step in DDP's bucket.
+        moved = (
+            PIPELINES[problem.job.pipeline].min_arrived_batches * self.arrived
+            + self.entered * run.local_batch
+        )
+        return self.weights + self.state + self.offsets + moved
 
 
 def shard_sums(run: Layout, shard: Shard, problem: Problem) -> Sums:
     """A shard's contribution to its device's sums, from which memory follows."""
     table, memory = shard.table, problem.topology.memory
     arrived, entered, lookups = exchanged_amounts(run, shard, problem)
-    # A replica's gradient lives all step in DDP's bucket.
-    always = PIPELINES[problem.job.pipeline].min_arrived_batches * arrived + entered * run.local_batch
     return Sums(
-        sum(resident_bytes(run, shard, problem)) + bytes_of_offsets(run, shard, problem) + always,
-        arrived,
         entered,
         lookups,
+        arrived,
+        *resident_bytes(run, shard, problem),
+        bytes_of_offsets(run, shard, problem),
         # Sequences do not count: FBGEMM's limit packs the feature number of pooled outputs (require_op_limits).
         0 if run.sequence else table.features,
         host_tier_bytes(shard, problem) * (not memory or table.tier == memory[0].tier),
     )
 
 
+def _sums_of_runs(held: Iterable[tuple[Layout, Shard]], problem: Problem) -> dict[Layout, np.ndarray]:
+    """Sums over the shards of each op of a device, from its shards with their layouts."""
+    sums: defaultdict[Layout, np.ndarray] = defaultdict(lambda: np.zeros(len(Sums._fields)))
+    for run, shard in ticking(held):
+        sums[run] += shard_sums(run, shard, problem)
+    return sums
+
+
+FIXED, SENT, SCRATCH = range(3)
+"""Terms of memory that belong to no run: 1, for bytes that no plan changes; bytes of ids of a local batch, as they are
+sent; and those by which the dense optimizer updates the largest replica."""
+
+
+def columns_of_run(r: int) -> slice:
+    """Columns of the terms of run r of a plan: its share of a local batch (memory_timeline.OF_ENTERED), then Sums."""
+    n = OF_ENTERED + len(Sums._fields)
+    return slice(3 + n * r, 3 + n * (r + 1))
+
+
+def sums_of_run(r: int) -> slice:
+    """Columns of the terms of run r of a plan that are Sums over a device's shards."""
+    columns = columns_of_run(r)
+    return slice(columns.start + OF_ENTERED, columns.stop)
+
+
+@dataclass(frozen=True, eq=False)
+class RunStages:
+    """What runs hold in the four stages of a step, for each unit of their terms.
+
+    slots: [R, 4, slots, Q, 10] bytes by part. Runs with fewer phases have zeros in the slots that they lack.
+    phases: [R, 4] number of phases.
+    stages: [R] rows of their collectives.
+    """
+
+    slots: np.ndarray
+    phases: np.ndarray
+    stages: tuple[Stages, ...]
+
+    @property
+    def most(self) -> np.ndarray:
+        """[R, 2] the largest of the multiples of bytes that entered, and of lookups."""
+        sums = self.slots.sum(3)[..., OF_ENTERED:]
+        # Buffers freed late exist together with those of `after`.
+        sums[:, :, SLOT_AFTER] += sums[:, :, SLOT_FREED_LATE]
+        return sums.max((1, 2))
+
+
+def moments_beyond_resident(problem: Problem) -> np.ndarray:
+    """[2, M + 1, 3] bytes and multiples of ids that no run holds and that are not resident (see Sums), at each moment.
+
+    See shard_memory.bytes_by_moment. The last row has the largest of each.
+    """
+    moments = bytes_by_moment(problem).sum(2)
+    moments[..., 2] -= PIPELINES[problem.job.pipeline].min_arrived_batches
+    return np.append(moments, moments.max(1, keepdims=True), axis=1)
+
+
+@lru_cache(maxsize=64)
+def run_stages(runs: tuple[Layout, ...], problem: Problem) -> RunStages:
+    """What runs of the given layouts hold in each stage of a step."""
+    stages, part = tuple(run.memory_stages for run in runs), PARTS.index
+    phases = np.array([[len(buffers.phases) for buffers in of] for of in stages], np.int64).reshape(-1, 4)
+    slots = np.zeros((len(runs), 4, SLOT_PHASES + phases.max(initial=0), len(PARTS), OF_LOOKUPS + 1))
+    for r, run in enumerate(runs):
+        terms = buffers_per_term(run, problem)
+        for t, held in enumerate(stages[r]):
+            for slot, alive in enumerate((held.before, held.after, held.freed_late, *held.phases.values())):
+                for of_part, (name, n) in ((of, item) for of in alive for item in alive[of].items()):
+                    slots[r, t, slot, part(of_part)] += [n * of.get(name, 0.0) for of in terms]
+    if PIPELINES[problem.job.pipeline].looks_up_ahead:
+        # A batch has its outputs and their gradient until the step ends, so the gradient is in no stage once more
+        # (buffers_per_term). The next batch's outputs are on their way from before backward.
+        alive = [SLOT_BEFORE, SLOT_AFTER, *range(SLOT_PHASES, slots.shape[2])]
+        slots[:, 0][:, alive, part("received outputs"), :OF_ENTERED:2] += 1.0
+        slots[:, 0][:, alive, part("output gradients"), 1:OF_ENTERED:2] += 1.0
+        slots[:, 2:, alive] += slots[:, :1, [SLOT_AFTER]]
+    return RunStages(slots, phases, stages)
+
+
+def table_of_runs(runs: Sequence[Layout]) -> np.ndarray:
+    """[R, 3] collection and kind of each run (memory_timeline.COLLECTION)."""
+    # Outputs of a collection's runs are joined to one tensor.
+    collections = sorted({(run.collection, run.sequence) for run in runs})
+    rows = [(collections.index((x.collection, x.sequence)), x.sequence, x.local_batch) for x in runs]
+    return np.array(rows, np.int64).reshape(-1, 3)
+
+
+@dataclass(frozen=True, eq=False)
+class PhaseTerms:
+    """Memory phases of a step: bytes of each for a unit of each term of memory, by part.
+
+    Terms K are FIXED and those after it, then those of each run (`columns_of_run`).
+
+    names: [P] of phases, in their order.
+    by_part: [P, Q, K]
+    peaks: [P', K] of all parts together, of phases that may be a device's peak.
+    """
+
+    names: tuple[str, ...]
+    by_part: np.ndarray
+    peaks: np.ndarray
+
+
+@lru_cache(maxsize=64)
+def phase_terms(runs: tuple[Layout, ...], problem: Problem) -> PhaseTerms:
+    """The memory phases of plans with these layouts, in the order in which TorchRec runs them."""
+    of_runs, n_terms = run_stages(runs, problem), columns_of_run(len(runs)).start
+    looks_up_ahead = PIPELINES[problem.job.pipeline].looks_up_ahead
+    slots = np.zeros((*of_runs.slots.shape[:-1], n_terms))
+    moments, part = np.zeros((len(MOMENTS), len(PARTS), n_terms)), PARTS.index
+    by_moment = bytes_by_moment(problem)[int(any(run.local_batch for run in runs))]
+    moments[..., [FIXED, SENT]] = by_moment[..., :2]
+    moments[UPDATE, part("dense gradients"), SCRATCH] = 1.0
+    for r, run in enumerate(runs):
+        slots[r, ..., columns_of_run(r)][..., : OF_LOOKUPS + 1] = of_runs.slots[r]
+        of_run = moments[..., columns_of_run(r)]
+        # Outputs, and once more if they are joined with others.
+        of_run[JOINED, part("received outputs"), :OF_ENTERED:2] = 1.0, 2.0, 1.0, 2.0
+        # Outputs that are kept until the step ends are among what waits for backward.
+        of_run[DENSE_PART, part("received outputs"), :OF_ENTERED:2] = not looks_up_ahead
+        sums = dict(zip(Sums._fields, np.moveaxis(moments[..., sums_of_run(r)], 2, 0), strict=True))
+        # A replica's gradient lives all step in DDP's bucket.
+        sums["entered"][:, part("dense gradients")] = run.local_batch
+        sums["arrived"][:] = by_moment[..., 2]
+        sums["weights"][:, part("weights")] = 1.0
+        sums["state"][:, part("optimizer state")] = 1.0
+        sums["offsets"][:, part("ids")] = 1.0
+    names = phase_names(of_runs.stages)
+    by_part = np.zeros((len(names), len(PARTS), n_terms))
+    fill_phases(range(len(runs)), slots, of_runs.phases, moments, by_part)
+    # Equal phases are one for the purpose of a maximum.
+    peaks = np.unique(by_part.sum(1), axis=0)
+    # less[a, b]: a has no more of any term than b. Then a is never the peak. A phase below none but itself stays.
+    less = (peaks[:, None] <= peaks[None]).all(2)
+    return PhaseTerms(names, by_part, peaks[less.sum(1) == 1])
+
+
+def local_batch_terms(batches: Mapping[Layout, RunBatch], problem: Problem) -> np.ndarray:
+    """[K] terms of memory of a local batch (see PhaseTerms), the same on all devices.
+
+    batches: share of each run, in the order of runs.
+    """
+    terms, order = np.zeros(columns_of_run(len(batches)).start), range(len(batches))
+    shares = np.array([(batch.outputs, batch.cut) for batch in batches.values()], float)
+    runs = table_of_runs(tuple(batches))
+    for r in order:
+        case, gradient = local_batch_case(r, order, shares, runs)
+        terms[columns_of_run(r)][case : case + 2] = shares[r, OUTPUTS], gradient
+    terms[FIXED], terms[SENT] = 1.0, sum(batch.sent for batch in batches.values())
+    # One table is updated after another, so the largest buffer counts.
+    terms[SCRATCH] = max((problem.job.update_bytes, *(batch.scratch for batch in batches.values())))
+    return terms
+
+
 @dataclass(frozen=True, eq=False)
 class Account:
     """Memory of plans with the same runs and the same local batch.
 
-    runs: [R] in the order in which TorchRec runs them.
+    runs: columns of each run's sums among terms of memory, in the order in which TorchRec runs them.
+    terms: [P, K] bytes in a phase for a unit of each term. Only phases that can be a device's peak.
     base: [P] bytes of a local batch.
-    coefficients: [R, F, P] bytes in a phase for each of a run's sums.
-    sent: [P] batches of which ids for a local batch are in a phase.
     limits: [D, P] bytes that a device may have, with its local batch.
     phases: number of the first columns of P that are phases. Others are lookups and features of each run's op,
       which FBGEMM limits. They exist only where a plan may have too many.
     """
 
     problem: Problem
-    runs: Mapping[Layout, int]
+    runs: Mapping[Layout, slice]
+    terms: np.ndarray
     base: np.ndarray
-    coefficients: np.ndarray
-    sent: np.ndarray
     limits: np.ndarray
     phases: int
 
@@ -537,59 +665,39 @@ class Account:
 
         batches: share of each run in a local batch, in the order of runs.
         """
-        # The timeline needs only the memory stages of each run, so it is cached by them.
-        pipeline = PIPELINES[problem.job.pipeline]
-        keys = tuple(stages_under_pipeline(run.memory_stages, pipeline) for run in batches)
-        # Only phases that can be the peak: each one is a column of every vector of a search.
-        names, times = peak_multiplicities(keys, pipeline, any(run.local_batch for run in batches))
-        rows = {name: i for i, name in enumerate(names)}
-        sent = times[rows[0, "sent"]]
-        base = np.zeros(times.shape[1])
-        coefficients = np.zeros((len(keys), len(Sums._fields), len(base)))
-        # Bytes of the local batch are a constant, whatever the devices hold.
-        for r, (run, buffers) in enumerate(local_batch_buffers(batches, problem).items()):
-            base += sum(n * times[rows[r, name]] for name, n in buffers.items() if (r, name) in rows)
-            # Resident bytes are in every phase once.
-            coefficients[r, 0] = 1.0
-            # A coefficient is how many bytes a phase has for one byte (or lookup) of a sum.
-            for f, unit in enumerate(buffers_per_unit(run, problem), start=1):
-                # Buffers that no remaining phase has are left out of `rows`.
-                coefficients[r, f] = sum(
-                    n * times[rows[r, name]] for name, n in unit.items() if (r, name) in rows
-                )
-            # They are resident, too (see Sums).
-            coefficients[r, 1] -= pipeline.min_arrived_batches * (not run.local_batch)
-            coefficients[r, 2] -= run.local_batch
+        runs = {run: sums_of_run(r) for r, run in enumerate(batches)}
+        peaks = phase_terms(tuple(batches), problem).peaks
         # One limit a device, repeated for all phases: the peak is the largest of them.
-        limits = np.tile(np.array(usable_bytes(problem), dtype=float)[:, None], len(base))
-        phases = len(base)
+        limits = np.tile(np.array(usable_bytes(problem), dtype=float)[:, None], len(peaks))
+        phases, terms = len(peaks), peaks
         # FBGEMM's limits are extra columns: searches then check them by the same comparison as memory.
         if may_exceed_op_limits(problem):
             # Load and limit are both scaled by OF_OP, so an excess of one id reads as 1 KiB too much.
-            of_op = np.array([(MOST_IDS, max_op_features(run.op_batch(problem))) for run in batches], float)
-            base, sent = (np.append(x, np.zeros(of_op.size)) for x in (base, sent))
-            limits = np.append(limits, np.tile(of_op.ravel() * OF_OP, (len(limits), 1)), axis=1)
-            of_ops = np.zeros((len(keys), len(Sums._fields), len(keys), 2))
-            for r in range(len(keys)):
+            of_op = [n for run in runs for n in (MOST_IDS, max_op_features(run.op_batch(problem)))]
+            limits = np.append(limits, np.tile(OF_OP * np.array(of_op, float), (len(limits), 1)), axis=1)
+            terms = np.append(peaks, np.zeros((len(of_op), peaks.shape[1])), axis=0)
+            for i, columns in enumerate(runs.values()):
                 # Each op counts its own run's lookups and features only.
-                of_ops[r, 3:5, r] = OF_OP * np.eye(2)
-            coefficients = np.append(coefficients, of_ops.reshape(*coefficients.shape[:2], -1), axis=2)
-        runs = {run: r for r, run in enumerate(batches)}
-        return cls(problem, runs, base, coefficients, sent, limits, phases)
+                of_run = terms[phases + 2 * i : phases + 2 * i + 2, columns]
+                of_run[0, Sums._fields.index("lookups")] = of_run[1, Sums._fields.index("features")] = OF_OP
+        return cls(problem, runs, terms, terms @ local_batch_terms(batches, problem), limits, phases)
 
-    def bytes_by_phase(self, run: Layout, shard: Shard, sums: Sums | None = None) -> np.ndarray:
-        """[P] bytes that a shard takes on its device in each phase of a step. sums: the shard's `Sums`, if known."""
-        # One dot product [F] by [F, P]: the cost of memory in a search's trial.
-        return (
-            np.array(sums or shard_sums(run, shard, self.problem), float) @ self.coefficients[self.runs[run]]
-        )
+    @property
+    def sent(self) -> np.ndarray:
+        """[P] batches of which ids for a local batch are in a phase."""
+        return self.terms[:, SENT]
+
+    def bytes_by_phase(self, run: Layout, sums: Sums) -> np.ndarray:
+        """[P] bytes that a shard of a run takes on its device in each phase of a step."""
+        return self.terms[:, self.runs[run]] @ np.array(sums, float)
 
     def device_loads(self, placements: Iterable[Placement]) -> np.ndarray:
         """[D, P] bytes of placements on each device in each phase of a step, without the local batch."""
         load = np.zeros(self.limits.shape)
         for placement in placements:
+            run = layout_for_table(placement.kind, placement.shard.table)
             for device, shard in shards_by_device(placement):
-                load[device] += self.bytes_by_phase(layout_for_table(placement.kind, shard.table), shard)
+                load[device] += self.bytes_by_phase(run, shard_sums(run, shard, self.problem))
         return load
 
 
@@ -598,23 +706,18 @@ def peak_bytes_function(problem: Problem) -> Callable[[Layout, Shard], int]:
 
     The ids of a local batch that a cut or a division adds to all devices are included.
     """
-    accounts: dict[Layout, Account] = {}
 
     def peak_bytes(run: Layout, shard: Shard) -> int:
-        # An account without a local batch: only what the shard itself adds.
         """Bytes that a shard alone takes on a device at its peak."""
-        if run not in accounts:
-            accounts[run] = Account.from_batches({run: RunBatch(0, False, 0.0, 0)}, problem)
-        account, ids = accounts[run], 0.0
+        peaks, ids = phase_terms((run,), problem).peaks, 0.0
         # Cutting a table sends its ids once more, so every device permutes one more copy.
         if shard.width < shard.table.dim and not run.local_batch:
             ids += id_bytes_per_sample(shard.table, problem.job)
         # Bucketized ids are an extra copy, with lengths for each range.
         if run.divides_rows:
             ids += bucketized_id_bytes(shard.table, problem.job, len(run.shared_by(problem.topology)[0]))
-        # Columns beyond `phases` are op limits, not bytes.
-        vector = account.bytes_by_phase(run, shard) + problem.local_batch * ids * account.sent
-        return math.ceil(vector[: account.phases].max())
+        own = peaks[:, sums_of_run(0)] @ np.array(shard_sums(run, shard, problem), float)
+        return math.ceil((own + problem.local_batch * ids * peaks[:, SENT]).max())
 
     return peak_bytes
 
@@ -641,56 +744,3 @@ def local_batch_bytes(problem: Problem) -> int:
 def memory_account(placements: Iterable[Placement], problem: Problem) -> Account:
     """The memory account of a plan, complete or not."""
     return Account.from_batches(local_batch_shares(placements, problem), problem)
-
-
-@dataclass(frozen=True, eq=False)
-class StageCoefficients:
-    """Coefficients of runs' memory, for searches in which runs come and go (engine/memory.py).
-
-    Slots of a stage are the fields of memory_timeline.StageBuffers: before, after, freed_late, and each phase.
-
-    sums: [R, T, slots, 2] multiples of bytes that entered, and of lookups.
-    batch: [R, T, slots, 8] multiples of a run's outputs for a local batch, and of its gradient: for runs that are
-      neither cut nor joined with others, for joined ones, for cut ones, and for both.
-    phases: [R, T] number of phases.
-    most: [R, 2] the largest of the multiples `sums`.
-    """
-
-    sums: np.ndarray
-    batch: np.ndarray
-    phases: np.ndarray
-    most: np.ndarray
-
-    @classmethod
-    def from_runs(cls, runs: Sequence[Layout], problem: Problem) -> StageCoefficients:
-        """Coefficients that give an op's memory in each stage of a step, for ops of the given layouts."""
-        pipeline = PIPELINES[problem.job.pipeline]
-        stages = [stages_under_pipeline(run.memory_stages, pipeline) for run in runs]
-        n_phases = np.array([[len(buffers.phases) for buffers in of] for of in stages], dtype=np.int64)
-        # Runs with fewer phases keep zeros in the slots that they lack.
-        n_slots = 3 + int(n_phases.max())
-        sums, batch = (np.zeros((len(runs), 4, n_slots, n)) for n in (2, 8))
-        for r, run in enumerate(runs):
-            # Of the four cases: bytes for a byte of outputs, and for one of the gradient.
-            cases = [
-                (
-                    output_buffers(run, 1.0, problem.job, cut, together),
-                    {"gradient": 1.0, "uncut": float(not cut)},
-                )
-                for cut in (False, True)
-                for together in (False, True)
-            ]
-            local = [unit for case in cases for unit in case]
-            _, entered, sorting = buffers_per_unit(run, problem)
-            for t, held in enumerate(stages[r]):
-                # The order of slots is a contract with engine/memory.py.
-                slots = (held.before, held.after, held.freed_late, *held.phases.values())
-                for slot, alive in enumerate(slots):
-                    # Parts do not matter here, only bytes: their buffers are added up.
-                    for name, n in ((name, n) for of in alive.values() for name, n in of.items()):
-                        sums[r, t, slot] += n * np.array([entered.get(name, 0), sorting.get(name, 0)])
-                        batch[r, t, slot] += n * np.array([unit.get(name, 0) for unit in local])
-        # Buffers freed late exist together with those of `after`, so the largest slot adds both.
-        after = np.zeros_like(sums)
-        after[:, :, 1] = sums[:, :, 2]
-        return cls(sums, batch, n_phases, (sums + after).max((1, 2)))

@@ -18,17 +18,34 @@ stage, some runs are done and others have not begun.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-import numpy as np
+PARTS = (
+    "weights",
+    "optimizer state",
+    "ids",
+    "sorting",
+    "outputs",
+    "payloads",
+    "received outputs",
+    "output gradients",
+    "dense gradients",
+    "dense part",
+    "activations",
+)
+"""Parts of memory, in the order in which reports show them.
 
-from shardcore.core.job import Pipeline
+ids: local batches of the pipeline, and their ids sent and received, with lengths.
+dense part, activations: of the job, as measured (torchrec/dense_memory.py). 0 if they are not.
+sorting: buffers of FBGEMM's CUDA backward.
+payloads: buffers of collectives, and casts for them.
+received outputs: a device's samples, of all tables.
+dense gradients: of replicas, with DDP's buckets, and scratch of their optimizer.
+"""
 
 Alive = Mapping[str, Mapping[str, int]]
-"""part (memory.PARTS) -> buffer -> how many of it are alive.
+"""part (see PARTS) -> buffer -> how many of it are alive.
 
 Buffers of a run on a device:
 
@@ -81,8 +98,24 @@ class StageBuffers:
 Stages = tuple[StageBuffers, ...]
 """Buffers of a run in the four stages."""
 
-_MOMENTS = (1, 2, 4, 4)
-"""Moment of each stage, by its place in Pipeline.ids_by_moment."""
+MOMENTS = (0, 1, 2, 2, 3, 4, 5)
+"""Place in Pipeline.ids_by_moment of each moment of a step: ids arrive, lookups, outputs arrive, outputs are joined,
+the dense part runs, backward, and the dense update."""
+JOINED, DENSE_PART, UPDATE = 3, 4, 6
+"""Moments in which no run has phases: outputs of all runs are joined, the dense part runs, and its optimizer."""
+SLOT_BEFORE, SLOT_AFTER, SLOT_FREED_LATE, SLOT_PHASES = range(4)
+"""Slots of a run's stage: the fields of StageBuffers. SLOT_PHASES + i is phase i."""
+OF_ENTERED, OF_LOOKUPS = 8, 9
+"""Terms of a run's bytes: what its devices enter into collectives, and their lookups.
+
+Those before are of the run's share of a local batch: outputs, and the gradient that it holds, for each case (see
+`local_batch_case`).
+"""
+COLLECTION, SEQUENCE, REPLICAS_RUN = range(3)
+"""Columns of a table of runs: number of its collection, pooled or not; 1 if its outputs are not pooled; 1 if its tables
+are replicas."""
+OUTPUTS, CUT = range(2)
+"""Columns of runs' shares of a local batch: bytes of outputs, and above 0 where tables are cut by columns."""
 
 
 def stage_buffers(
@@ -95,164 +128,84 @@ def stage_buffers(
     return StageBuffers(before or {}, named, freed_late or {}, after or {})
 
 
-_ALWAYS: Alive = {
-    "received outputs": {"expanded": 1},
-    "dense gradients": {"dense": 1},
-    "dense part": {"dense part": 1},
-}
-"""Buffers of a run in all phases: outputs copied from bags to samples, DDP's buckets, and the dense part's tensors."""
+# --- two functions that the engine compiles (engine/memory.py), and Python calls as they are ----------------------
 
 
-@cache
-def stages_under_pipeline(stages: Stages, pipeline: Pipeline) -> Stages:
-    """Memory buffers of an op in the four stages of a step, under the job's training pipeline.
+def local_batch_case(i, order, batches, runs):  # noqa: ANN001, ANN201 (compiled for arrays of the engine, too)
+    """The case of the i-th run of a plan in a local batch, and bytes of the gradient of outputs that it holds.
 
-    One that looks up ahead has outputs of a batch, and their gradients, until the step ends. The next batch's
-    outputs are on their way from before backward.
+    A case is 2 if the run's outputs are joined to one tensor with others, plus 4 if its columns are cut.
+
+    order: numbers of the plan's runs, in their order. batches: see OUTPUTS. runs: see COLLECTION.
     """
-    if not pipeline.looks_up_ahead:
-        return stages
-    lookups, outputs_arrive, sent_back, update = stages
-    received: Alive = {"received outputs": {"local": 1}}
-    gradient: Alive = {"output gradients": {"gradient": 1}}
-    kept = _merge_buffers(lookups.after, received, gradient)
-    # The gradient of outputs stays, so stages need not list it.
-    sent_back = _map_buffers(sent_back, lambda alive: _drop_buffers(alive, ("gradient", "uncut")))
-    update = _map_buffers(update, lambda alive: _drop_buffers(alive, ("gradient",)))
-    return (
-        # Activations are measured without this gradient.
-        _map_buffers(lookups, lambda alive: _merge_buffers(alive, received, gradient)),
-        outputs_arrive,
-        *(_map_buffers(stage, lambda alive: _merge_buffers(alive, kept)) for stage in (sent_back, update)),
-    )
+    r, of_all, others, is_last = order[i], 0.0, 0, True
+    for j in range(len(order)):
+        q = order[j]
+        if runs[q, COLLECTION] == runs[r, COLLECTION]:
+            of_all += batches[q, OUTPUTS]
+            if q != r:
+                others += 1
+                # Backward visits runs in reverse, so the first one is last. Replicas come after all exchanges.
+                if runs[q, REPLICAS_RUN] or (j < i and not runs[r, REPLICAS_RUN]):
+                    is_last = False
+    # Parts of a cut sequence are joined, and pooled outputs of several runs of a collection.
+    cut = batches[r, CUT] > 0
+    together = cut if runs[r, SEQUENCE] else others > 0
+    # A sequence has a gradient of its outputs. That of a collection lives until the last run that reads it.
+    gradient = 0.0
+    if runs[r, SEQUENCE]:
+        gradient = batches[r, OUTPUTS]
+    elif is_last:
+        gradient = of_all
+    return 4 * int(cut) + 2 * int(together), gradient
 
 
-def _map_buffers(stage: StageBuffers, changed: Callable[[Alive], Alive]) -> StageBuffers:
-    """A stage with a function applied to all its sets of buffers."""
-    phases = {name: changed(alive) for name, alive in stage.phases.items()}
-    return replace(stage, before=changed(stage.before), phases=phases, after=changed(stage.after))
+def fill_phases(order, slots, n_phases, moments, phases):  # noqa: ANN001, ANN201 (as above)
+    """Fill `phases` with the bytes of each memory phase of a step, in the order in which TorchRec runs them.
 
+    Returns their number. Bytes are numbers, or arrays of one shape: linear terms of bytes.
 
-def _merge_buffers(*several: Alive) -> Alive:
-    """Sets of buffers merged into one, with their numbers added."""
-    parts: dict[str, Counter[str]] = {}
-    for part, buffers in (item for alive in several for item in alive.items()):
-        parts.setdefault(part, Counter()).update(buffers)
-    return parts
-
-
-def _drop_buffers(alive: Alive, names: Sequence[str]) -> Alive:
-    """A set of buffers without those of some names."""
-    return {part: {b: n for b, n in buffers.items() if b not in names} for part, buffers in alive.items()}
-
-
-@dataclass(frozen=True, eq=False)
-class Phase:
-    """A phase of a step. alive: (part, number of the run, buffer) -> how many are alive."""
-
-    name: str
-    alive: Mapping[tuple[str, int, str], int]
-
-
-def _make_phase(name: str, *buffers: Iterable[tuple[int, Alive]]) -> Phase:
-    """Make a memory phase of a step from buffers of ops, given by the op's number."""
-    # A Counter, as one buffer may be listed for a run more than once in a phase.
-    alive: Counter[tuple[str, int, str]] = Counter()
-    for run, of_run in (pair for pairs in buffers for pair in pairs):
-        for part, counts in of_run.items():
-            for buffer, n in counts.items():
-                alive[part, run, buffer] += n
-    return Phase(name, alive)
-
-
-@lru_cache(maxsize=256)
-def step_phases(stages: tuple[Stages, ...], pipeline: Pipeline, replicas: bool) -> tuple[Phase, ...]:
-    """The memory phases of a training step, in the order in which TorchRec runs them.
-
-    stages: of each run, under the pipeline. replicas: whether there are any.
+    order: numbers of the plan's runs, in their order.
+    slots: [N, 4, slots] bytes of each run in each slot of a stage. n_phases: [N, 4] phases of each run.
+    moments: [7] bytes that are there whatever runs hold, see MOMENTS.
     """
-    # Runs are known by their place in TorchRec's order.
-    runs = range(len(stages))
-
-    # A buffer of each run, for phases that concern all of them.
-    def one_buffer_per_run(part: str, buffer: str) -> list[tuple[int, Alive]]:
-        return [(run, {part: {buffer: 1}}) for run in runs]
-
-    def buffers_at_moment(moment: int) -> list[tuple[int, Alive]]:
-        # Buffers that exist in every phase of a moment, for each run.
-        ids = pipeline.ids_by_moment[moment]
-        sent = ids.sent + replicas * ids.replicas
-        in_ids = {"batch": ids.batches, "sent": sent, "arrived": ids.arrived, "offsets": 1}
-        buffers = {**_ALWAYS, "ids": in_ids}
-        # Between forward and backward, activations are there.
-        if moment == 3 or (pipeline.looks_up_ahead and moment < 2):
-            buffers["activations"] = {"activations": 1}
-        return [(run, buffers) for run in runs]
-
-    # The last batch's ids live until the next lookup. The new ones are permuted on arrival.
-    waiting = [(run, of_run[0].before) for run, of_run in enumerate(stages)]
-    phases, held = [_make_phase("ids arrive", buffers_at_moment(0), waiting)], []
-    for stage in range(4):
-        now = buffers_at_moment(_MOMENTS[stage])
-        buffers = [of_run[stage] for of_run in stages]
-        # Every run holds what a stage starts with, until it runs.
-        held = [of_run.before for of_run in buffers]
-        freed_late: list[tuple[int, Alive]] = []
+    n, p = len(order), 0
+    # Two stages forward (look up, wait for outputs), two backward (send gradients, wait for them).
+    for t in range(4):
+        # At first, all runs have the buffers that precede their phases.
+        held = 0.0 * moments[0]
+        for i in range(n):
+            held = held + slots[order[i], t, SLOT_BEFORE]
+        # Ids of the last batch live until the next lookup, and the new ones are permuted on arrival.
+        if t == 0:
+            phases[p] = moments[0] + held
+            p += 1
         # Between forward and backward: TorchRec returns outputs, and the dense part runs.
-        if stage == 2:  # outputs in one tensor, and its gradient
-            received = one_buffer_per_run("received outputs", "local")
-            joined = one_buffer_per_run("received outputs", "together")
-            phases += [
-                _make_phase("outputs joined", buffers_at_moment(2), received, joined),
-                # Outputs that are kept are among what waits for backward.
-                _make_phase(
-                    "dense part",
-                    buffers_at_moment(3),
-                    [] if pipeline.looks_up_ahead else received,
-                    enumerate(held),
-                ),
-            ]
-        # Autograd visits runs in reverse.
-        for run in reversed(runs) if stage > 1 else runs:
-            # While a run is in its own phases, these list its buffers in full.
-            held[run] = {}
-            for name, alive in buffers[run].phases.items():
-                phases.append(_make_phase(name, now, enumerate(held), freed_late, [(run, alive)]))
-                # Only the first phase after a run still has what it frees late.
-                freed_late = []
-            # From here on the run holds what it keeps until the end of the stage.
-            held[run], freed_late = buffers[run].after, [(run, buffers[run].freed_late)]
+        if t == 2:
+            phases[p] = moments[JOINED]
+            phases[p + 1] = moments[DENSE_PART] + held
+            p += 2
+        always, freed_late = moments[t + 1 if t < 2 else 5], 0.0 * held
+        for i in range(n):
+            # Autograd goes back from the last run to the first.
+            r = order[i] if t < 2 else order[n - 1 - i]
+            # When a run begins, its phases take the place of the buffers that waited for it.
+            held = held - slots[r, t, SLOT_BEFORE]
+            for k in range(SLOT_PHASES, SLOT_PHASES + n_phases[r, t]):
+                # Only the first phase meets what the run before frees late.
+                phases[p] = always + held + freed_late + slots[r, t, k]
+                freed_late = 0.0 * held
+                p += 1
+            # These stay until the stage ends, while the runs that follow have their phases.
+            held = held + slots[r, t, SLOT_AFTER]
+            freed_late = slots[r, t, SLOT_FREED_LATE]
     # A dense optimizer updates one table after another. Gradients are in DDP's buckets only.
-    scratch = [(0, {"dense gradients": {"scratch": 1}})]
-    phases.append(_make_phase("dense update", buffers_at_moment(5), enumerate(held), scratch))
-    return tuple(phases)
+    phases[p] = moments[UPDATE] + held
+    return p + 1
 
 
-@lru_cache(maxsize=256)
-def buffer_multiplicities(
-    stages: tuple[Stages, ...], pipeline: Pipeline, replicas: bool
-) -> tuple[tuple[tuple[int, str], ...], np.ndarray]:
-    """The buffers (op number, name) of a step, and [buffers, phases] how many of each are alive in each phase."""
-    phases = step_phases(stages, pipeline, replicas)
-    # Insertion order, so that the same stages always give the same rows.
-    buffers = tuple(dict.fromkeys((run, buffer) for phase in phases for _, run, buffer in phase.alive))
-    rows, times = {buffer: row for row, buffer in enumerate(buffers)}, np.zeros((len(buffers), len(phases)))
-    for column, phase in enumerate(phases):
-        for (_, run, buffer), n in phase.alive.items():
-            # Different parts of one buffer add up: a peak counts bytes, not their reason.
-            times[rows[run, buffer], column] += n
-    return buffers, times
-
-
-@lru_cache(maxsize=256)
-def peak_multiplicities(
-    stages: tuple[Stages, ...], pipeline: Pipeline, replicas: bool
-) -> tuple[tuple[tuple[int, str], ...], np.ndarray]:
-    """The buffers of a step and how many are alive, in the phases that can be a device's peak."""
-    buffers, times = buffer_multiplicities(stages, pipeline, replicas)
-    # Equal columns are one phase for the purpose of a maximum.
-    times = np.unique(times, axis=1)
-    # less[a, b]: no buffer is alive more often in a than in b. Then a is never the peak.
-    less = (times[:, :, None] <= times[:, None, :]).all(0)
-    # A phase below no phase but itself stays.
-    return buffers, times[:, less.sum(1) == 1]
+def phase_names(stages: Sequence[Stages]) -> tuple[str, ...]:
+    """Names of the memory phases of a step, in the order of `fill_phases`. stages: of its runs, in their order."""
+    forward = [name for t in (0, 1) for of_run in stages for name in of_run[t].phases]
+    backward = [name for t in (2, 3) for of_run in reversed(stages) for name in of_run[t].phases]
+    return "ids arrive", *forward, "outputs joined", "dense part", *backward, "dense update"

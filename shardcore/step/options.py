@@ -33,7 +33,6 @@ from shardcore.core.types import Problem, Shard, Table
 from shardcore.step.engine.arrays import (
     ARRIVED,
     CACHED,
-    CUT,
     ENTERED,
     LOOKUPS,
     PEAK_BYTES,
@@ -41,8 +40,9 @@ from shardcore.step.engine.arrays import (
     SINGLE_MS,
 )
 from shardcore.step.kinds import WHOLE_ROWS, Layout, even_row_share, layout_for_table, layouts_for_tables
-from shardcore.step.memory import Caches, StageCoefficients, Sums, shard_sums
-from shardcore.step.shard_memory import local_batch_by_moment, local_batch_share
+from shardcore.step.memory import Caches, moments_beyond_resident, run_stages, shard_sums
+from shardcore.step.memory_timeline import CUT
+from shardcore.step.shard_memory import local_batch_share
 from shardcore.step.ways import (
     IMPOSSIBLE,
     Bundle,
@@ -100,7 +100,7 @@ class Options(Generic[Model]):
     most: [S] units that a device may have.
     like: [S] the first strip that differs by names of tables alone. Its options are those of the strip.
     made: [O] the bundle of each shard's number, of the first such strip. Other numbers have any.
-    vectors: [O, V] what an option adds to its op: memory.Sums, counts of caches, and the encoding.
+    vectors: [O, V] what an option adds to its op: bytes and counts, counts of caches, and the encoding.
     options: [O, 2] numbers of its run, and of the next option of a bundle whose tables run differently, or 0.
     alone: [O, 7] its share of a local batch, then bytes and ms of the option alone (engine/arrays.PEAK_BYTES).
     """
@@ -162,7 +162,7 @@ class Options(Generic[Model]):
         self.layouts = tuple(dict.fromkeys(layout for layout, _ in self.groups))
         of_strips = (run for parts in self.parts for run, _ in parts)
         self.runs = tuple(dict.fromkeys((*self.kinds, *of_strips, *self.layouts)))
-        self.stages = StageCoefficients.from_runs(self.runs, problem)
+        self.stages = run_stages(self.runs, problem)
         # [S, U + 1] number of the shard with so many units. -1: not made yet.
         self._numbers = np.full((len(self), self.size.max() + 1), -1)
         self._numbers[:, 0] = 0
@@ -411,7 +411,7 @@ class Options(Generic[Model]):
         alone[len(options) :] = 0.0
         run = np.array([self.runs.index(run) for run in runs], np.int64)
         # Resident and arrived, and the rest in the phase in which it takes most.
-        peaks = vectors[:, RESIDENT] + local_batch_by_moment(self.problem)[0, -1, 2] * vectors[:, ARRIVED]
+        peaks = vectors[:, RESIDENT] + moments_beyond_resident(self.problem)[0, -1, 2] * vectors[:, ARRIVED]
         peaks += (vectors[:, [ENTERED, LOOKUPS]] * self.stages.most[run]).sum(1)
         codes = vectors[:, self.first_code :]
         ms = np.asarray(self.model.head(codes))
@@ -433,7 +433,7 @@ class Options(Generic[Model]):
         Bytes are linear in columns. So those of a row range follow from its narrowest and its widest shard.
         Caches of whole MiB are not, so shards that have one are counted each.
         """
-        problem, n_sums = self.problem, len(Sums._fields)
+        problem, n_sums = self.problem, CACHED
         widths = np.array([shard.width for _, shard in parts])
         keys = [
             (
@@ -450,7 +450,7 @@ class Options(Generic[Model]):
         # [2, ranges] the narrowest shard of each row range, and the widest. Only these are counted exactly.
         ends = order[np.stack([begins, begins + counts - 1])]
         exact = {
-            i: (*shard_sums(run, shard, problem), *local_batch_share(run, shard, problem))
+            i: (*_sums_of_op(run, shard, problem), *local_batch_share(run, shard, problem))
             for i, (run, shard) in ((i, parts[i]) for i in ticking(np.unique(ends).tolist()))
         }
         narrow, wide = np.array([[exact[i] for i in of] for of in ends.tolist()], float)
@@ -480,6 +480,12 @@ class Options(Generic[Model]):
         The shards have to be computed before: the number of any other is -1.
         """
         return self._numbers[self.like[strips], units]
+
+
+def _sums_of_op(run: Layout, shard: Shard, problem: Problem) -> tuple[float, ...]:
+    """A shard's bytes and counts in the vector of its op, up to engine/arrays.CACHED."""
+    of = shard_sums(run, shard, problem)
+    return of.always_bytes(run, problem), of.arrived, of.entered, of.lookups, of.features, of.on_host
 
 
 def encode_shards(shards: Sequence[Shard], model: Encoder, batch: int | None = None) -> np.ndarray:

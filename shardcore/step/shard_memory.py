@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +16,7 @@ from shardcore.step.access import access_share, output_bytes, table_output_rows
 from shardcore.step.collectives import carried_payload
 from shardcore.step.id_bytes import id_bytes_per_sample, received_id_bytes
 from shardcore.step.kinds import Channel, Layout, layout_for_table
+from shardcore.step.memory_timeline import DENSE_PART, MOMENTS, PARTS
 
 SORTING_BYTES = 52
 """Bytes a lookup that FBGEMM's CUDA backward needs to sort rows. Given, not measured.
@@ -28,34 +29,38 @@ OFFSET_BYTES = 8
 """Bytes of an offset of a lookup: int64, whatever lengths are (batched_embedding_kernel.py of TorchRec)."""
 
 
-def op_id_count(run: Layout, shard: Shard, problem: Problem) -> float:
-    """Mean number of ids that a fused op looks up in a shard in a step."""
-    return run.op_batch(problem) * shard.table.lookups_per_sample * access_share(shard)
-
-
 def exchanged_amounts(run: Layout, shard: Shard, problem: Problem) -> tuple[int, int, float]:
     """Bytes of ids that a device receives for a shard in a step, bytes that it enters into collectives, and its
     lookups.
 
     It enters outputs of the global batch, in FP32, or a replica's gradient.
     """
-    lookups = op_id_count(run, shard, problem)
+    # Mean ids that its op looks up.
+    lookups = run.op_batch(problem) * shard.table.lookups_per_sample * access_share(shard)
     # A replica looks up its own samples. Its gradient has the size of its weights.
     if run.local_batch:
         return 0, shard.bytes * run.dense_gradient, lookups
     return received_id_bytes(shard, problem), output_bytes(shard, problem.global_batch), lookups
 
 
-def buffers_per_unit(run: Layout, problem: Problem) -> tuple[dict[str, float], ...]:
-    """Bytes of each memory buffer for a byte of received ids, a byte entered into collectives, and a lookup."""
+def buffers_per_term(run: Layout, problem: Problem) -> list[dict[str, float]]:
+    """Bytes of a run's memory buffers for a byte or lookup of each of its terms (memory_timeline.OF_ENTERED)."""
+    terms: list[dict[str, float]] = []
+    # Then gradients of outputs are there all the time (memory.run_stages).
+    looks_up_ahead = PIPELINES[problem.job.pipeline].looks_up_ahead
+    for cut in (False, True):
+        for together in (False, True):
+            terms.append(output_buffers(run, 1.0, problem.job, cut, together))
+            # Cut columns are copied before the exchange, so the gradient can go. Uncut ones keep it alive.
+            terms.append({} if looks_up_ahead else {"gradient": 1.0, "uncut": float(not cut)})
     if run.local_batch:
-        return {}, {"dense": 1.0}, {}
+        return [*terms, {"dense": 1.0}, {}]
     entered: dict[str, float] = {}
     # Each channel has its own buffers: host_row sends outputs twice. Without towers, as Layout.memory_stages has them.
     for channel, entering in run.channels.items():
         entered |= exchange_buffers(channel, entering(0, 1.0, problem), problem.job)
     # FBGEMM's CPU kernels do not sort in a buffer of this kind.
-    return {"arrived": 1.0}, entered, {"sorting": 0.0 if problem.topology.on_cpu else float(SORTING_BYTES)}
+    return [*terms, entered, {"sorting": 0.0 if problem.topology.on_cpu else float(SORTING_BYTES)}]
 
 
 def bytes_of_offsets(layout: Layout, shard: Shard, problem: Problem) -> int:
@@ -111,9 +116,8 @@ def local_batch_share(run: Layout, shard: Shard, problem: Problem) -> RunBatch:
     if run.divides_rows:
         sent += bucketized_id_bytes(table, problem.job, len(run.shared_by(problem.topology)[0]))
     outputs = OUTPUT_BYTES * shard.width * table_output_rows(table, local)
-    return RunBatch(
-        outputs, shard.width < table.dim, local * sent, optimizer_scratch_bytes(run, shard, problem)
-    )
+    scratch = shard.bytes * run.dense_gradient * DENSE_OPTIMIZERS[problem.replica_optimizer].scratch
+    return RunBatch(outputs, shard.width < table.dim, local * sent, scratch)
 
 
 def local_batch_shares(placements: Iterable[Placement], problem: Problem) -> dict[Layout, RunBatch]:
@@ -147,34 +151,6 @@ def table_sort_keys(problem: Problem) -> dict[str, tuple[int, int]]:
     }
 
 
-def local_batch_buffers(
-    batches: Mapping[Layout, RunBatch], problem: Problem
-) -> dict[Layout, dict[str, float]]:
-    """Bytes of each memory buffer of a local batch, by layout, in the order in which ops run."""
-    collections: dict[tuple[str, bool], list[int]] = {}
-    for run, batch in batches.items():
-        # Outputs of a collection are one tensor in TorchRec, if there are several runs.
-        collections.setdefault((run.collection, run.sequence), []).append(batch.outputs)
-    found, last = {}, _last_runs_in_backward(batches)
-    for run, batch in batches.items():
-        # Sequences of several runs are not joined to one tensor. Cut columns have to be.
-        joined = collections[run.collection, run.sequence]
-        together = batch.cut if run.sequence else len(joined) > 1
-        found[run] = output_buffers(run, batch.outputs, problem.job, batch.cut, together)
-        # A joined gradient lives until the last run that reads it, so that run counts it.
-        if run.sequence or run in last:
-            found[run]["gradient"] = batch.outputs if run.sequence else sum(joined)
-        # Cut columns are copied before the exchange, so the gradient can go. Uncut ones keep it alive.
-        found[run]["uncut"] = found[run].get("gradient", 0) * (not batch.cut)
-        found[run]["sent"] = batch.sent
-    # Counted once for the device, not once for each run.
-    first = next(iter(found.values()))
-    first["batch"], first["expanded"] = input_batch_bytes(problem), expanded_output_bytes(problem)
-    first["scratch"] = max(problem.job.update_bytes, *(batch.scratch for batch in batches.values()))
-    first["dense part"], first["activations"] = problem.job.dense_bytes, problem.job.activation_bytes
-    return found
-
-
 def bucketized_id_bytes(table: Table, job: Job, ranges: int) -> float:
     """Bytes of a sample's ids and lengths in buckets, one bucket for each range of a table's rows.
 
@@ -184,17 +160,6 @@ def bucketized_id_bytes(table: Table, job: Job, ranges: int) -> float:
         id_bytes_per_sample(table, job, ranges=ranges)
         + table.sequence * table.lookups_per_sample * job.id_bytes
     )
-
-
-def _last_runs_in_backward(runs: Iterable[Layout]) -> set[Layout]:
-    """The layout of each collection whose op runs last in backward. Replicas come after all exchanges."""
-    last: dict[tuple[str, bool], Layout] = {}
-    for run in runs:
-        key = run.collection, run.sequence
-        # Backward visits runs in reverse: the first is the last one there. Replicas come later still.
-        if key not in last or run.local_batch:
-            last[key] = run
-    return set(last.values())
 
 
 def output_buffers(run: Layout, outputs: float, job: Job, cut: bool, together: bool) -> dict[str, float]:
@@ -211,43 +176,28 @@ def output_buffers(run: Layout, outputs: float, job: Job, cut: bool, together: b
     }
 
 
-def input_batch_bytes(problem: Problem) -> float:
-    """Bytes of a local batch of input: ids, lengths, and dense features."""
-    ids = problem.local_batch * sum(id_bytes_per_sample(t, problem.job) for t in problem.tables)
-    return ids + problem.job.input_bytes
+def bytes_by_moment(problem: Problem) -> np.ndarray:
+    """[2, M, Q, 3] bytes of each part that are there whatever runs hold, at each moment of a step
+    (memory_timeline.MOMENTS), without and with replicas.
 
-
-def local_batch_by_moment(problem: Problem) -> np.ndarray:
-    """[2, M + 1, 3] bytes of local batches and multiples of ids at each moment of the pipeline, without and with
-    replicas.
-
-    Bytes of batches and activations, and multiples of ids that are sent, and of those that arrived, beyond the ones
-    that are always there. The last row has the largest of each.
+    Bytes of batches and of the dense part, and multiples of ids that are sent, and of those that arrived.
     """
-    job, batch = problem.job, input_batch_bytes(problem)
-    pipeline = PIPELINES[job.pipeline]
-    of_each = [
-        [
-            (n.batches * batch, n.sent + replicas * n.replicas, n.arrived - pipeline.min_arrived_batches)
-            for n in pipeline.ids_by_moment
-        ]
+    job, pipeline = problem.job, PIPELINES[problem.job.pipeline]
+    # A local batch of input: ids, lengths, and dense features.
+    batch = problem.local_batch * sum(id_bytes_per_sample(t, job) for t in problem.tables) + job.input_bytes
+    found = np.zeros((2, len(MOMENTS), len(PARTS), 3))
+    moments = [pipeline.ids_by_moment[place] for place in MOMENTS]
+    found[:, :, PARTS.index("ids")] = [
+        [(ids.batches * batch, ids.sent + replicas * ids.replicas, ids.arrived) for ids in moments]
         for replicas in (False, True)
     ]
-    moments = np.array(of_each, float)
-    # Activations are there between forward and backward (memory_timeline.step_phases).
-    moments[:, [0, 1, 3] if pipeline.looks_up_ahead else [3], 0] += job.activation_bytes
-    return np.append(moments, moments.max(1, keepdims=True), axis=1)
-
-
-def expanded_output_bytes(problem: Problem) -> float:
-    """Bytes of pooled outputs of tables with variable batches, copied from bags to samples, twice.
-
-    They are counted in all phases, though they live from the last exchange of outputs to the first of gradients.
-    """
+    # Pooled outputs of tables with variable batches are copied from bags to samples, twice. They count in all phases,
+    # though they live from the last exchange of outputs to the first of gradients.
     cells = sum(t.dim * t.features for t in problem.tables if t.strides and not t.sequence)
-    return 2.0 * OUTPUT_BYTES * problem.local_batch * cells
-
-
-def optimizer_scratch_bytes(layout: Layout, shard: Shard, problem: Problem) -> int:
-    """Bytes of scratch in which a dense optimizer updates a replica. 0 for other kinds."""
-    return shard.bytes * layout.dense_gradient * DENSE_OPTIMIZERS[problem.replica_optimizer].scratch
+    expanded = 2.0 * OUTPUT_BYTES * problem.local_batch * cells
+    found[:, :, PARTS.index("received outputs"), 0] = expanded
+    found[:, :, PARTS.index("dense part"), 0] = job.dense_bytes
+    # Between forward and backward, activations are there.
+    with_activations = [0, 1, DENSE_PART] if pipeline.looks_up_ahead else [DENSE_PART]
+    found[:, with_activations, PARTS.index("activations"), 0] = job.activation_bytes
+    return found

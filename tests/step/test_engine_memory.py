@@ -29,7 +29,7 @@ from shardcore.step.memory import (
     require_op_limits,
     used_bytes,
 )
-from shardcore.step.shard_memory import op_id_count
+from shardcore.step.shard_memory import exchanged_amounts
 
 
 def model_of(problem: Problem) -> AnalyticModel:
@@ -159,7 +159,7 @@ def test_an_op_has_no_more_features_and_ids_than_fbgemm_runs(seed, kind):
         for d, shard in shards_by_device(placement):
             run = layout_for_table(placement.kind, shard.table)
             features[d, runs.index(run)] += shard.table.features
-            ids[d, runs.index(run)] += op_id_count(run, shard, problem)
+            ids[d, runs.index(run)] += exchanged_amounts(run, shard, problem)[2]
     assert counted[..., LOOKUPS] == pytest.approx(ids)
     assert counted[..., FEATURES].tolist() == features.tolist()
     assert search.best.fixed.ops_limited and len(search.best.fixed.limits) == len(runs)

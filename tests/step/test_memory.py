@@ -19,13 +19,9 @@ from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.step import memory
 from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, layout_for_table, merged_placements, shards_by_device
 from shardcore.step.lower import lower
-from shardcore.step.memory import table_peak_bytes
-from shardcore.step.shard_memory import (
-    buffers_per_unit,
-    exchanged_amounts,
-    local_batch_buffers,
-    local_batch_shares,
-)
+from shardcore.step.memory import columns_of_run, local_batch_terms, table_peak_bytes
+from shardcore.step.memory_timeline import OF_ENTERED
+from shardcore.step.shard_memory import buffers_per_term, exchanged_amounts, local_batch_shares
 
 TABLE, OTHER = Table("t", 1000, 8, 3.0), Table("u", 500, 16, 2.0)
 GIB = 2**30
@@ -36,7 +32,15 @@ def problem_of(*tables, hardware="nvidia-h200", n=2, optimizer="exact_sgd", batc
 
 
 def local_of(plan: Plan, problem: Problem) -> dict:
-    return local_batch_buffers(local_batch_shares(plan.placements, problem), problem)
+    """Bytes of each buffer of a local batch, by run."""
+    shares = local_batch_shares(plan.placements, problem)
+    terms, found = local_batch_terms(shares, problem), {}
+    for r, run in enumerate(shares):
+        each = list(zip(terms[columns_of_run(r)], buffers_per_term(run, problem), strict=False))
+        names = {name for _, of in each for name in of}
+        found[run] = {name: sum(n * of.get(name, 0) for n, of in each) for name in names}
+        found[run]["sent"] = shares[run].sent
+    return found
 
 
 def test_a_plan_and_a_problem_in_the_wrong_order_are_one_line():
@@ -76,7 +80,7 @@ def test_16_bits_take_more_at_first_by_hand(payload):
     assert table_peak_bytes(TABLE, short) == 1000 * 8 * 4 + offsets + max(
         3 * arrived, 2 * arrived + 2.5 * pooled
     )
-    _, each, _ = buffers_per_unit(WHOLE_ROWS, short)
+    each = buffers_per_term(WHOLE_ROWS, short)[OF_ENTERED]
     assert [
         pooled * each[f"all_to_all world{what}"] for what in ("", " there", " back", " cast", " clamped")
     ] == [

@@ -47,7 +47,9 @@ def test_sums_of_any_number_of_columns_are_exactly_those_of_the_shard():
     for strip, number in zip(strips, cache.option_numbers(strips, units), strict=True):
         of_runs, following = defaultdict(list), number
         for (run, _), shard in zip(cache.parts[strip], cache.made[number], strict=True):
-            of_runs[run].append((shard_sums(run, shard, problem), local_batch_share(run, shard, problem)))
+            of = shard_sums(run, shard, problem)
+            of_op = of.always_bytes(run, problem), of.arrived, of.entered, of.lookups, of.features, of.on_host
+            of_runs[run].append((of_op, local_batch_share(run, shard, problem)))
         for run, each in of_runs.items():
             sums, batches = (np.sum(of, 0).tolist() for of in zip(*each, strict=True))
             assert cache.vectors[following, : len(sums)].tolist() == sums

@@ -146,7 +146,10 @@ class Program:
                 "id_ms": counted * lines.ids.byte_ms * run.received,
                 "resident": np.array(
                     [
-                        sum(shard_sums(run.layout, s, problem).resident for s in several)
+                        sum(
+                            shard_sums(run.layout, s, problem).always_bytes(run.layout, problem)
+                            for s in several
+                        )
                         for several in run.shards
                     ]
                 ),

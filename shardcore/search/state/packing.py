@@ -135,7 +135,7 @@ class _Choice:
             run = layout_for_table(way.layout.name, shard.table)
             for g, (_, part) in enumerate(shards_by_device(way.placement_on_first_site(shard))):
                 sums = self.packings.sums(run, part)
-                total[g, :on_host] += self.account.bytes_by_phase(run, part, sums)
+                total[g, :on_host] += self.account.bytes_by_phase(run, sums)
                 total[g, on_host] += sums.on_host
                 total[g, on_host + 1 :] += self.packings.caches.total_counts([(run, part)])
         # Each device of a host counts what all of them have there.

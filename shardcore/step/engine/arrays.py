@@ -13,7 +13,7 @@ Shapes: S strips, U most units of a strip, O options, V entries of a vector, D d
 N runs: first the K kinds of what single devices hold, then others (step/memory.py).
 X exchanges: of each run's outputs, then of each run's ids. Exchange x is that of run x % N.
 Y layouts of what groups of devices share, G groups. C caches, L log entries, P parameters, A heads.
-B slots of a run's stage, E edits of a move, Q counters. Digits stand for themselves.
+B slots of a run's stage, P most phases of a step, E edits of a move, Q counters. Digits stand for themselves.
 
 Strips and units are defined in step/options.py.
 """
@@ -35,7 +35,8 @@ MOST_EDITS = 24
 """The most edits of one move."""
 
 RESIDENT, ARRIVED, ENTERED, LOOKUPS, FEATURES, ON_HOST, CACHED = range(7)
-"""Entries of a vector: memory.Sums, then counts of caches (memory.Caches), then the encoding."""
+"""Entries of a vector: sums (memory.Sums; RESIDENT is Sums.always_bytes), counts of caches (memory.Caches), then the
+encoding."""
 RUN, SIZE, TABLE, RANK, WEIGHT, JOINT = range(6)
 """Columns of SearchProblem.strips.
 
@@ -57,20 +58,14 @@ WORK_BUSIEST, WORK_TOTAL, WORK_ONCE: the share of these that is devices' own wor
 """
 OPTION_RUN, NEXT = range(2)
 """Columns of SearchProblem.options: the run, and the next option of a bundle's chain, 0 for none."""
-COLLECTION, SEQUENCE, REPLICAS_RUN, LAYOUT, PHASES = range(5)
-"""Columns of SearchProblem.runs.
+LAYOUT, PHASES = 3, 4
+"""Further columns of SearchProblem.runs, after those of memory_timeline.COLLECTION.
 
-COLLECTION: number of its collection, pooled or not.
-SEQUENCE: 1 if its outputs are not pooled.
-REPLICAS_RUN: 1 if its tables are replicas.
 LAYOUT: number of the layout whose groups share its tables, -1 for kinds.
 PHASES + t: phases of stage t.
 """
-OF_ENTERED, OF_LOOKUPS = 8, 9
-"""Columns of SearchProblem.stages: multiples of what entered, and of lookups. Those before are of the run's share of a
-local batch (see memory.compute_local_batch_bytes)."""
 MOST_ENTERED, MOST_LOOKUPS, MOST_FEATURES = range(3)
-"""Columns of SearchProblem.limits: the largest of a run's multiples OF_ENTERED and OF_LOOKUPS, and features of an op
+"""Columns of SearchProblem.limits: the largest multiples of what enters a run and of its lookups, and features of an op
 that FBGEMM runs."""
 SPEED, FREE = range(2)
 """Columns of SearchProblem.devices: the speed factor, and bytes that embeddings may have."""
@@ -111,15 +106,14 @@ class SearchProblem(NamedTuple):
     group_of: int64[:, ::1]  # [Y, D] the device's group in each layout; -1: none
     may_share: boolean[:, ::1]  # [Y, S] whether groups may share the strip
     # Memory.
-    # Pipeline.ids_by_moment without replicas, and with: bytes of local batches and activations, and multiples of
+    # What no run holds, at each moment (memory_timeline.MOMENTS), without replicas and with: bytes, and multiples of
     # State.value[SENT] and of ids that arrived. The last row has the largest of each.
-    moments: float64[:, :, ::1]  # [2, 7, 3]
-    always: float64  # bytes that are there in all moments
-    looks_up_ahead: boolean  # whether the pipeline does (memory_timeline.stages_under_pipeline)
+    moments: float64[:, :, ::1]  # [2, 8, 3]
+    looks_up_ahead: boolean  # whether the pipeline does
     host_free: float64  # bytes of a host's memory; infinite where they are not given
     runs: int64[:, ::1]  # [N, 8] see COLLECTION
-    # Multiples of a run's bytes in a stage. Slots are those of memory.StageCoefficients.
-    stages: float64[:, :, :, ::1]  # [N, 4, slots, 10] see OF_ENTERED
+    # Multiples of a run's bytes in a stage (memory.RunStages).
+    stages: float64[:, :, :, ::1]  # [N, 4, slots, 10] see memory_timeline.OF_ENTERED
     limits: float64[:, ::1]  # [N, 3] see MOST_ENTERED
     ops_limited: boolean  # whether an op may have too much for FBGEMM
     caches: int64[:, ::1]  # [C, 3] run of each cache, and its first and last entry in vectors
@@ -174,6 +168,10 @@ class State(NamedTuple):
     runs: Array("N4", float64)  # see SHARDS
     order: Array("N", int64)  # runs in their order; the first number[N_RUNS] are valid
     frame: Array("N4B", float64)  # bytes of a local batch in a run's stages
+    # One device's memory, while it is counted.
+    slots: Array("N4B", float64)  # bytes in a run's stages
+    moments: Array("7", float64)  # bytes that no run holds
+    phases: Array("P", float64)  # bytes in each phase of a step
     edit: Array("E3", int64)  # a move: strip, device, units afterwards
     # A device of -1 marks a change of group; the third entry is then the group before.
     log: Array("L3", int32)  # done since the best plan: strip, device, units before
@@ -190,8 +188,8 @@ ROOM: bytes that a local batch may take, at least. Infinite: nothing is there; -
 LACK: bytes that it lacks.
 HELD: resident bytes.
 """
-OUTPUTS, CUT, OF_SENT, OF_SCRATCH, PEAK_BYTES, ADDED_MS, SINGLE_MS = range(7)
-"""Columns of SearchProblem.alone.
+OF_SENT, OF_SCRATCH, PEAK_BYTES, ADDED_MS, SINGLE_MS = range(2, 7)
+"""Further columns of SearchProblem.alone, after memory_timeline.OUTPUTS and CUT.
 
 The first four are its share of a local batch (shard_memory.RunBatch).
 PEAK_BYTES: bytes of the option alone in its largest phase. An estimate of what it adds to a device's.
@@ -199,7 +197,8 @@ ADDED_MS: ms that it adds to an op, without the launch.
 SINGLE_MS: ms of an op with only this option, at speed 1.
 """
 SHARDS, FIRST_RANK = 2, 3
-"""Further columns of State.runs: shards, and the least rank of its strips. OUTPUTS and CUT are sums over these."""
+"""Further columns of State.runs: shards, and the least rank of its strips. Those before are sums
+(memory_timeline.OUTPUTS)."""
 LOG, WORST, N_MOVED, BYTES_MOVED, N_SHARED, N_RUNS, REPLICAS, WIDEST = range(8)
 """Indices of State.number.
 
@@ -211,7 +210,7 @@ N_RUNS: runs that have a shard.
 REPLICAS: 1 if replicas are among them, else 0.
 WIDEST + x: the device that carries most in exchange x. It has to come last.
 """
-BEST, ENERGY, OVER, SENT, SCRATCH, JOINED, DENSE_PART, FRAME_MOST = range(8)
+BEST, ENERGY, OVER, SENT, SCRATCH, ALL_JOINED, IN_DENSE_PART, FRAME_MOST = range(8)
 """Indices of State.value.
 
 BEST: cost of the best plan met, in ms.
@@ -219,11 +218,9 @@ ENERGY: smooth cost of the present plan, in ms.
 OVER: bytes that devices and hosts together lacked when all was last computed.
 SENT: bytes of ids of a local batch, as they are sent.
 SCRATCH: bytes that the dense optimizer makes.
-JOINED, DENSE_PART: bytes of a local batch's outputs while they are joined, and in the dense part.
+ALL_JOINED, IN_DENSE_PART: bytes of a local batch's outputs while they are joined, and in the dense part.
 FRAME_MOST: the most bytes of a local batch in a phase.
 """
-SLOT_BEFORE, SLOT_AFTER, SLOT_FREED_LATE, SLOT_PHASES = range(4)
-"""Indices of a stage's slots. SLOT_PHASES + i is phase i."""
 
 
 def empty_state(problem: SearchProblem, n_hosts: int, batch: tuple[int, ...] = ()) -> State:
@@ -240,6 +237,7 @@ def empty_state(problem: SearchProblem, n_hosts: int, batch: tuple[int, ...] = (
         "Z": 2 * n_runs + 1,
         "A": len(problem.heads),
         "B": problem.stages.shape[2],
+        "P": 4 + problem.stages[..., 0].size,
         "Q": WIDEST + 2 * n_runs,
         "E": MOST_EDITS,
         "L": 0,

@@ -4,8 +4,8 @@ Sums over a device's shards are entries of its ops' vectors. Resident bytes coun
 sums, each phase has multiples. The local batch is the same on all devices (the frame). It depends on the runs of the
 plan, on their order, and on which of them have tables cut by columns.
 
-A step has four stages. In each, one run follows another. Before and after its phases a run has buffers, too.
-So one pass over the runs gives all phases: no list of them is needed.
+The phases of a step, the share of each run in a local batch, and bytes of caches are counted by the functions that
+Python calls for a finished plan (memory_timeline.fill_phases, memory.cache_bytes).
 
 Caches count in all phases. FBGEMM's limits of an op count as bytes, as in step/memory.py.
 
@@ -18,19 +18,18 @@ import numpy as np
 from numba import int64
 
 from shardcore.core.jit import compile_inner
+from shardcore.step import memory, memory_timeline
 from shardcore.step.engine.arrays import (
+    ALL_JOINED,
     ARRIVED,
     CACHED,
-    COLLECTION,
-    CUT,
-    DENSE_PART,
     ENTERED,
     FEATURES,
     FIRST_RANK,
     FRAME_MOST,
     FREE,
     HELD,
-    JOINED,
+    IN_DENSE_PART,
     LACK,
     LOOKUPS,
     MOST_ENTERED,
@@ -38,31 +37,40 @@ from shardcore.step.engine.arrays import (
     MOST_LOOKUPS,
     N_RUNS,
     NEXT,
-    OF_ENTERED,
-    OF_LOOKUPS,
     OF_SCRATCH,
     OF_SENT,
     ON_HOST,
     OPTION_RUN,
-    OUTPUTS,
     OVER,
     PHASES,
     RANK,
     REPLICAS,
-    REPLICAS_RUN,
     RESIDENT,
     ROOM,
     SCRATCH,
     SENT,
-    SEQUENCE,
     SHARDS,
+)
+from shardcore.step.engine.cost import add_vector, device_count, sum_over_device_ops
+from shardcore.step.memory import MOST_IDS, OF_OP
+from shardcore.step.memory_timeline import (
+    CUT,
+    DENSE_PART,
+    JOINED,
+    OF_ENTERED,
+    OF_LOOKUPS,
+    OUTPUTS,
+    REPLICAS_RUN,
     SLOT_AFTER,
     SLOT_BEFORE,
     SLOT_FREED_LATE,
     SLOT_PHASES,
+    UPDATE,
 )
-from shardcore.step.engine.cost import add_vector, device_count, sum_over_device_ops
-from shardcore.step.memory import CACHE_SET_ROWS, MOST_IDS, OF_OP
+
+cache_bytes = compile_inner(memory.cache_bytes)
+fill_phases = compile_inner(memory_timeline.fill_phases)
+local_batch_case = compile_inner(memory_timeline.local_batch_case)
 
 
 @compile_inner
@@ -91,33 +99,12 @@ def compute_local_batch_bytes(fx, st):
     received = joined = sent_back = most = 0.0
     for i in range(n):
         r = st.order[i]
-        outputs, cut = st.runs[r, OUTPUTS], st.runs[r, CUT] > 0.0
+        case, gradient = local_batch_case(i, st.order[:n], st.runs, fx.runs)
+        outputs = st.runs[r, OUTPUTS]
         if fx.runs[r, REPLICAS_RUN]:
             st.number[REPLICAS] = 1
-        # Outputs of a collection's runs form one tensor. Its gradient lives until the run that is last in
-        # backward has its own: the first of them.
-        of_all, others, is_last = 0.0, 0, True
-        for j in range(n):
-            q = st.order[j]
-            if fx.runs[q, COLLECTION] == fx.runs[r, COLLECTION]:
-                of_all += st.runs[q, OUTPUTS]
-                if q != r:
-                    others += 1
-                    # Replicas' are after all that is exchanged.
-                    if fx.runs[q, REPLICAS_RUN] or (j < i and not fx.runs[r, REPLICAS_RUN]):
-                        is_last = False
-        # Parts of a cut sequence are joined, and pooled outputs of several runs.
-        together = cut if fx.runs[r, SEQUENCE] else others > 0
-        # A sequence has a gradient of its outputs. The last run in backward holds that of its collection.
-        gradient = 0.0
-        if fx.runs[r, SEQUENCE]:
-            gradient = outputs
-        elif is_last:
-            gradient = of_all
         received += outputs
-        joined += outputs if together else 0.0
-        # Multiples as StageCoefficients.batch has them.
-        case = 4 * int(cut) + 2 * int(together)
+        joined += outputs if case % 4 else 0.0
         # The largest phase of the run alone, for `max_local_batch_bytes`.
         of_run = 0.0
         for t in range(4):
@@ -131,65 +118,43 @@ def compute_local_batch_bytes(fx, st):
         most += of_run
         # In the dense part, all runs wait for the first stage of backward.
         sent_back += st.frame[r, 2, SLOT_BEFORE]
-    st.value[JOINED] = received + joined
+    st.value[ALL_JOINED] = received + joined
     # Outputs that are kept until the step ends are among what waits for backward.
-    st.value[DENSE_PART] = 0.0 if fx.looks_up_ahead else received
+    st.value[IN_DENSE_PART] = 0.0 if fx.looks_up_ahead else received
     # No phase takes more of a local batch.
     st.value[FRAME_MOST] = max(most, received + max(joined, sent_back))
 
 
 @compile_inner
-def moment_bytes(fx, st, arrived, m):
-    """Bytes of input batches, ids and activations at one moment of the pipeline. arrived: bytes of received ids."""
-    of = fx.moments[st.number[REPLICAS], m]
-    return of[0] + of[1] * st.value[SENT] + of[2] * arrived
-
-
-@compile_inner
-def slot_bytes(fx, st, row, r, t, slot):
-    """Bytes of an op's buffers in one slot of a stage: of the local batch, and of the device's shards."""
-    of, op = fx.stages[r, t, slot], st.ops[st.row[row, r], r]
-    return st.frame[r, t, slot] + of[OF_ENTERED] * op[ENTERED] + of[OF_LOOKUPS] * op[LOOKUPS]
-
-
-@compile_inner
 def peak_phase_bytes(fx, st, row):
-    """Bytes of a device's largest memory phase, without those present in all phases."""
+    """Bytes of a device's largest memory phase, without those that are resident."""
     n, arrived = st.number[N_RUNS], sum_over_device_ops(st, row, int64(ARRIVED))
-    # Outputs are joined after the stages of forward.
-    most, held = st.value[JOINED] + moment_bytes(fx, st, arrived, int64(2)), 0.0
-    # Two stages forward (look up, wait for outputs), two backward (send gradients, wait for them).
-    for t in range(4):
-        # At first, all runs have the buffers that precede their phases.
-        held = 0.0
-        for i in range(n):
-            held += slot_bytes(fx, st, row, st.order[i], t, SLOT_BEFORE)
-        if t == 0:  # ids arrive before lookups
-            most = max(most, held + moment_bytes(fx, st, arrived, int64(0)))
-        if t == 2:  # the dense part comes between forward and backward
-            most = max(most, st.value[DENSE_PART] + held + moment_bytes(fx, st, arrived, int64(3)))
-        freed_late, ids = 0.0, moment_bytes(fx, st, arrived, 1 + t if t < 2 else 4)
-        for i in range(n):
-            # Autograd goes back from the last run to the first.
-            r = st.order[i] if t < 2 else st.order[n - 1 - i]
-            # When the run begins, its phases take the place of the buffers that waited for it.
-            held -= slot_bytes(fx, st, row, r, t, SLOT_BEFORE)
-            for slot in range(SLOT_PHASES, SLOT_PHASES + fx.runs[r, PHASES + t]):
-                # Only the first phase meets the buffers of the run before.
-                most = max(most, ids + held + freed_late + slot_bytes(fx, st, row, r, t, slot))
-                freed_late = 0.0
-            # These stay until the stage ends, while the runs that follow have their phases.
-            held += slot_bytes(fx, st, row, r, t, SLOT_AFTER)
-            freed_late = slot_bytes(fx, st, row, r, t, SLOT_FREED_LATE)
-    # The dense optimizer steps last.
-    return max(most, held + st.value[SCRATCH] + moment_bytes(fx, st, arrived, int64(5)))
+    for m in range(len(st.moments)):
+        of_moment = fx.moments[st.number[REPLICAS], m]
+        st.moments[m] = of_moment[0] + of_moment[1] * st.value[SENT] + of_moment[2] * arrived
+    st.moments[JOINED] += st.value[ALL_JOINED]
+    st.moments[DENSE_PART] += st.value[IN_DENSE_PART]
+    st.moments[UPDATE] += st.value[SCRATCH]
+    for i in range(n):
+        r = st.order[i]
+        op = st.ops[st.row[row, r], r]
+        # Of the local batch, and of the device's shards.
+        for t in range(4):
+            for slot in range(SLOT_PHASES + fx.runs[r, PHASES + t]):
+                of = fx.stages[r, t, slot]
+                own = of[OF_ENTERED] * op[ENTERED] + of[OF_LOOKUPS] * op[LOOKUPS]
+                st.slots[r, t, slot] = st.frame[r, t, slot] + own
+    most = 0.0
+    for p in range(fill_phases(st.order[:n], st.slots, fx.runs[:, PHASES:], st.moments, st.phases)):
+        most = max(most, st.phases[p])
+    return most
 
 
 @compile_inner
 def max_local_batch_bytes(fx, st):
     """Upper bound of the bytes that a local batch takes on any device in any phase."""
     of = fx.moments[st.number[REPLICAS], -1]
-    return fx.always + of[0] + of[1] * st.value[SENT] + st.value[SCRATCH] + st.value[FRAME_MOST]
+    return of[0] + of[1] * st.value[SENT] + st.value[SCRATCH] + st.value[FRAME_MOST]
 
 
 @compile_inner
@@ -227,11 +192,7 @@ def excess_bytes(fx, st, d, row):
     if st.devices[row, ROOM] >= max_local_batch_bytes(fx, st):
         return 0.0
     # Rounded as memory.used_bytes rounds, so that both agree to the byte.
-    left = (
-        fx.devices[d, FREE]
-        - st.devices[row, HELD]
-        - math.floor(fx.always + peak_phase_bytes(fx, st, row) + 0.5)
-    )
+    left = fx.devices[d, FREE] - st.devices[row, HELD] - math.floor(peak_phase_bytes(fx, st, row) + 0.5)
     # A cache has whole sets of rows, so its bytes do not add up over shards.
     if len(fx.caches) > 0:
         left -= cache_padding_bytes(fx, st, row)
@@ -247,12 +208,8 @@ def cache_padding_bytes(fx, st, row):
     # RESIDENT counts each shard's cache as wide as that shard. This entry sums these bytes: take them off.
     beyond = -sum_over_device_ops(st, row, int64(CACHED))
     for c in range(len(fx.caches)):
-        r, first, widest = fx.caches[c, 0], fx.caches[c, 1], fx.caches[c, 2]
-        op = st.ops[st.row[row, r], r]
-        # A cache's rows are as wide as its widest shard. Widths ascend.
-        while widest > first and op[widest] == 0.0:
-            widest -= 1
-        beyond += math.ceil(op[first] / CACHE_SET_ROWS) * CACHE_SET_ROWS * fx.cache_row_bytes[widest]
+        r, first, last = fx.caches[c, 0], fx.caches[c, 1], fx.caches[c, 2]
+        beyond += cache_bytes(st.ops[st.row[row, r], r], first, last, fx.cache_row_bytes)
     return beyond
 
 

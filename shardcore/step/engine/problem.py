@@ -10,14 +10,15 @@ from shardcore.core.job import PIPELINES
 from shardcore.core.types import Placement
 from shardcore.step.engine.arrays import CACHED, WORK_ONCE
 from shardcore.step.kinds import WHOLE_ROWS, Layout, layout_for_table, shards_by_device
-from shardcore.step.memory import max_op_features, may_exceed_op_limits, usable_bytes
-from shardcore.step.options import Options, Part
-from shardcore.step.shard_memory import (
-    expanded_output_bytes,
-    local_batch_by_moment,
-    local_batch_shares,
-    table_sort_keys,
+from shardcore.step.memory import (
+    max_op_features,
+    may_exceed_op_limits,
+    moments_beyond_resident,
+    table_of_runs,
+    usable_bytes,
 )
+from shardcore.step.options import Options, Part
+from shardcore.step.shard_memory import local_batch_shares, table_sort_keys
 from shardcore.step.ways import fixed_placements
 
 
@@ -31,14 +32,13 @@ def search_problem_fields(options: Options, shared: bool) -> dict[str, Any]:
     job, topology, n_strips = problem.job, problem.topology, len(options)
     order = table_sort_keys(problem)
     rank = {name: i for i, name in enumerate(sorted(order, key=order.__getitem__))}
-    # Outputs of a collection's runs are joined to one tensor, so the local batch looks at them together.
-    collections = sorted({(run.collection, run.sequence) for run in runs})
     group_of = np.full((len(layouts), len(topology)), -1)
     for g, (layout, group) in enumerate(options.groups):
         group_of[layouts.index(layout), list(group)] = g
     of_groups = [
         (layouts.index(layout), group[0], group[-1], runs.index(layout)) for layout, group in options.groups
     ]
+    of_layouts = [layouts.index(x) if x in layouts and x not in options.kinds else -1 for x in runs]
     on_hosts = topology.devices_by_host
     # The first entry may make options.
     return {
@@ -81,24 +81,11 @@ def search_problem_fields(options: Options, shared: bool) -> dict[str, Any]:
         "dense_ms": job.dense_ms,
         "groups": np.array(of_groups, np.int64).reshape(-1, 4),
         "group_of": group_of,
-        "moments": local_batch_by_moment(problem),
-        "always": float(expanded_output_bytes(problem) + job.dense_bytes),
+        "moments": moments_beyond_resident(problem),
         "looks_up_ahead": PIPELINES[job.pipeline].looks_up_ahead,
         "host_free": float(topology.memory[0].bytes) if topology.memory else np.inf,
-        "runs": np.array(
-            [
-                (
-                    collections.index((run.collection, run.sequence)),
-                    run.sequence,
-                    run.local_batch,
-                    layouts.index(run) if run in layouts and run not in options.kinds else -1,
-                    *phases,
-                )
-                for run, phases in zip(runs, stages.phases.tolist(), strict=True)
-            ],
-            np.int64,
-        ),
-        "stages": np.concatenate([stages.batch, stages.sums], -1),
+        "runs": np.column_stack([table_of_runs(runs), of_layouts, stages.phases]),
+        "stages": stages.slots.sum(3),
         "limits": np.column_stack([stages.most, [max_op_features(run.op_batch(problem)) for run in runs]]),
         "ops_limited": may_exceed_op_limits(problem),
         **_cache_fields(options),
