@@ -22,8 +22,8 @@ from shardcore.core.errors import MOST_CHARACTERS, ShardCoreError
 pytestmark = [pytest.mark.filterwarnings("ignore:Pydantic serializer"), pytest.mark.timeout(120)]
 NOT_READ = {"report.html", "cost.json", ".turn"}
 """Files of a store that loading a plan does not read."""
-NAME_NO_FILE = {"batch", "hot_ids", "request", "users"}
-"""Formats of which some refusals name the table, or the part of a request."""
+NAME_NO_FILE = {"batch", "hot_ids", "move-rates", "request", "users"}
+"""Formats of which some refusals name the table, the part of a request, or the links whose rate a move needs."""
 EXAMPLES = os.environ.get("SHARDCORE_EXAMPLES")
 """Random cases of each format. If none are given, some, and more in the long tests."""
 

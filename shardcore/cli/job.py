@@ -18,6 +18,7 @@ from shardcore.cli.commands import (
 )
 from shardcore.cli.progress_line import showing_progress
 from shardcore.core.errors import ShardCoreError, Unreachable
+from shardcore.core.validation import require
 from shardcore.cost import composite
 from shardcore.cost.model import CostModel
 from shardcore.cost.move_rates import write_move_rates
@@ -33,8 +34,10 @@ from shardcore.report import follow_report, job_report
 
 def job_read(args: ReadOptions) -> None:
     for name, of, needed in (("out", "hardware", "out-profile"), ("out_profile", "model", "out")):
-        if getattr(args, name) and getattr(args, of):
-            raise ShardCoreError(f"--{name.replace('_', '-')} does not go with --{of}; use --{needed}")
+        require(
+            not (getattr(args, name) and getattr(args, of)),
+            f"--{name.replace('_', '-')} does not go with --{of}; use --{needed}",
+        )
     model = models.load_cost_model(args.source) if args.source else None
     job = _read_job(args.folder, args)
     print(job_report.traced_step_text(job.traced))
@@ -186,12 +189,11 @@ def job_rates(args: RatesOptions) -> None:
     from shardcore.core.extras import explain_missing_extras
 
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        if not os.environ.get(name, "").isdecimal():
-            raise ShardCoreError(
-                f"{name} is {os.environ.get(name)!r}; start this with torchrun, which sets it to a number"
-            )
-    if int(os.environ["WORLD_SIZE"]) < 2:
-        raise ShardCoreError("WORLD_SIZE is 1; tables move between two ranks or more")
+        require(
+            os.environ.get(name, "").isdecimal(),
+            f"{name} is {os.environ.get(name)!r}; start this with torchrun, which sets it to a number",
+        )
+    require(int(os.environ["WORLD_SIZE"]) > 1, "WORLD_SIZE is 1; tables move between two ranks or more")
     with explain_missing_extras():
         import torch
 

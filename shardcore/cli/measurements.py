@@ -13,6 +13,7 @@ from shardcore.cli.progress_line import PrintedProgress, showing_progress
 from shardcore.core import progress
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting
+from shardcore.core.validation import require
 from shardcore.cost import accuracy, known_errors, neural, study, training
 from shardcore.cost.fit_config import FitConfig
 from shardcore.cost.profile import load_profile
@@ -38,12 +39,12 @@ def train(args: TrainOptions) -> None:
             getattr(args, k) in (None, getattr(s, k)) for k in ("hardware", "batch", "precision", "optimizer")
         )
     ]
-    if len(chosen) != 1:
-        raise ShardCoreError(
-            f"{args.datasets[0]}: samples for "
-            f"[{'; '.join(map(str, settings))}]; "
-            "choose one with --hardware, --batch, --precision and --optimizer"
-        )
+    require(
+        len(chosen) == 1,
+        f"{args.datasets[0]}: samples for "
+        f"[{'; '.join(map(str, settings))}]; "
+        "choose one with --hardware, --batch, --precision and --optimizer",
+    )
     data, start = training.read_training_data(args.datasets[0], chosen[0], args.datasets[1:]), None
     if args.start is not None:
         start = neural.load(args.start) if Path(args.start).is_dir() else load_profile(args.start)
@@ -64,8 +65,7 @@ def train(args: TrainOptions) -> None:
 
 def _dataset_settings(folder: Path) -> list[Setting]:
     """Settings of the samples in a dataset folder. Raises ShardCoreError for a folder without samples."""
-    if not folder.is_dir():
-        raise ShardCoreError(f"{folder} is no folder; it needs to be one of measurements, as measure makes")
+    require(folder.is_dir(), f"{folder} is no folder; it needs to be one of measurements, as measure makes")
     if not (found := dataset.dataset_settings(folder) or traced_samples.traced_settings(folder)):
         raise ShardCoreError(
             f"{folder} holds no compute samples and no traced steps; it needs to be a folder of measurements, as "

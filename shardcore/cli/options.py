@@ -38,6 +38,7 @@ from shardcore.core.validation import (
     annotation_metadata,
     describe_type,
     one_of,
+    require,
     type_hints,
     within,
 )
@@ -421,17 +422,17 @@ def require_writable_outputs(options: Any, also_read: Iterable[Path] = ()) -> No
         for place in [out / file for file in replaced or ()] or [out]:
             require_outside_versions(place)
             for what, source in read:
-                if _would_replace(place, source):
-                    raise ShardCoreError(
-                        f"--{_dashed_name(name)} {place} is {_in_folder_words(place, source)}the "
-                        f"{_dashed_name(what)} that is read; it needs to be another file"
-                    )
+                require(
+                    not _would_replace(place, source),
+                    f"--{_dashed_name(name)} {place} is {_in_folder_words(place, source)}the "
+                    f"{_dashed_name(what)} that is read; it needs to be another file",
+                )
             for other, before in written:
-                if _real_path(place) == _real_path(before):
-                    raise ShardCoreError(
-                        f"--{_dashed_name(other)} and --{_dashed_name(name)} are both {place}; "
-                        "they need to be two files"
-                    )
+                require(
+                    _real_path(place) != _real_path(before),
+                    f"--{_dashed_name(other)} and --{_dashed_name(name)} are both {place}; "
+                    "they need to be two files",
+                )
             written.append((name, place))
 
 

@@ -16,6 +16,7 @@ from shardcore.cli.progress_line import showing_progress
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.progress import clock, report
 from shardcore.core.types import Plan, Problem
+from shardcore.core.validation import require
 from shardcore.cost import known_errors
 from shardcore.cost.model import CostModel, at_confidence, price_plan
 from shardcore.cost.model import price as predicted
@@ -63,11 +64,11 @@ def plan(args: PlanOptions) -> None:
         )
     decisions = list(deciding.requested_decisions(args, problem, stored))
     for decision in decisions:
-        if decision.changes and args.out and not args.out_problem:
-            raise ShardCoreError(
-                f"--out {args.out} needs --out-problem, the problem with the "
-                f"{decision.changes} that it is a plan of"
-            )
+        require(
+            not (decision.changes and args.out) or args.out_problem is not None,
+            f"--out {args.out} needs --out-problem, the problem with the "
+            f"{decision.changes} that it is a plan of",
+        )
     source = args.source
     if args.offers and isinstance(decisions[0], Provision):
         source = deciding.pricing_source_of_offer(args.offers, decisions[0].offers[0])

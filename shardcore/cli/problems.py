@@ -10,6 +10,7 @@ from shardcore.core.constraints import Constraints
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.topology import Topology, default_reserved_bytes
 from shardcore.core.types import Problem, Setting
+from shardcore.core.validation import require
 from shardcore.cost.profile import load_profile
 from shardcore.io import files, job_folder
 from shardcore.io.hot_ids import read_hot_ids, write_hot_ids
@@ -29,11 +30,11 @@ def problem(args: ProblemOptions) -> None:
         _topology_of_options(args),
         args.tables.endswith(".json") or Path(args.tables).is_dir(),
     )
-    if measured and args.zipf_alpha is not None:
-        raise ShardCoreError(
-            f"--zipf-alpha {args.zipf_alpha:g} was given with {args.tables}, which has measured lookups; it needs a "
-            "public list"
-        )
+    require(
+        not measured or args.zipf_alpha is None,
+        f"--zipf-alpha {args.zipf_alpha:g} was given with {args.tables}, which has measured lookups; it needs a "
+        "public list",
+    )
     if args.tables.endswith(".json"):
         pool = files.read_pool(args.tables)
         if args.draw is None:
@@ -85,10 +86,10 @@ def hot_drift(args: HotDriftOptions) -> None:
 def _topology_of_options(args: ProblemOptions) -> Topology:
     """Topology of equal devices on equal hosts, with memory and links of the profile of --hardware, if given."""
     per_host, left = divmod(args.devices, args.hosts)
-    if left or not per_host:
-        raise ShardCoreError(
-            f"{args.devices} devices were asked for on {args.hosts} hosts; it needs as many on each"
-        )
+    require(
+        per_host > 0 and left == 0,
+        f"{args.devices} devices were asked for on {args.hosts} hosts; it needs as many on each",
+    )
     if args.hardware is None:
         return Topology.of_hosts(args.hosts, per_host, args.memory_gib or _MEMORY_GIB, pods=args.pods)
     topology = load_profile(args.hardware).topology(args.hosts, per_host, pods=args.pods)

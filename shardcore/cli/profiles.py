@@ -9,6 +9,7 @@ from pathlib import Path
 
 from shardcore.cli.commands import FitOptions, ListOptions, NewOptions, ShowOptions
 from shardcore.core.errors import ShardCoreError
+from shardcore.core.validation import require
 from shardcore.cost.nccl_tests import read_nccl_logs
 from shardcore.cost.profile import SPEC, Profile, load_profile, profile_names, write_profile
 from shardcore.cost.profile_fit import Timing, fit_profile, read_timings, scale_profile, timings_of_card
@@ -66,10 +67,10 @@ def _read_timings(
     first, *more = paths
     if first.is_dir() and not more:
         for setting in dataset.dataset_settings(first):
-            if not start.covers_hardware(setting.hardware):
-                raise ShardCoreError(
-                    f"{first} has samples of {setting.hardware}; profile {start.name!r} is of another card"
-                )
+            require(
+                start.covers_hardware(setting.hardware),
+                f"{first} has samples of {setting.hardware}; profile {start.name!r} is of another card",
+            )
         compute, comm = dataset.read_compute_samples(first), dataset.read_collective_samples(first)
         test = sample_timings(accuracy.held_out_samples(compute), accuracy.held_out_samples(comm))
         known = sample_timings(

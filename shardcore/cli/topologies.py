@@ -6,8 +6,8 @@ import os
 import sys
 
 from shardcore.cli.commands import MeasurePairsOptions
-from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Problem
+from shardcore.core.validation import require
 from shardcore.io import files
 from shardcore.measure import pairs
 from shardcore.measure.transport import Transport
@@ -33,20 +33,23 @@ def topology_measure(args: MeasurePairsOptions) -> None:
 def _torchrun_rank(problem: Problem) -> int:
     """Rank of this process, from torchrun's environment. Raises ShardCoreError unless each device has one rank."""
     n, given = len(problem.topology), os.environ
-    if given.get("WORLD_SIZE") != str(n):
-        raise ShardCoreError(
-            f"WORLD_SIZE is {given.get('WORLD_SIZE')!r} and problem {problem.name!r} has "
-            f"{n} devices; they need to be as many"
-        )
-    if given["RANK"] not in map(str, range(n)):
-        raise ShardCoreError(f"RANK is {given['RANK']!r}; it needs a whole number of 0 to {n - 1}")
+    require(
+        given.get("WORLD_SIZE") == str(n),
+        f"WORLD_SIZE is {given.get('WORLD_SIZE')!r} and problem {problem.name!r} has "
+        f"{n} devices; they need to be as many",
+    )
+    require(
+        given["RANK"] in map(str, range(n)),
+        f"RANK is {given['RANK']!r}; it needs a whole number of 0 to {n - 1}",
+    )
     for name in ("MASTER_ADDR", "MASTER_PORT"):
-        if name not in given:
-            raise ShardCoreError(f"{name} is not set, though RANK is; a job needs both")
+        require(name in given, f"{name} is not set, though RANK is; a job needs both")
     for name, most in (("MASTER_PORT", 65535), ("LOCAL_RANK", n - 1)):
         found = given.get(name, "0")
-        if not found.isascii() or not found.isdecimal() or len(found) > 5 or int(found) > most:
-            raise ShardCoreError(f"{name} is {found!r}; it needs a whole number of 0 to {most}")
+        require(
+            found.isascii() and found.isdecimal() and len(found) <= 5 and int(found) <= most,
+            f"{name} is {found!r}; it needs a whole number of 0 to {most}",
+        )
     return int(given["RANK"])
 
 

@@ -51,11 +51,6 @@ class Payload:
         """Encoded bytes per byte of FP32, scales included."""
         return (self.bytes + self.scale_bytes / self.block) / FP32_BYTES
 
-    @property
-    def is_number_type(self) -> bool:
-        """True if the payload is a plain number type, such as FP16, which torch casts to and collectives sum."""
-        return self.summed is None and self.size_ratio < 1
-
 
 PAYLOADS: Mapping[str, Payload] = {
     "fp32": Payload(4),
@@ -71,8 +66,9 @@ PAYLOADS: Mapping[str, Payload] = {
 """By name."""
 _SCALE_BYTES = {"fp8": 8}
 """Bytes of a scale that a row has only with a block: FP8 rows have a scale and padding, as FBGEMM's 8 bits have."""
-CASTS = tuple(name for name, row in PAYLOADS.items() if row.is_number_type)
-"""Payloads that are number types, which are drawn to be measured."""
+CASTS = tuple(name for name, row in PAYLOADS.items() if row.summed is None and row.size_ratio < 1)
+"""Payloads that are plain number types, such as FP16, which torch casts to and collectives sum. They are drawn to be
+measured."""
 MEASURED = ("fp32", *CASTS)
 """Payloads that collectives are measured with."""
 _FORMS = f"{', '.join(PAYLOADS)}, and of scales for N elements fp8-N or mx4-N, N a multiple of 4"

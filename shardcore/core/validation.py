@@ -281,6 +281,14 @@ def one_of(known: Collection[Any]) -> Rule:
     return Rule(known.__contains__, f"known are {', '.join(map(str, known))}", known=known)
 
 
+def each(rule: Rule) -> Rule:
+    """Rule that each entry of a list, or each value of a mapping, satisfies another rule."""
+    return Rule(
+        lambda entries: all(map(rule.admits, entries.values() if isinstance(entries, Mapping) else entries)),
+        rule.right.replace("it needs", "each needs", 1),
+    )
+
+
 def entry_count_within(least: int, most: int) -> Rule:
     """Rule that a list has `least` to `most` entries."""
     return Rule(

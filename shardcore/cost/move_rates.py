@@ -17,17 +17,19 @@ from pathlib import Path
 from typing import Annotated
 
 from shardcore.core.links import LEVELS
-from shardcore.core.validation import MOST_GBPS, require, require_types, short_repr, within
+from shardcore.core.validation import MOST_GBPS, Record, each, require, short_repr, within
 from shardcore.io import schema, writing
 from shardcore.io.envelope import add_digest, open_document, remove_digest, with_schema
 
 SCHEMA = "move-rates"
 Time = Annotated[float, within(0, 1e6)]
 """s or ns of a rate."""
+_GBPS = within(1 / MOST_GBPS, MOST_GBPS)
+Gbps = Annotated[float, _GBPS]
 
 
 @dataclass(frozen=True)
-class MoveRates:
+class MoveRates(Record, noun="a set of move rates"):
     """Rates of a machine's moves.
 
     move_s: seconds of any move: votes, a process group, a collection of garbage.
@@ -46,21 +48,15 @@ class MoveRates:
     move_s: Time
     collection_s: Time
     table_s: Time
-    build_gbps: float
-    copy_gbps: float
+    build_gbps: Gbps
+    copy_gbps: Gbps
     digest_ns: Time
     digest_row_ns: Time
-    free_gbps: float
-    link_gbps: Mapping[str, float] = field(default_factory=dict)
+    free_gbps: Gbps
+    link_gbps: Annotated[Mapping[str, float], each(_GBPS)] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        require_types(self, "move rates")
-        gbps = {"build_gbps": self.build_gbps, "copy_gbps": self.copy_gbps, "free_gbps": self.free_gbps}
-        for name, value in (gbps | {f"link_gbps of {k}": v for k, v in self.link_gbps.items()}).items():
-            require(
-                0 < value <= MOST_GBPS,
-                f"move rates have {name} {value}; it needs more than 0, at most {MOST_GBPS}",
-            )
+        super().__post_init__()
         for level in self.link_gbps:
             require(
                 level in LEVELS, f"move rates have links {short_repr(level)}; known are {', '.join(LEVELS)}"

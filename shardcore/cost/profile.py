@@ -21,6 +21,7 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Setting
 from shardcore.core.validation import (
     MOST_BYTES,
+    Record,
     require,
     require_name,
     require_path_name,
@@ -93,28 +94,29 @@ RATES: Mapping[str, tuple[str, str]] = {
 HOST_GBPS = ("host_read_gbps", "host_update_gbps", "host_cache_gbps")
 """Rates that scale with the link to host memory."""
 MOST_UNCERTAINTY = 3.0
+ENDS = (1e-9, 1e15)
+"""The ends of a rate in its unit. Beyond them prices overflow."""
 _DEFAULT_BATCH = 65_536
 """Batch of a model that is of no problem yet."""
 
 
 @dataclass(frozen=True)
-class Rate:
+class Rate(Record, noun="a rate"):
     """One rate of a profile.
 
-    value: in its unit, above 0.
+    value: in its unit.
     uncertainty: standard deviation of its logarithm. 0.1 is about 10%.
     unit: its unit in RATES.
     source: published measurement, data sheet, or "scaled from ...".
     """
 
-    value: float
+    value: Annotated[float, within(*ENDS)]
     uncertainty: Annotated[float, within(0, MOST_UNCERTAINTY)]
     unit: str
     source: str
 
     def __post_init__(self) -> None:
-        require_types(self, "a rate")
-        require(0 < self.value < float("inf"), f"a rate is {self.value} {self.unit}; it needs to be above 0")
+        super().__post_init__()
         require(bool(self.source.strip()), "a rate has no source; it needs one")
 
 

@@ -248,13 +248,12 @@ def read_compute_timings(
         # Equal tables are one object, as thousands of samples share a few tables.
         if key not in tables:
             if pool not in pools:
-                if not files.DIGEST.fullmatch(pool):
-                    raise ShardCoreError(
-                        f"its pool is {short_repr(pool)}; it needs the 16 hex digits of a pool's digest"
-                    )
+                require(
+                    files.DIGEST.fullmatch(pool) is not None,
+                    f"its pool is {short_repr(pool)}; it needs the 16 hex digits of a pool's digest",
+                )
                 pools[pool] = {t.name: t for t in files.read_pool(Path(folder) / f"pool-{pool}.json")}
-            if name not in pools[pool]:
-                raise ShardCoreError(f"its pool {pool} has no table {short_repr(name)}")
+            require(name in pools[pool], f"its pool {pool} has no table {short_repr(name)}")
             tables[key] = dataclasses.replace(
                 pools[pool][name], dim=dim, precision=precision, sequence=sequence
             )

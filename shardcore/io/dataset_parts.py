@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting
-from shardcore.core.validation import short_repr
+from shardcore.core.validation import require, short_repr
 from shardcore.io import writing
 from shardcore.io.schema import MOST_FILE_BYTES, list_names, prefix_errors, read_bytes
 
@@ -169,11 +169,11 @@ def read_rows(
                 yield row
 
 
-def merge_parts(folder: str | Path, require: Callable[[str], object]) -> None:
+def merge_parts(folder: str | Path, require_valid: Callable[[str], object]) -> None:
     """Merge all Parquet parts of each kind in a dataset folder into one (or a few, for very many samples), without
     losing samples.
 
-    require: raises for a kind with an invalid sample, which would spoil the merged part.
+    require_valid: raises for a kind with an invalid sample, which would spoil the merged part.
 
     A kill leaves old and new parts, which read the same. Merging the same samples again gives the same file.
     If a sample only failed, its last failure is kept. Temporary files over an hour old are removed.
@@ -186,7 +186,7 @@ def merge_parts(folder: str | Path, require: Callable[[str], object]) -> None:
         parts = {path: rows for path, rows in _read_all_parts(folder, kind).items() if rows}
         if len(parts) < 2:
             continue
-        require(kind)
+        require_valid(kind)
         rows = {(r["id"], r["measured_at"]): r for part in parts.values() for r in part}
         in_time = sorted(rows.items(), key=lambda x: (x[1]["error"] is None, x[1]["measured_at"]))
         last = {r["id"]: k for k, r in in_time}
@@ -225,10 +225,11 @@ def _part_paths(folder: str | Path, kind: str) -> list[Path]:
     for path in (Path(folder) / name for name in list_names(folder)):
         if not path.name.startswith(f"{kind}-") or path.suffix != ".parquet":
             continue
-        if not _PART.fullmatch(path.name):
-            raise ShardCoreError(f"{path} has no name of a part, {kind}-<24 hex digits>.parquet; remove it")
-        if path.is_symlink() and not path.exists():
-            raise ShardCoreError(f"{path} is a link that leads nowhere; remove it")
+        require(
+            _PART.fullmatch(path.name) is not None,
+            f"{path} has no name of a part, {kind}-<24 hex digits>.parquet; remove it",
+        )
+        require(path.exists() or not path.is_symlink(), f"{path} is a link that leads nowhere; remove it")
         parts.append(path)
     return parts
 
@@ -236,11 +237,11 @@ def _part_paths(folder: str | Path, kind: str) -> list[Path]:
 def _read_part(path: Path, kind: str, columns: list[str] | None) -> list[Row]:
     """Rows of a Parquet part of a dataset; empty if all have outdated measurement versions."""
     content = read_bytes(path)
-    if f"{hashlib.sha256(content).hexdigest()[:24]}.parquet" != path.name.split("-", 1)[1]:
-        raise ShardCoreError(
-            f"{path} does not match the digest in its name; it was cut short or edited. "
-            "Remove it, and a rerun of `measure` measures only what it held"
-        )
+    require(
+        f"{hashlib.sha256(content).hexdigest()[:24]}.parquet" == path.name.split("-", 1)[1],
+        f"{path} does not match the digest in its name; it was cut short or edited. "
+        "Remove it, and a rerun of `measure` measures only what it held",
+    )
     try:
         return _decode_rows(content, kind, columns, path)
     except (pa.ArrowException, OSError, ValueError, TypeError, KeyError, OverflowError, MemoryError) as error:
@@ -305,8 +306,10 @@ def _require_bounded_size(
 ) -> None:
     """Raise ShardCoreError if the sizes sum to more than a limit that grows with the file's size."""
     limit = most[0] + most[1] * content
-    if min(sizes, default=0) < 0 or sum(sizes) > limit:
-        raise ShardCoreError(f"{path} has {sum(sizes):,} {what}; a part of its size has at most {limit:,}")
+    require(
+        min(sizes, default=0) >= 0 and sum(sizes) <= limit,
+        f"{path} has {sum(sizes):,} {what}; a part of its size has at most {limit:,}",
+    )
 
 
 def _count_characters(array: pa.Array) -> int:

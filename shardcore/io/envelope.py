@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.validation import short_repr
+from shardcore.core.validation import require, short_repr
 from shardcore.io.schema import Readable, read_json
 
 VERSIONS = {
@@ -73,10 +73,10 @@ def document_body(data: Any, schema: str, path: object) -> dict[str, Any]:
             found == "shardcore/grouped-plan"
         )
         raise ShardCoreError(f"{path} has schema {short_repr(found)}{grouped}; expected {head['schema']!r}")
-    if type(data["version"]) is not int or data["version"] != head["version"]:
-        raise ShardCoreError(
-            f"{path} has version {short_repr(data['version'])} of {found}; this ShardCore reads {head['version']}"
-        )
+    require(
+        type(data["version"]) is int and data["version"] == head["version"],
+        f"{path} has version {short_repr(data['version'])} of {found}; this ShardCore reads {head['version']}",
+    )
     return {k: v for k, v in data.items() if k not in ("schema", "version")}
 
 

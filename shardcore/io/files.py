@@ -16,7 +16,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from shardcore.core.access_statistics import Reuse, Zipf
 from shardcore.core.constraints import Constraints
@@ -24,9 +24,17 @@ from shardcore.core.errors import Overfull, ShardCoreError, message_with_name
 from shardcore.core.job import Job
 from shardcore.core.topology import Device, Topology, default_reserved_bytes
 from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
-from shardcore.core.validation import MOST_DEVICES, Rule, require, require_type, short_repr
+from shardcore.core.validation import (
+    MOST_DEVICES,
+    Rule,
+    entry_count_within,
+    require,
+    require_type,
+    short_repr,
+)
 from shardcore.io.envelope import add_digest, digest, is_document, open_document, remove_digest, with_schema
 from shardcore.io.schema import (
+    MOST_VALUES,
     Readable,
     build_record,
     convert_value,
@@ -83,8 +91,10 @@ def table_from_json(data: Any, what: str) -> Table:
             f"{what} is {short_repr(data)}; it needs to be a table: name, rows, dim, pooling and access statistics"
         )
     what = f"{what}, table {short_repr(data.get('name'))}"
-    if "reuse" in data and "zipf_alpha" in data:
-        raise ShardCoreError(f"{what} has both reuse and zipf_alpha; it needs one of them")
+    require(
+        "reuse" not in data or "zipf_alpha" not in data,
+        f"{what} has both reuse and zipf_alpha; it needs one of them",
+    )
     given: dict[str, Any] = {}
     if "reuse" in data:
         given["access"] = partial(build_record, Reuse, data["reuse"], f"{what}: reuse")
@@ -419,7 +429,7 @@ class _Plan(ForProblem):
     """Content of a plan's file."""
 
     provenance: Mapping[str, Any]
-    placements: tuple[_Placement, ...]
+    placements: Annotated[tuple[_Placement, ...], entry_count_within(1, MOST_VALUES)]
 
 
 _PROVENANCE = {

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.validation import short_repr
+from shardcore.core.validation import require, short_repr
 from shardcore.io.model_files import read_tensors, write_tensors
 from shardcore.io.schema import build_record
 
@@ -40,16 +40,16 @@ class HotIds:
     def __post_init__(self) -> None:
         ids = np.ascontiguousarray(self.ids, dtype=np.int64)
         object.__setattr__(self, "ids", ids)
-        if not 1 <= len(ids) < self.rows:
-            raise ShardCoreError(
-                f"table {self.table!r} was given {len(ids)} hot ids; it has {self.rows} "
-                f"rows, so 1 to {self.rows - 1} would be right"
-            )
-        if not (ids[0] >= 0 and ids[-1] < self.rows and (ids[1:] > ids[:-1]).all()):
-            raise ShardCoreError(
-                f"table {self.table!r} was given hot ids {ids.min()} to {ids.max()}; it "
-                f"needs different ones of 0 to {self.rows - 1}, rising"
-            )
+        require(
+            1 <= len(ids) < self.rows,
+            f"table {self.table!r} was given {len(ids)} hot ids; it has {self.rows} "
+            f"rows, so 1 to {self.rows - 1} would be right",
+        )
+        require(
+            bool(ids[0] >= 0 and ids[-1] < self.rows and (ids[1:] > ids[:-1]).all()),
+            f"table {self.table!r} was given hot ids {ids.min()} to {ids.max()}; it "
+            f"needs different ones of 0 to {self.rows - 1}, rising",
+        )
 
     @classmethod
     def from_counts(cls, table: str, counts: np.ndarray, hot: int) -> HotIds:
@@ -101,11 +101,11 @@ def read_hot_ids(path: str | Path) -> dict[str, HotIds]:
         )
     by_table = {}
     for name, ids in tensors.items():
-        if ids.ndim != 1 or ids.dtype != np.int64:
-            raise ShardCoreError(
-                f"{path} has hot ids of table {short_repr(name)} that are {ids.dtype} "
-                f"{list(ids.shape)}; they need to be int64, in a row"
-            )
+        require(
+            ids.ndim == 1 and ids.dtype == np.int64,
+            f"{path} has hot ids of table {short_repr(name)} that are {ids.dtype} "
+            f"{list(ids.shape)}; they need to be int64, in a row",
+        )
         by_table[name] = HotIds(name, rows[name], ids)
     return by_table
 

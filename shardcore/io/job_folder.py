@@ -25,7 +25,7 @@ import numpy as np
 
 from shardcore.core.errors import ShardCoreError, shorten
 from shardcore.core.types import Plan, Problem, Table
-from shardcore.core.validation import short_repr
+from shardcore.core.validation import require, short_repr
 from shardcore.io import files, schema, writing
 from shardcore.io.envelope import add_digest, open_document, remove_digest, with_schema
 from shardcore.io.kineto import SUFFIXES
@@ -153,10 +153,10 @@ def read_step(folder: str | Path) -> JobStep:
     facts, problem = _read_facts(folder), files.read_problem(folder / PROBLEM_JSON)
     if missing := sorted({t.name for t in problem.tables} ^ {n for n, of in facts.features.items() if of}):
         raise ShardCoreError(f"{folder / JOB_JSON} and {PROBLEM_JSON} differ in tables {missing[:3]}")
-    if facts.world_size != len(problem.topology):
-        raise ShardCoreError(
-            f"{folder / JOB_JSON} has {facts.world_size} ranks; {PROBLEM_JSON} has {len(problem.topology)} devices"
-        )
+    require(
+        facts.world_size == len(problem.topology),
+        f"{folder / JOB_JSON} has {facts.world_size} ranks; {PROBLEM_JSON} has {len(problem.topology)} devices",
+    )
     # A plan that ran has fitted, whatever ShardCore counts.
     plan = files.read_valid_plan(folder / PLAN_JSON, problem, fits=False)
     problem, remarks = _with_measured_access(folder, problem, facts)

@@ -122,13 +122,14 @@ def replay_or_reuse(
 def _require_own_folder(folder: Path, names: Sequence[str]) -> None:
     """Raise ShardCoreError for a folder or file that could not be written after replaying."""
     for path in (folder, folder.parent):
-        if path.is_symlink():
-            raise ShardCoreError(f"{path} is a symbolic link; replays are kept in a folder of their own")
-    if folder.exists() and not folder.is_dir():
-        raise ShardCoreError(f"{folder} is no folder; replays are kept in one: remove it")
+        require(
+            not path.is_symlink(), f"{path} is a symbolic link; replays are kept in a folder of their own"
+        )
+    require(
+        folder.is_dir() or not folder.exists(), f"{folder} is no folder; replays are kept in one: remove it"
+    )
     for path in (folder / name for name in names):
-        if path.is_dir():
-            raise ShardCoreError(f"{path} is a folder; replays are kept in a file of that name: remove it")
+        require(not path.is_dir(), f"{path} is a folder; replays are kept in a file of that name: remove it")
 
 
 def _remove_replay_files(folder: Path) -> None:
@@ -188,18 +189,17 @@ def _load_replay_set(folder: Path, body: _Body) -> ReplaySet:
     """Replays of a parsed replays.json, with the problem and plans of its folder."""
     problem = files.read_problem(folder / PROBLEM_JSON)
     for row in body.replays:
-        if len(row.cost.waiting_ms) != len(problem.topology):
-            raise ShardCoreError(
-                f"{folder / REPLAYS_JSON}: plan {row.plan} has times of "
-                f"{len(row.cost.waiting_ms)} devices; problem {problem.name!r} has "
-                f"{len(problem.topology)}"
-            )
+        require(
+            len(row.cost.waiting_ms) == len(problem.topology),
+            f"{folder / REPLAYS_JSON}: plan {row.plan} has times of "
+            f"{len(row.cost.waiting_ms)} devices; problem {problem.name!r} has "
+            f"{len(problem.topology)}",
+        )
     names = dict.fromkeys(r.plan for r in body.replays)
     plans = {name: files.read_plan(folder / f"{name}.json", problem) for name in names}
     for name, plan in plans.items():
         # A plan under another's name would be paired with the other's times.
-        if plan_digest(plan) != name:
-            raise ShardCoreError(f"{folder / name}.json is not the plan of its name")
+        require(plan_digest(plan) == name, f"{folder / name}.json is not the plan of its name")
     return ReplaySet(
         problem,
         body.setting,

@@ -33,12 +33,12 @@ class RowCounts:
     def __post_init__(self) -> None:
         require_within(self, "row counts", samples=(1, MOST_BATCH))
         for name, counts in self.counts.items():
-            if counts.ndim != 1 or counts.dtype != np.int64 or (counts < 0).any():
-                raise ShardCoreError(
-                    f"row counts of table {short_repr(name)} are {counts.dtype} "
-                    f"{list(counts.shape)}; they need to be int64, one for each row, 0 or "
-                    "more"
-                )
+            require(
+                counts.ndim == 1 and counts.dtype == np.int64 and bool((counts >= 0).all()),
+                f"row counts of table {short_repr(name)} are {counts.dtype} "
+                f"{list(counts.shape)}; they need to be int64, one for each row, 0 or "
+                "more",
+            )
             # Summed as floats, as integers may overflow.
             if (total := counts.sum(dtype=float)) > MOST_INT:
                 raise ShardCoreError(

@@ -164,11 +164,11 @@ def require_uncompressed_zip(path: Path) -> None:
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
     size, content = path.stat().st_size, sum(entry.file_size for entry in entries)
-    if content > size or any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-        raise ShardCoreError(
-            f"{path} has {size:,} bytes, and has packed or overlapping entries of {content:,} bytes; write it "
-            "unpacked, as torch.save and numpy.savez do"
-        )
+    require(
+        content <= size and all(entry.compress_type == zipfile.ZIP_STORED for entry in entries),
+        f"{path} has {size:,} bytes, and has packed or overlapping entries of {content:,} bytes; write it "
+        "unpacked, as torch.save and numpy.savez do",
+    )
 
 
 def list_names(folder: str | Path) -> list[str]:
@@ -435,8 +435,7 @@ def require_unique(entries: Any, keys: Sequence[str], words: str) -> None:
     """
     found = (e for e in entries if isinstance(e, Mapping)) if isinstance(entries, list | tuple) else ()
     twice = first_duplicate(", ".join(f"{key} {e.get(key)!r}" for key in keys) for e in found)
-    if twice is not None:
-        raise ShardCoreError(f"{words}: {twice}; it needs to be there once")
+    require(twice is None, f"{words}: {twice}; it needs to be there once")
 
 
 def convert_value(value: Any, kind: Any, what: str) -> Any:

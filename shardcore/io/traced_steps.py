@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Annotated
 
 from shardcore.core.errors import shorten
-from shardcore.core.validation import MOST_DEVICES
+from shardcore.core.validation import MOST_DEVICES, entry_count_within
 
 UNNAMED = "unnamed"
 
@@ -134,7 +135,7 @@ class TracedStep:
     """
 
     number: int
-    ranks: tuple[RankStep, ...]
+    ranks: Annotated[tuple[RankStep, ...], entry_count_within(1, MOST_DEVICES)]
     world_size: int
 
     @property
