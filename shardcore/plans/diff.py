@@ -25,7 +25,7 @@ import numpy as np
 
 from shardcore.core.catalog import DENSE_OPTIMIZERS, OPTIMIZERS
 from shardcore.core.types import Placement, Plan, Problem, Shard
-from shardcore.step.kinds import WHOLE_ROWS, layout_of_kind, shards_by_device
+from shardcore.step.kinds import layout_of_kind, shards_by_device
 
 NOTHING = "nothing, as the optimizer keeps no state"
 ALL_LOADS = "nothing"
@@ -209,7 +209,7 @@ def reorder_columns(new: Plan, old: Plan) -> Plan:
     before, placements = old.placements_by_table(), list[Placement]()
     for name, now in new.placements_by_table().items():
         was = before.get(name, [])
-        if was and len(now) > 1 and all(layout_of_kind(p.kind) is WHOLE_ROWS for p in now):
+        if was and len(now) > 1 and all(layout_of_kind(p.kind).is_on_one_device for p in now):
             # Columns are interchangeable in cost, so only their order on devices matters for moves.
             # Devices without an old shard come last.
             first, last = {p.devices[0]: p.shard.col_lo for p in was}, now[0].shard.table.dim

@@ -32,7 +32,7 @@ from shardcore.search.sharders import DEFAULT_SHARDER, SPACE_OF
 from shardcore.search.state.column_parts import parts_of_plan
 from shardcore.search.state.packing import least_excess_plan
 from shardcore.search.state.shards import CONCESSION, priced_plan
-from shardcore.step.kinds import WHOLE_ROWS, device_names
+from shardcore.step.kinds import device_names, layout_of_kind
 from shardcore.step.lower import require_valid_plan
 from shardcore.step.memory import plan_fits, usable_bytes, used_bytes
 from shardcore.step.ways import must_be_on_all_devices
@@ -300,7 +300,7 @@ def _kept_plan(old: Plan, problem: Problem, model: CostModel, space: str) -> Pla
     except ShardCoreError:
         return None
     # Other kinds are in a space of columns only where a table has no choice.
-    others = [p.shard.table for p in left.placements if p.kind != WHOLE_ROWS.name]
+    others = [p.shard.table for p in left.placements if not layout_of_kind(p.kind).is_on_one_device]
     if space != "all" and not all(must_be_on_all_devices(table, problem) for table in others):
         return None
     price = priced_plan(left.placements, problem, model).provenance

@@ -18,7 +18,7 @@ import numpy as np
 
 from shardcore.core.types import Problem, Shard, Table
 from shardcore.cost.model import CostModel, PricedPlan, step_ms
-from shardcore.step.kinds import WHOLE_ROWS, merged_placements
+from shardcore.step.kinds import layout_of_kind, merged_placements
 from shardcore.step.lower import traffic_of_outputs
 from shardcore.step.memory import memory_account, shard_sums, size_text
 from shardcore.tables.host_rows import with_shared_cache_load_factors
@@ -89,7 +89,7 @@ def price_single_moves(priced: PricedPlan, problem: Problem, model: CostModel) -
     problem: with the plan's towers, if it has some (decisions.towers.with_towers_of_plan).
     model: what prices the plan.
     """
-    if all(op.kind != WHOLE_ROWS.name for ops in priced.workload.ops for op in ops):
+    if not any(op.layout.is_on_one_device for ops in priced.workload.ops for op in ops):
         return WhatIf()
     plan = _PlanSums(priced, problem, model)
     stays = {s.table.name: why for s in plan.shards if (why := _reason_to_stay(s.table, problem))}
@@ -134,7 +134,7 @@ class _PlanSums:
         self.plan, self.problem, self.model = plan, problem, model
         work, placements = plan.workload, merged_placements(plan.plan.placements)
         self.runs, n = list(work.lanes), len(problem.topology)
-        ops = [(d, op) for d, ops in enumerate(work.ops) for op in ops if op.kind == WHOLE_ROWS.name]
+        ops = [(d, op) for d, ops in enumerate(work.ops) for op in ops if op.layout.is_on_one_device]
         op_of = np.repeat(range(len(ops)), [len(op.shards) for _, op in ops])
         self.shards = [shard for _, op in ops for shard in op.shards]
         self.at = np.array([d for d, _ in ops])[op_of]
@@ -180,7 +180,7 @@ class _PlanSums:
         placements, moves = self.plan.plan.placements_by_table(), []
         for i in free:
             name = self.shards[i].table.name
-            taken = {p.devices[0] for p in placements[name] if p.kind == WHOLE_ROWS.name}
+            taken = {p.devices[0] for p in placements[name] if layout_of_kind(p.kind).is_on_one_device}
             allowed = {*self.problem.allowed_devices(name)} - taken
             moves += [(i, d) for d in [d for d in first if d in allowed][:most]]
         return np.array(moves, dtype=int).reshape(-1, 2)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property
 from typing import Any
 
 from shardcore.core.errors import ShardCoreError
@@ -122,19 +122,18 @@ class Layout:
         return self.groups(topology) if topology.rows_over else self.shared_by(topology)
 
     @property
+    def is_on_one_device(self) -> bool:
+        """True if each shard of this kind is on a single device, with all rows of its columns."""
+        return self.cuts_columns and not self.divides_rows
+
+    @property
     def may_cache_rows(self) -> bool:
         """True if shards of this kind may have rows in host memory, behind a cache."""
         return not self.dense_gradient
 
-    @property
-    def torchrec_type_of_whole(self) -> str:
-        """TorchRec's sharding type of this kind, for tables that are not cut by columns."""
-        return self.torchrec[0]
-
-    @property
-    def torchrec_type_of_cut(self) -> str:
-        """TorchRec's sharding type of this kind, for tables that are cut by columns where that is possible."""
-        return self.torchrec[1] if self.cuts_columns else self.torchrec[0]
+    def torchrec_type(self, cut: bool) -> str:
+        """TorchRec's sharding type of this kind, for tables that are cut by columns (where it has that), or whole."""
+        return self.torchrec[cut and self.cuts_columns]
 
     @cached_property
     def sequence_layout(self) -> Layout | None:
@@ -359,7 +358,7 @@ Where several runs have a channel, such arrays have lanes, one after another: [L
 """
 
 # Found by its properties, so that no code names a kind.
-WHOLE_ROWS = next(kind for kind in LAYOUTS.values() if kind.cuts_columns and not kind.divides_rows)
+WHOLE_ROWS = next(kind for kind in LAYOUTS.values() if kind.is_on_one_device)
 """The kind in which one device has all rows. Searches place most tables in this kind."""
 
 
@@ -409,6 +408,11 @@ def layout_for_table(kind: str, table: Table) -> Layout:
 @cache  # one object each, for runs are compared by identity
 def _layout_of_collection(run: Layout, name: str) -> Layout:
     return replace(run, collection=name) if name else run
+
+
+def layout_on_one_device(table: Table) -> Layout:
+    """The layout of the fused op that runs a table on a single device."""
+    return layout_for_table(WHOLE_ROWS.name, table)
 
 
 def layouts_for_tables(tables: Iterable[Table]) -> tuple[Layout, ...]:
@@ -489,12 +493,6 @@ def merged_placements(placements: Sequence[Placement]) -> tuple[Placement, ...]:
     return tuple(together)
 
 
-@lru_cache(maxsize=16)
-def groups_by_members(layout: Layout, topology: Topology) -> Mapping[frozenset[int], Group]:
-    """The possible groups of devices of a kind, by their set of members."""
-    return {frozenset(group): group for group in layout.possible_groups(topology)}
-
-
 def possible_groups(
     layout: Layout, rows: int, topology: Topology, allowed: Collection[int] | None
 ) -> list[Group]:
@@ -524,7 +522,7 @@ def require_valid_placement(placement: Placement, problem: Problem) -> None:
             f"plan places {shard.label} on device {max(devices)}; "
             f"problem {problem.name!r} has devices 0 to {len(problem.topology) - 1}"
         )
-    if layout.name == WHOLE_ROWS.name and len(devices) == 1 and shard.has_all_rows:
+    if layout.is_on_one_device and len(devices) == 1 and shard.has_all_rows:
         return  # the most common case
     groups = layout.possible_groups(problem.topology)
     if layout.rows_over and layout.rows_over != (unit := problem.topology.rows_over or layout.rows_over):
@@ -536,7 +534,7 @@ def require_valid_placement(placement: Placement, problem: Problem) -> None:
             f"{what}; it needs several hosts with the same number of devices each, 2 or more"
         )
     # The order matters: row ranges are dealt out in it.
-    if groups_by_members(layout, problem.topology).get(frozenset(devices)) != devices:
+    if devices not in groups:
         shown = " or ".join(device_names(g) for g in groups[:3]) + " or ..." * (len(groups) > 3)
         raise ShardCoreError(f"{what}; such a shard lives on {shown}, in this order")
     if not shard.has_all_rows or not (layout.cuts_columns or shard.width == shard.table.dim):

@@ -36,7 +36,13 @@ from shardcore.core.types import PRECISION_BYTES, Placement, Plan, Problem, Shar
 from shardcore.core.validation import require_type
 from shardcore.step.access import access_share
 from shardcore.step.id_bytes import id_bytes_per_sample
-from shardcore.step.kinds import WHOLE_ROWS, Layout, layout_for_table, merged_placements, shards_by_device
+from shardcore.step.kinds import (
+    Layout,
+    layout_for_table,
+    layout_on_one_device,
+    merged_placements,
+    shards_by_device,
+)
 from shardcore.step.memory_timeline import (
     DENSE_PART,
     JOINED,
@@ -725,7 +731,7 @@ def peak_bytes_function(problem: Problem) -> Callable[[Layout, Shard], int]:
 def table_peak_bytes(table: Table, problem: Problem, width: int | None = None) -> int:
     """Peak bytes of a table on a device, or of `width` of its columns."""
     shard = Shard(table, 0, table.rows, 0, width or table.dim)
-    return peak_bytes_function(problem)(layout_for_table(WHOLE_ROWS.name, table), shard)
+    return peak_bytes_function(problem)(layout_on_one_device(table), shard)
 
 
 def local_batch_bytes(problem: Problem) -> int:
@@ -733,7 +739,7 @@ def local_batch_bytes(problem: Problem) -> int:
 
     The largest phase counts. So with more shards, the local batch adds less.
     """
-    whole = [Placement(WHOLE_ROWS.name, Shard.whole(t), (0,)) for t in problem.tables]
+    whole = [Placement(layout_on_one_device(t).name, Shard.whole(t), (0,)) for t in problem.tables]
     account = memory_account(whole, problem)
     # All tables on device 0, then half of what an even share would be.
     load = account.device_loads(whole)[0, : account.phases] / (2 * len(problem.topology))

@@ -39,7 +39,7 @@ from shardcore.step.engine.arrays import (
     RESIDENT,
     SINGLE_MS,
 )
-from shardcore.step.kinds import WHOLE_ROWS, Layout, even_row_share, layout_for_table, layouts_for_tables
+from shardcore.step.kinds import Layout, even_row_share, layout_on_one_device, layouts_for_tables
 from shardcore.step.memory import Caches, moments_beyond_resident, run_stages, shard_sums
 from shardcore.step.memory_timeline import CUT
 from shardcore.step.shard_memory import local_batch_share
@@ -125,7 +125,7 @@ class Options(Generic[Model]):
         self.kind = np.array([self.kinds.index(run) for run in runs])
         # A row range is never in a bundle, so tables after the first run as whole rows.
         self.parts = [
-            [(run, bundle[0]), *((layout_for_table(WHOLE_ROWS.name, s.table), s) for s in bundle[1:])]
+            [(run, bundle[0]), *((layout_on_one_device(s.table), s) for s in bundle[1:])]
             for run, bundle in zip(runs, self.strips, strict=True)
         ]
         self.is_range = np.array([not bundle[0].has_all_rows for bundle in self.strips])

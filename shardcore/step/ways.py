@@ -26,12 +26,12 @@ from shardcore.core.progress import ticking
 from shardcore.core.types import Placement, Problem, Shard, Table
 from shardcore.step.kinds import (
     LAYOUTS,
-    WHOLE_ROWS,
     Group,
     Layout,
     kinds_on_all_devices,
     layout_for_table,
     layout_of_kind,
+    layout_on_one_device,
     possible_groups,
     shards_by_device,
 )
@@ -114,7 +114,9 @@ def _assigned_division_groups(problem: Problem) -> Mapping[str, Group]:
     """
     n_bytes: dict[Group, int] = defaultdict(int)
     dealt = {}
-    for table in sorted(problem.tables, key=lambda t: (problem.may_run(WHOLE_ROWS, t), -t.bytes)):
+    for table in sorted(
+        problem.tables, key=lambda t: (problem.may_run(layout_on_one_device(t), t), -t.bytes)
+    ):
         kinds = (
             k for k in LAYOUTS.values() if k.divides_rows and reason_not_runnable(k, table, problem) is None
         )
@@ -249,8 +251,11 @@ def _require_runnable(table: Table, problem: Problem) -> None:
 
 def layout_of_shard(shard: Shard, problem: Problem) -> Layout:
     """The layout of the fused op that runs a shard."""
-    kind = WHOLE_ROWS.name if shard.has_all_rows else required_row_division(shard.table, problem).kind
-    return layout_for_table(kind, shard.table)
+    return (
+        layout_on_one_device(shard.table)
+        if shard.has_all_rows
+        else layout_for_table(required_row_division(shard.table, problem).kind, shard.table)
+    )
 
 
 def allowed_devices_of_shard(shard: Shard, problem: Problem) -> tuple[int, ...]:
@@ -271,7 +276,7 @@ def fits_single_device_by_width(shard: Shard, problem: Problem) -> bool:
     if table.dim > problem.topology.max_shard_columns and shard.width > problem.max_shard_width(table):
         return False
     return not (problem.restricted_kinds_by_table or problem.codecs_may_fail) or problem.may_run(
-        WHOLE_ROWS, table
+        layout_on_one_device(table), table
     )
 
 
@@ -353,7 +358,7 @@ def placements_of_bundles(
     for bundle, device in ticking(zip(bundles, devices, strict=True)):
         for shard in bundle:
             if shard.has_all_rows:
-                placements.append(Placement(WHOLE_ROWS.name, shard, (int(device),)))
+                placements.append(Placement(layout_on_one_device(shard.table).name, shard, (int(device),)))
             else:
                 ranges[shard.table].append((int(device), shard))
     for table, shards in ranges.items():

@@ -16,7 +16,7 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import MIN_WIDTH, Placement, Plan, Problem, Shard, Table
 from shardcore.cost.model import price
 from shardcore.step import memory
-from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, possible_groups
+from shardcore.step.kinds import LAYOUTS, possible_groups
 from shardcore.step.lower import lower
 from shardcore.step.ways import consolidate_placements
 from shardcore.testing.problems import BATCH, MIB, draw_random_tables, small_problem_model
@@ -96,7 +96,7 @@ def all_plans(problem: Problem, columns_alone: bool = False) -> Iterator[Plan]:
     """All plans of a small problem with one sharding type per table. Plans that permute equal columns count once."""
 
     def table_placements(t: Table) -> Iterator[list[Placement]]:
-        for layout in (WHOLE_ROWS,) if columns_alone else LAYOUTS.values():
+        for layout in (x for x in LAYOUTS.values() if x.is_on_one_device or not columns_alone):
             groups = possible_groups(layout, t.rows, problem.topology, None)
             columns = t.dim // MIN_WIDTH if layout.cuts_columns else 1
             for dealt in combinations_with_replacement(groups, columns):

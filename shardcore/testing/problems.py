@@ -12,9 +12,14 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.step import memory
+from shardcore.step.kinds import LAYOUTS, layout_on_one_device
 
 BATCH = 48
 """Batch of all problems here. 1, 2, 3 and 4 devices divide it."""
+REPLICATED = tuple(x.name for x in LAYOUTS.values() if x.dense_gradient)
+DIVIDED = tuple(x.name for x in LAYOUTS.values() if x.divides_rows and not x.rows_over)
+CUT_OR_DIVIDED = (*(x.name for x in LAYOUTS.values() if x.is_on_one_device), *DIVIDED)
+"""Kinds of sharding that constraints allow."""
 
 
 def small_problem_model(problem: Problem) -> AnalyticModel:
@@ -34,7 +39,7 @@ def table_bytes(table: Table, optimizer: str = "exact_sgd", width: int | None = 
 
 def column_placement(table: Table, device: int) -> Placement:
     """Placement of a whole table on one device."""
-    return Placement("column", Shard.whole(table), (device,))
+    return Placement(layout_on_one_device(table).name, Shard.whole(table), (device,))
 
 
 def with_room_for_batch(problem: Problem) -> Problem:
@@ -134,12 +139,12 @@ CASES = {
         constraints=Constraints(
             unsplit=("t1",),
             pinned=(("t4", (0, 1)),),
-            kinds=(("t0", ("data_parallel",)), ("t2", ("row",)), ("t7", ("data_parallel",))),
+            kinds=(("t0", REPLICATED), ("t2", DIVIDED), ("t7", REPLICATED)),
         ),
     ),
     "all by given kinds": replace(
         problem_with_slack(21, 2, 3.0),
-        constraints=Constraints(kinds=tuple((f"t{i}", ("data_parallel",)) for i in range(12))),
+        constraints=Constraints(kinds=tuple((f"t{i}", REPLICATED) for i in range(12))),
     ),
     "together and pinned, tight": split_over_two_hosts(
         problem_with_slack(19, 4, 1.3, optimizer="rowwise_adagrad"),
@@ -247,7 +252,7 @@ NOTHING_FITS = {
             SMALL[:1],
             Topology((Device(4 * MIB),) * 4),
             2**16,
-            constraints=Constraints(kinds=(("small0", ("column", "row")),)),
+            constraints=Constraints(kinds=(("small0", CUT_OR_DIVIDED),)),
         ),
         [
             "4 columns of table 'small0' take 12.",
@@ -284,47 +289,39 @@ NOTHING_FITS = {
             (replace(DEEP, rows=9),),
             Topology((Device(3000),) * 8),
             96,
-            constraints=Constraints(kinds=(("deep", ("column", "row")),)),
+            constraints=Constraints(kinds=(("deep", CUT_OR_DIVIDED),)),
         ),
         ["4 columns of table 'deep'", "no devices share a table of 9 rows by row"],
     ),
 }
 
 
-def problem_with_hidden_plan(seed: int) -> Problem:
-    """Problem whose devices hold exactly the bytes that some table-wise plan puts on them."""
+def problem_with_hidden_plan(seed: int, pinned: bool = False) -> Problem:
+    """Problem whose devices hold exactly the bytes that some table-wise plan puts on them.
+
+    pinned: whether some tables are pinned to their devices or hosts in that plan, or kept together.
+    """
     rng = np.random.default_rng(seed)
     tables = draw_random_tables(rng, int(rng.integers(1, 10)))
-    n_devices, optimizer = int(rng.integers(1, 5)), str(rng.choice(["exact_sgd", "rowwise_adagrad"]))
-    memory_bytes = np.zeros(n_devices, dtype=int)
-    for table in tables:
-        memory_bytes[rng.integers(n_devices)] += table_bytes(table, optimizer)
-    devices = tuple(Device(int(m) or 1, float(rng.choice([0.5, 1, 2]))) for m in memory_bytes)
-    unsplit = tuple(t.name for t in tables) if rng.random() < 0.5 else ()
-    constraints = Constraints(unsplit=unsplit)
-    return with_room_for_batch(Problem("hidden", tables, Topology(devices), BATCH, optimizer, constraints))
-
-
-def problem_with_hidden_pins(seed: int) -> Problem:
-    """Problem with a hidden exact plan, in which tables are pinned to their devices or hosts, or kept together."""
-    rng = np.random.default_rng(seed)
-    n_devices, tables = int(rng.integers(2, 5)), draw_random_tables(rng, int(rng.integers(1, 10)))
-    homes = rng.integers(n_devices, size=len(tables))
-    memory_bytes = np.bincount(homes, list(map(table_bytes, tables)), n_devices).astype(int)
-    devices = tuple(
-        Device(int(m) or 1, float(rng.choice([0.5, 1, 2])), f"host-{d // 2}")
-        for d, m in enumerate(memory_bytes)
+    n_devices, optimizer = (
+        int(rng.integers(1 + pinned, 5)),
+        str(rng.choice(["exact_sgd", "rowwise_adagrad"])),
     )
+    homes = rng.integers(n_devices, size=len(tables))
+    memory_bytes = np.bincount(homes, [table_bytes(t, optimizer) for t in tables], n_devices)
+    devices = [
+        Device(int(m) or 1, float(rng.choice([0.5, 1, 2])), f"host-{d // 2 if pinned else 0}")
+        for d, m in enumerate(memory_bytes)
+    ]
     home_of = {t.name: int(d) for t, d in zip(tables, homes, strict=True)}
-    pinned = []
-    for name, home in home_of.items():
+    unsplit = tuple(home_of) if rng.random() < 0.5 else ()
+    pins, together = [], []
+    for name, home in home_of.items() if pinned else ():
         if rng.random() < 0.4:
             more = rng.integers(n_devices, size=rng.integers(2)).tolist()
-            pinned.append((name, (devices[home].host,) if rng.random() < 0.3 else (home, *more)))
-    together = [
-        tuple(name for name, d in home_of.items() if d == home and rng.random() < 0.5)
-        for home in range(n_devices)
-    ]
-    unsplit = tuple(home_of) if rng.random() < 0.5 else ()
-    constraints = Constraints(0, unsplit, tuple(pinned), tuple(filter(None, together)))
-    return with_room_for_batch(Problem("hidden", tables, Topology(devices), BATCH, constraints=constraints))
+            pins.append((name, (devices[home].host,) if rng.random() < 0.3 else (home, *more)))
+    for home in range(n_devices) if pinned else ():
+        together.append(tuple(name for name, d in home_of.items() if d == home and rng.random() < 0.5))
+    constraints = Constraints(0, unsplit, tuple(pins), tuple(filter(None, together)))
+    topology = Topology(tuple(devices))
+    return with_room_for_batch(Problem("hidden", tables, topology, BATCH, optimizer, constraints))

@@ -14,11 +14,12 @@ from shardcore.core.access_statistics import Zipf
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import Infeasible, SettingMismatch, ShardCoreError
 from shardcore.core.topology import Device, Topology
-from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
+from shardcore.core.types import Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import CostModel, price
 from shardcore.search import Budget
 from shardcore.step import memory
+from shardcore.step.kinds import layout_of_kind, layout_on_one_device
 from shardcore.step.lower import lower
 from shardcore.testing.plans import cheapest_plans_of_tiny_problems, check_plan
 from shardcore.testing.problems import (
@@ -27,7 +28,6 @@ from shardcore.testing.problems import (
     MIB,
     NOTHING_FITS,
     column_placement,
-    problem_with_hidden_pins,
     problem_with_hidden_plan,
     problem_with_slack,
     small_problem_model,
@@ -84,6 +84,12 @@ class SharderConformance:
             == price(lower(plan, problem), small_problem_model(problem)).total_ms
         )
 
+    def require_divided_rows(self, problem: Problem, table: Table, devices: tuple[int, ...]) -> None:
+        """Assert that the sharder's plan divides the rows of a table over devices."""
+        [placed] = self.search_checked_plan(problem).placements_by_table()[table.name]
+        assert layout_of_kind(placed.kind).divides_rows
+        assert (placed.shard, placed.devices) == (Shard.whole(table), devices)
+
     def test_plans_are_valid_and_say_where_they_come_from(self) -> None:
         for problem in CASES.values():
             self.require_plan_with_provenance(problem)
@@ -104,7 +110,7 @@ class SharderConformance:
 
     def test_a_hidden_plan_that_meets_pins_and_groups_gets_one(self) -> None:
         for seed in range(self.drawn):
-            self.search_checked_plan(problem_with_hidden_pins(seed), seed)
+            self.search_checked_plan(problem_with_hidden_plan(seed, pinned=True), seed)
 
     def test_little_slack_is_enough_where_tables_may_be_cut(self) -> None:
         for seed in range(self.drawn):
@@ -133,7 +139,7 @@ class SharderConformance:
             problem = replace(problem, topology=Topology(tuple(map(Device, exact, speeds))))
             homes = {p.shard.table.name: p.devices[0] for p in self.search_checked_plan(problem).placements}
             assert homes == {"less": fast, "more": slow}
-            whole = replace(constraints, kinds=tuple((t.name, ("column",)) for t in pair))
+            whole = replace(constraints, kinds=tuple((t.name, (layout_on_one_device(t).name,)) for t in pair))
             for device in (0, 1):  # nothing else fits, nor does this with a byte less
                 less = [n - (i == device) for i, n in enumerate(exact)]
                 topology = Topology(tuple(map(Device, less, speeds)))
@@ -144,16 +150,14 @@ class SharderConformance:
         large, others = Table("large", 40_000, 8, 1.0), [Table(f"t{i}", 1000, 16, 1.0) for i in range(2)]
         # Four columns: 640,000 bytes; a third of its rows: 430,000.
         problem = Problem("tall", (large, *others), Topology((Device(600_000),) * 3), BATCH)
-        placed = [p for p in self.search_checked_plan(problem).placements if p.shard.table == large]
-        assert placed == [Placement("row", Shard.whole(large), problem.topology.ranks)]
+        self.require_divided_rows(problem, large, problem.topology.ranks)
 
     def test_rows_of_a_table_pinned_to_a_host_are_divided_over_that(self) -> None:
         tall, others = Table("tall", 40_000, 4, 1.0), [Table(f"t{i}", 1000, 16, 1.0) for i in range(2)]
         topology = Topology(tuple(Device(600_000, host=h) for h in "aabbcc"))
         pinned = Constraints(pinned=(("tall", ("b",)),))
         problem = Problem("host", (tall, *others), topology, BATCH, constraints=pinned)
-        placed = [p for p in self.search_checked_plan(problem).placements if p.shard.table == tall]
-        assert placed == [Placement("host_row", Shard.whole(tall), (2, 3))]
+        self.require_divided_rows(problem, tall, (2, 3))
 
     def test_no_plan_is_cheaper_than_the_cheapest_of_all(self) -> None:
         ratios = []

@@ -54,9 +54,9 @@ from shardcore.search.state.shards import cheapest_plan, priced_plan
 from shardcore.step.exchange_lines import total_linear_cost
 from shardcore.step.kinds import (
     LAYOUTS,
-    WHOLE_ROWS,
     layout_for_table,
     layout_of_torchrec,
+    layout_on_one_device,
     pod_size,
     row_unit_of,
     shards_by_device,
@@ -65,11 +65,14 @@ from shardcore.step.memory import local_batch_bytes, peak_bytes_function, plan_f
 from shardcore.step.ways import fixed_placements, reason_not_runnable
 from shardcore.torchrec.placements import placements_from_torchrec
 
-_COLUMN_TYPES, _OF_HOSTS = WHOLE_ROWS.torchrec[:2], WHOLE_ROWS.torchrec[2:]
-_HOST_TYPES = dict.fromkeys((*_OF_HOSTS, *(t for x in LAYOUTS.values() if x.rows_over for t in x.torchrec)))
+_HOST_TYPES = dict.fromkeys(
+    t for x in LAYOUTS.values() for t in (x.torchrec if x.rows_over else x.torchrec[2:])
+)
 """For several hosts. On one host they equal row- and column-wise sharding."""
-_OVER_ALL = [t for x in LAYOUTS.values() if x is not WHOLE_ROWS and not x.rows_over for t in x.torchrec]
-_TYPES = (*_COLUMN_TYPES, *_OVER_ALL, *_HOST_TYPES)
+_COLUMN_TYPES = [
+    t for x in LAYOUTS.values() if x.is_on_one_device for t in x.torchrec if t not in _HOST_TYPES
+]
+_TYPES = sorted({t: None for x in LAYOUTS.values() for t in x.torchrec}, key=lambda t: t in _HOST_TYPES)
 _GRID = 1000
 """Combinations that TorchRec's exhaustive proposer may try."""
 _EVEN_COLUMNS = 256
@@ -291,7 +294,7 @@ class _TorchRecProblem:
         layout = layout_of_torchrec(sharding_type, topology)
         if layout is None or reason_not_runnable(layout, table, self.problem):
             return False
-        return table.name not in self.problem.uncut_tables or sharding_type == layout.torchrec_type_of_whole
+        return table.name not in self.problem.uncut_tables or sharding_type == layout.torchrec_type(cut=False)
 
     def _link_bandwidths(self, column_ms: float) -> dict[str, Any]:
         """Link bandwidths as keyword arguments of TorchRec's Topology, without unknown ones.
@@ -322,7 +325,7 @@ class _TorchRecProblem:
         lookup: ms of one element (`lookup_ms_per_element`).
         """
         topology = self.topology()
-        constraints = self.constraints({n: [WHOLE_ROWS.torchrec_type_of_whole] for n in self.tables}, None)
+        constraints = self.constraints({n: _COLUMN_TYPES[:1] for n in self.tables}, None)
         options = self.enumerator(topology, constraints).enumerate(self.module, self.sharders)
         theirs_ms = sum(s.perf.fwd_compute + s.perf.bwd_compute for o in options for s in o.shards)
         # TorchRec prices lookups by bytes over bandwidth, so bandwidth is the one free number.
@@ -491,7 +494,8 @@ class PeakStorageEstimator:
             self.of_time.estimate([option], sharder_data_map)
             table = self.tables[option.name]
             layout = layout_of_torchrec(option.sharding_type, self.problem.topology)
-            run = layout_for_table((layout if layout and option.num_shards > 1 else WHOLE_ROWS).name, table)
+            divided = layout if option.num_shards > 1 else None
+            run = layout_for_table((divided or layout_on_one_device(table)).name, table)
             for shard in option.shards:
                 (row, column), (rows, columns) = shard.offset, shard.size
                 shard.storage = Storage(hbm=0, ddr=0)
@@ -560,7 +564,8 @@ def exchange_ms_per_column(problem: Problem, model: CostModel) -> float:
 
     All devices start with the same number of columns.
     """
-    column_bytes, channels = problem.global_batch * OUTPUT_BYTES, dict.fromkeys(WHOLE_ROWS.channels, 1.0)
+    column_bytes = problem.global_batch * OUTPUT_BYTES
+    channels = dict.fromkeys(layout_on_one_device(problem.tables[0]).channels, 1.0)
     even = float(_EVEN_COLUMNS * column_bytes)
     own, busiest, host, mean, _ = total_linear_cost(model, channels, problem.topology, (even, even)).tolist()
     # A device's bytes are a part of its host's, and of all.

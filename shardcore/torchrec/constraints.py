@@ -50,7 +50,7 @@ BY_TYPE = {name: layouts_of_torchrec(name) for layout in LAYOUTS.values() for na
 WRITTEN = {
     name
     for layout in LAYOUTS.values()
-    for name in (layout.torchrec_type_of_whole, layout.torchrec_type_of_cut)
+    for name in (layout.torchrec_type(cut=False), layout.torchrec_type(cut=True))
 }
 """TorchRec's sharding types that plans of ours are written as."""
 
@@ -197,7 +197,7 @@ def _unpriced_constraint_lines(c: ParameterConstraints, what: str, features: lis
     if types := None if WRITTEN & set(c.sharding_types or WRITTEN) else c.sharding_types:
         raise ShardCoreError(
             f"{what} has sharding_types {types}; ShardCore writes such plans as "
-            f"{BY_TYPE[types[0]][0].torchrec_type_of_cut}: allow it too"
+            f"{BY_TYPE[types[0]][0].torchrec_type(cut=True)}: allow it too"
         )
     if not _allowed_kinds(c):
         raise ShardCoreError(
@@ -305,7 +305,7 @@ def search_constraints(
         # A table keeps all columns unless each of its kinds may run it cut, so that any plan is one that it may have.
         types, dim = set(c.sharding_types or WRITTEN), table.config.embedding_dim
         cuts = {
-            layout.torchrec_type_of_cut
+            layout.torchrec_type(cut=True)
             for kind in _allowed_kinds(c)
             if (layout := layout_of_kind(kind)).cuts_columns
         }
@@ -405,14 +405,14 @@ def rewrite_to_allowed_types(plan: ShardingPlan, constraints: ByName, model_tabl
         layouts = {name: BY_TYPE[shardings[name].sharding_type][0] for name in allowed}
         # Types of cut tables that some table of the collection has to have.
         as_cut = {
-            layouts[name].torchrec_type_of_cut
+            layouts[name].torchrec_type(cut=True)
             for name, types in allowed.items()
-            if shardings[name].sharding_type == layouts[name].torchrec_type_of_cut
+            if shardings[name].sharding_type == layouts[name].torchrec_type(cut=True)
             or (types and shardings[name].sharding_type not in types)
         }
         for name, types in allowed.items():
             # A table joins the cut type where its own constraints allow that.
-            whole, cut = layouts[name].torchrec_type_of_whole, layouts[name].torchrec_type_of_cut
+            whole, cut = layouts[name].torchrec_type(cut=False), layouts[name].torchrec_type(cut=True)
             written = cut if cut in as_cut and (not types or cut in types) else shardings[name].sharding_type
             if types and written not in types:
                 written = whole
@@ -420,12 +420,12 @@ def rewrite_to_allowed_types(plan: ShardingPlan, constraints: ByName, model_tabl
         # Both types in one collection are two ops in TorchRec.
         written_types = {shardings[name].sharding_type for name in allowed}
         lines += [
-            f"module {path!r} runs {layout.torchrec_type_of_whole} and {layout.torchrec_type_of_cut} tables, for their "
-            "sharding_types allow no single one; they are priced as one op"
+            f"module {path!r} runs {layout.torchrec_type(cut=False)} and {layout.torchrec_type(cut=True)} tables, "
+            "for their sharding_types allow no single one; they are priced as one op"
             for layout in LAYOUTS.values()
             if layout in layouts.values()
             and layout.cuts_columns
-            and {layout.torchrec_type_of_whole, layout.torchrec_type_of_cut} <= written_types
+            and {layout.torchrec_type(cut=False), layout.torchrec_type(cut=True)} <= written_types
         ]
     return lines
 
@@ -440,12 +440,12 @@ def require_no_grid_shard(plan: ShardingPlan) -> None:
             if (
                 layout.divides_rows
                 and layout.cuts_columns
-                and sharding.sharding_type == layout.torchrec_type_of_cut
+                and sharding.sharding_type == layout.torchrec_type(cut=True)
             ):
                 raise ShardCoreError(
-                    f"table {name!r} of module {path!r} runs {layout.torchrec_type_of_cut}, for its sharding_types "
+                    f"table {name!r} of module {path!r} runs {layout.torchrec_type(cut=True)}, for its sharding_types "
                     "allow no other, and its batches have sizes of their own (VBE), which TorchRec's "
-                    f"{layout.torchrec_type_of_cut} does not take: allow another type"
+                    f"{layout.torchrec_type(cut=True)} does not take: allow another type"
                 )
 
 

@@ -11,10 +11,10 @@ from shardcore.core.topology import Topology
 from shardcore.core.types import Placement, Shard, Table
 from shardcore.step.kinds import (
     LAYOUTS,
-    WHOLE_ROWS,
     even_row_ranges,
     kinds_on_all_devices,
     layout_of_torchrec,
+    layout_on_one_device,
     shards_by_device,
 )
 
@@ -53,7 +53,7 @@ def _placements_of_table(sharding: Any, table: Table, name: str, topology: Topol
             f"{', '.join(dict.fromkeys(t for k in LAYOUTS.values() for t in k.torchrec))}"
         )
     if layout.dense_gradient:  # TorchRec takes no account of ranks there
-        kind = (layout if len(topology) > 1 else WHOLE_ROWS).name
+        kind = (layout if len(topology) > 1 else layout_on_one_device(table)).name
         return [Placement(kind, Shard.whole(table), topology.ranks)]
     if sharding.sharding_spec is None:
         raise ShardCoreError(
@@ -83,7 +83,7 @@ def _placements_of_table(sharding: Any, table: Table, name: str, topology: Topol
     placements = []
     for (low, high), ranges in by_columns.items():
         if len(ranges) == 1:  # as on the only host, or device
-            layout = WHOLE_ROWS
+            layout = layout_on_one_device(table)
         elif tuple(ranges) == topology.ranks and layout.divides_rows:
             layout = next(k for k in kinds_on_all_devices(topology) if k.divides_rows)
         placement = Placement(layout.name, Shard(table, 0, table.rows, low, high), tuple(ranges))

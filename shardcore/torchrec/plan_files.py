@@ -168,7 +168,7 @@ def _require_shard_ranges(kind: str, shards: Sequence[ShardMetadata], what: str)
         (True, False): (len(columns) == 1, "all columns in each shard"),
         (False, True): (len(rows) == 1, "all rows in each shard"),
         (False, False): (len(shards) == 1, "one shard"),
-    }[layout.divides_rows, kind != layout.torchrec_type_of_whole]
+    }[layout.divides_rows, kind != layout.torchrec_type(cut=False)]
     if not holds:
         raise ShardCoreError(
             f"{what} is {kind} in {len(shards)} shards of other rows or columns; it needs {needed}"

@@ -133,7 +133,7 @@ def to_torchrec(
             "TorchRec the plan of a problem without it"
         )
     for number, (name, sharding) in enumerate(shardings.items()):
-        table, if_cut = model_tables[name], sharding.layout.torchrec_type_of_cut
+        table, if_cut = model_tables[name], sharding.layout.torchrec_type(cut=True)
         # Another table of the collection is cut: join its op.
         if (table.path, if_cut) in cut:
             sharding = replace(sharding, sharding_type=if_cut)
@@ -222,12 +222,14 @@ def torchrec_sharding(placements: Sequence[Placement], topology: Topology) -> Ta
     # Ranks are numbered host by host, devices as the problem lists them.
     layout, rank_of = layout_of_kind(kinds[0]), {d: rank for rank, d in enumerate(topology.ranks)}
     if layout.dense_gradient:
-        return TableSharding(layout, layout.torchrec_type_of_whole)
+        return TableSharding(layout, layout.torchrec_type(cut=False))
     # TorchRec fails on several shards of a table on one rank.
     placements = consolidate_placements(placements)
     shards = tuple((rank_of[d], shard) for p in placements for d, shard in shards_by_device(p))
     return TableSharding(
-        layout, layout.torchrec_type_of_whole if len(placements) == 1 else layout.torchrec_type_of_cut, shards
+        layout,
+        layout.torchrec_type(cut=len(placements) > 1),
+        shards,
     )
 
 

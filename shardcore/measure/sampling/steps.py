@@ -13,7 +13,13 @@ from shardcore.core.types import MIN_WIDTH, PRECISION_BYTES, Placement, Plan, Pr
 from shardcore.core.validation import MOST_BYTES, require
 from shardcore.measure.sampling.placements import cut_columns
 from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
-from shardcore.step.kinds import WHOLE_ROWS, Layout, even_row_share, kinds_on_all_devices
+from shardcore.step.kinds import (
+    WHOLE_ROWS,
+    Layout,
+    even_row_share,
+    kinds_on_all_devices,
+    layout_on_one_device,
+)
 
 _SHARED = ((False, False), (True, False), (False, True), (False, False), (True, False), (True, True))
 """Plans of a problem: True if some tables have divided rows, and if some are replicated. Others are cut by columns."""
@@ -123,7 +129,9 @@ def _draw_step_plan(
             placements.append(Placement(dividing.name, Shard.whole(table), everywhere))
         else:
             cut = _draw_column_shards(table, everywhere, rng)
-            placements += [Placement(WHOLE_ROWS.name, shard, (device,)) for device, shard in cut]
+            placements += [
+                Placement(layout_on_one_device(table).name, shard, (device,)) for device, shard in cut
+            ]
     # Sorted, so that plans are equal whatever the order of their tables.
     placements.sort(key=lambda p: (p.shard.table.name, p.shard.row_lo, p.shard.col_lo))
     return Plan(tuple(placements))

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.step.kinds import (
-    WHOLE_ROWS,
     Group,
     device_names,
     layout_of_kind,
@@ -95,7 +94,7 @@ class Reshard:
             shared = len(placements) == 1 and _may_group_share_table(placements[0], problem)
             if not placements or not (free or shared or _are_placements_allowed(placements, problem)):
                 old.new.append(tables[name])
-            elif all(layout_of_kind(p.kind) is WHOLE_ROWS for p in placements):
+            elif all(layout_of_kind(p.kind).is_on_one_device for p in placements):
                 old.placed.extend((p.shard, p.devices[0]) for p in placements)
             elif shared:
                 old.shared.setdefault((placements[0].kind, placements[0].devices), []).append(tables[name])
@@ -139,7 +138,7 @@ def _require_all_cells_placed(table: Table, placements: Sequence[Placement], pro
         )
     for p in placements:
         has = f"the plan to start from has {p.shard.label}"
-        if layout_of_kind(p.kind) is WHOLE_ROWS and len(p.devices) > 1:
+        if layout_of_kind(p.kind).is_on_one_device and len(p.devices) > 1:
             raise ShardCoreError(f"{has} by {p.kind} on {device_names(p.devices)}; such a shard lives on one")
         if not set(p.devices) <= set(problem.topology.ranks):
             raise ShardCoreError(

@@ -20,7 +20,7 @@ from shardcore.cost.model import CostModel
 from shardcore.step.access import output_bytes
 from shardcore.step.exchange_lines import has_concave_exchanges, total_linear_cost
 from shardcore.step.id_bytes import received_id_bytes
-from shardcore.step.kinds import CHANNELS, LAYOUTS, WHOLE_ROWS, Channel, Layout, even_row_share
+from shardcore.step.kinds import CHANNELS, LAYOUTS, Channel, Layout, even_row_share
 from shardcore.step.scopes import WORLD, group_members
 from shardcore.tables.host_rows import with_highest_load_factors
 
@@ -51,11 +51,6 @@ class Run:
     codes: np.ndarray
     sent: np.ndarray
     received: np.ndarray
-
-    @property
-    def is_by_columns(self) -> bool:
-        """True if the run divides no rows, so that each of its shards is on a single device."""
-        return self.layout.name == WHOLE_ROWS.name
 
     @property
     def is_replicated(self) -> bool:
@@ -92,7 +87,7 @@ def space_description(problem: Problem, runs: Sequence[Run]) -> str:
     others = dict.fromkeys(
         run.layout.words + " (not in parts)" * run.layout.cuts_columns
         for run in runs
-        if not run.is_by_columns
+        if not run.layout.is_on_one_device
     )
     return ", or with ".join([f"each table whole or cut by columns ({widths})", *others])
 
@@ -116,7 +111,7 @@ def runs_of_problem(problem: Problem, model: CostModel, shared: Sequence[Layout]
         # No plan has tables share caches in which their rows stay longer.
         longest = with_highest_load_factors(tables, problem.global_batch, len(problem.topology))
         held = dict(zip(tables, longest, strict=True))
-        for kind in (WHOLE_ROWS, *shared):
+        for kind in (*(k for k in LAYOUTS.values() if k.is_on_one_device), *shared):
             layout = kind.sequence_layout if group[1] else kind
             if layout is None:
                 continue
@@ -170,7 +165,7 @@ def _possible_shards(layout: Layout, table: Table, problem: Problem) -> Iterator
     What others of the group have costs no less.
     """
     whole, n = table.name in problem.uncut_tables, len(layout.groups(problem.topology)[0])
-    if layout.name == WHOLE_ROWS.name:
+    if layout.is_on_one_device:
         columns = table.dim // MIN_WIDTH
         widths = range(1, columns)
         if not considers_all_widths(problem):

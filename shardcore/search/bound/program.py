@@ -153,8 +153,8 @@ class Program:
                         for several in run.shards
                     ]
                 ),
-                "sent": run.sent * run.is_by_columns,
-                "received": run.received * run.is_by_columns,
+                "sent": run.sent * run.layout.is_on_one_device,
+                "received": run.received * run.layout.is_on_one_device,
             }
             found += self._options_by_site(run, columns)
         options = self.options = {name: np.concatenate([x[name] for x in found]) for name in found[0]}
@@ -174,7 +174,7 @@ class Program:
             ]
         # Towers divide a device's bytes over its unit.
         if waits and len(topology) > 1 and problem.job.tower_ratio is None:
-            for r in (r for r, run in enumerate(runs) if run.is_by_columns):
+            for r in (r for r, run in enumerate(runs) if run.layout.is_on_one_device):
                 on, lines = 1.0 * (options["run"] == r), exchanges[r]
                 self.rooms += [
                     _Room(("outputs", r), options["sent"], on, len(topology), lines.own_outputs),
@@ -185,7 +185,7 @@ class Program:
         """Slowdown curve of a run's ops."""
         # A usual op has an even part of the tables. Of a kind that groups share, about half of the tables.
         topology = self.problem.topology
-        n_ops = len(topology) if run.is_by_columns else 2 * len(run.layout.groups(topology))
+        n_ops = len(topology) if run.layout.is_on_one_device else 2 * len(run.layout.groups(topology))
         return op_slowdown_curve(run.codes, run.item, run.codes[run.part == 1].sum(0) / n_ops, self.model)
 
     def _options_by_site(

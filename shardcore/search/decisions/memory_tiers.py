@@ -39,7 +39,7 @@ from shardcore.search.decisions.towers import with_towers_of_plan
 from shardcore.search.state.shards import priced_plan
 from shardcore.search.ties import cheapest_item
 from shardcore.step import access
-from shardcore.step.kinds import WHOLE_ROWS, Layout, layout_of_kind
+from shardcore.step.kinds import Layout, layout_of_kind, layout_on_one_device
 from shardcore.step.memory import (
     CACHE_SET_ROWS,
     CACHED_ROW_BYTES,
@@ -279,7 +279,7 @@ def _tier_of_table(table: Table, problem: Problem) -> Tier:
 
 def _device_bytes_of_table(table: Table, problem: Problem) -> int:
     """Bytes of a whole table in device memory, with cache rows as wide as those of the widest table of its op."""
-    resident = sum(resident_bytes(WHOLE_ROWS, Shard.whole(table), problem))
+    resident = sum(resident_bytes(layout_on_one_device(table), Shard.whole(table), problem))
     if not table.shares_cache:
         return resident
     # All rows of an op's cache are as wide as its widest table.

@@ -12,7 +12,7 @@ from shardcore.core.types import Plan, Problem, Shard
 from shardcore.core.validation import require
 from shardcore.search.state.packing import least_excess_plan, packings_of
 from shardcore.search.state.refusal import refusal_message
-from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, shards_by_device
+from shardcore.step.kinds import LAYOUTS, shards_by_device
 from shardcore.step.memory import may_exceed_op_limits, plan_fits, require_fits, require_op_limits
 from shardcore.step.ways import fixed_placements, reason_not_runnable, row_division
 
@@ -55,12 +55,12 @@ def _require_runnable_tables(problem: Problem) -> None:
     for table in (t for t in problem.tables if t.dim > most or fails):
         cannot = f"problem {problem.name!r} cannot place table {table.name!r}"
         # Tables that are kept together are whole on one device.
-        others = LAYOUTS.values() if table.name not in problem.group_by_table else ()
-        why = reason_not_runnable(WHOLE_ROWS, table, problem)
-        require(
-            not why or not all(reason_not_runnable(kind, table, problem) for kind in others),
-            f"{cannot}: {why}",
-        )
+        reasons = [
+            reason_not_runnable(kind, table, problem)
+            for kind in LAYOUTS.values()
+            if kind.is_on_one_device or table.name not in problem.group_by_table
+        ]
+        require(not all(reasons), f"{cannot}: {reasons[0]}")
         needed = -(-table.dim // problem.max_shard_width(table))
         n_allowed = len(problem.allowed_devices(table.name))
         require(

@@ -27,7 +27,7 @@ from shardcore.core.progress import ticking
 from shardcore.core.types import Placement, Plan, Problem, Shard
 from shardcore.step import memory
 from shardcore.step.id_bytes import id_bytes_per_sample
-from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, Layout, layout_for_table, shards_by_device
+from shardcore.step.kinds import LAYOUTS, Layout, layout_for_table, shards_by_device
 from shardcore.step.memory import Account, Caches, peak_bytes_function, shard_sums, usable_bytes
 from shardcore.step.shard_memory import local_batch_shares
 from shardcore.step.ways import (
@@ -79,19 +79,25 @@ def _ways_to_run(bundle: Bundle, problem: Problem) -> Iterator[Way]:
     table = bundle[0].table
     dim, unit, most = table.dim, problem.shard_width_unit(table), problem.max_shard_width(table)
     devices = np.array(problem.allowed_devices(table.name))[:, None]
-    by_columns = all(reason_not_runnable(WHOLE_ROWS, s.table, problem) is None for s in bundle)
+    by_columns = [
+        layout
+        for layout in LAYOUTS.values()
+        if layout.is_on_one_device
+        and all(reason_not_runnable(layout, s.table, problem) is None for s in bundle)
+    ]
     stays_whole = len(bundle) > 1 or table.name in problem.uncut_tables
-    if by_columns and not (stays_whole or table.sequence):
-        yield Way(WHOLE_ROWS, devices, range(unit, most + 1, unit))
-    elif by_columns and dim <= problem.topology.max_shard_columns:
-        yield Way(WHOLE_ROWS, devices, (dim,))
+    for layout in by_columns:
+        if not (stays_whole or table.sequence):
+            yield Way(layout, devices, range(unit, most + 1, unit))
+        elif dim <= problem.topology.max_shard_columns:
+            yield Way(layout, devices, (dim,))
     for layout in LAYOUTS.values() if len(bundle) == 1 else ():
-        if layout is not WHOLE_ROWS and reason_not_runnable(layout, table, problem) is None:
+        if not layout.is_on_one_device and reason_not_runnable(layout, table, problem) is None:
             yield Way(layout, np.array(sharing_groups(layout, table, problem)), (dim,))
-    if by_columns and table.sequence and not stays_whole:
+    for layout in by_columns if table.sequence and not stays_whole else ():
         for n in range(2, min(dim // unit, len(devices)) + 1):
             if dim // unit % n == 0 and dim // n <= most:
-                yield Way(WHOLE_ROWS, devices, (dim // n,))
+                yield Way(layout, devices, (dim // n,))
 
 
 class _Choice:

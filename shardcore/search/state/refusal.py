@@ -14,7 +14,7 @@ from shardcore.core.constraints import Constraints
 from shardcore.core.topology import DEFAULT_RESERVE, default_reserved_bytes
 from shardcore.core.types import Placement, Problem, Shard, Table
 from shardcore.search.state.packing import least_excess_plan, packings_of
-from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, device_names
+from shardcore.step.kinds import LAYOUTS, device_names, layout_on_one_device
 from shardcore.step.memory import memory_account, size_text, usable_bytes
 from shardcore.step.ways import cut_into_equal_parts, fixed_placements, reason_not_runnable, row_division
 
@@ -43,9 +43,9 @@ class _Whole:
             s
             for bundle in self.bundles
             for s in bundle
-            if reason_not_runnable(WHOLE_ROWS, s.table, problem) is None
+            if reason_not_runnable(layout_on_one_device(s.table), s.table, problem) is None
         ]
-        placements = [*map(_placement_on_one_device, self.by_columns), *self.fixed]
+        placements = [*map(_placement_on_first_device, self.by_columns), *self.fixed]
         self.account = memory_account(placements, problem) if placements else None
         if self.account:
             of_fixed = self.account.device_loads(self.fixed)
@@ -56,14 +56,18 @@ class _Whole:
 
     def excess_reason(self, shards: Iterable[Shard], devices: Sequence[int], what: str, where: str) -> str:
         """Reason text that tables by columns need more memory than some devices have together; "" if they do not."""
-        shards = [s for s in shards if reason_not_runnable(WHOLE_ROWS, s.table, self.problem) is None]
+        shards = [
+            s
+            for s in shards
+            if reason_not_runnable(layout_on_one_device(s.table), s.table, self.problem) is None
+        ]
         if not shards or not self.account:
             return ""
         room = self._room[devices]
         # Of several devices, what is less than nothing on one does not count against others.
         room = np.maximum(room, 0).sum(0) if len(devices) > 1 else room[0]
         # In the phase in which they lack most.
-        lacks = self.account.device_loads(map(_placement_on_one_device, shards)).sum(0) - room
+        lacks = self.account.device_loads(map(_placement_on_first_device, shards)).sum(0) - room
         available = sum(max(0, self.may_hold[d]) for d in devices)
         return _excess_reason(
             available + math.ceil(lacks[: self.account.phases].max()), available, what, where
@@ -77,14 +81,14 @@ class _Whole:
         cut = {p.shard.table for p in placements}
         others = (s for s in self.by_columns if s.table not in cut)
         account = memory_account(
-            [*map(_placement_on_one_device, others), *placements, *self.fixed], self.problem
+            [*map(_placement_on_first_device, others), *placements, *self.fixed], self.problem
         )
         # Beyond the phases are limits of ops, which are no bytes.
         return np.ceil((account.base + account.device_loads(held))[:, : account.phases].max(1)).astype(int)
 
 
-def _placement_on_one_device(shard: Shard) -> Placement:
-    return Placement(WHOLE_ROWS.name, shard, (0,))
+def _placement_on_first_device(shard: Shard) -> Placement:
+    return Placement(layout_on_one_device(shard.table).name, shard, (0,))
 
 
 @lru_cache(maxsize=4)  # several sharders refuse one problem, and remedies take seconds to find
@@ -163,13 +167,13 @@ def _largest_table_reason(uncut: _Whole) -> str:
         largest = max(problem.allowed_devices(table.name), key=lambda d: uncut.may_hold[d])
         where = f"the largest device{' where it may live' * (table.name in problem.pinned_devices)}"
         stays, width = len(bundle) > 1 or table.name in problem.uncut_tables, problem.shard_width_unit(table)
-        if reason_not_runnable(WHOLE_ROWS, table, problem) is not None:
-            cause = problem.why_codec_fails(WHOLE_ROWS, table) or "constraints.kinds"
+        if reason_not_runnable(layout_on_one_device(table), table, problem) is not None:
+            cause = problem.why_codec_fails(layout_on_one_device(table), table) or "constraints.kinds"
             reason = f"table {table.name!r} has to be divided by rows ({cause})"
         else:
             parts = list(
                 map(
-                    _placement_on_one_device,
+                    _placement_on_first_device,
                     bundle if stays else cut_into_equal_parts(Shard.whole(table), table.dim // width),
                 )
             )

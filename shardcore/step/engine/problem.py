@@ -9,7 +9,7 @@ import numpy as np
 from shardcore.core.job import PIPELINES
 from shardcore.core.types import Placement
 from shardcore.step.engine.arrays import CACHED, WORK_ONCE
-from shardcore.step.kinds import WHOLE_ROWS, Layout, layout_for_table, shards_by_device
+from shardcore.step.kinds import Layout, layout_for_table, layout_on_one_device, shards_by_device
 from shardcore.step.memory import (
     max_op_features,
     may_exceed_op_limits,
@@ -126,7 +126,7 @@ def _fixed_fields(options: Options, rank: dict[str, int]) -> dict[str, Any]:
         for ((run, _), devices), vector in zip(devices_of.items(), vectors, strict=True):
             ops[devices, runs.index(run)] += vector
     apart = [
-        Placement(WHOLE_ROWS.name, shard, (0,))
+        Placement(layout_on_one_device(shard.table).name, shard, (0,))
         for parts in options.parts
         for run, shard in parts
         if run is not parts[0][0]

@@ -21,6 +21,7 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.core.validation import MOST_GBPS, Record, require, within
 from shardcore.cost.move_rates import MoveRates
+from shardcore.step.kinds import layout_on_one_device
 from shardcore.torchrec.moves.reshard import BETWEEN, WITHIN, MoveConfig, Moved, reshard
 from shardcore.torchrec.sharding_plan import to_torchrec
 
@@ -146,7 +147,10 @@ class _SyntheticJob:
         at = [tiny_at] * self.collections + [to[i % n] if to else i % n for i in others]
         tables = self.problem().tables
         return Plan(
-            tuple(Placement("column", Shard.whole(t), (rank,)) for t, rank in zip(tables, at, strict=True))
+            tuple(
+                Placement(layout_on_one_device(t).name, Shard.whole(t), (rank,))
+                for t, rank in zip(tables, at, strict=True)
+            )
         )
 
     def sharded_model(self) -> Any:
