@@ -67,6 +67,7 @@ def main() -> None:
         install(what, args.installer)
     if "pipeline" in args.extras:
         compile_programs([name for extra in args.extras for name in PROGRAMS.get(extra, ())])
+        run_python("from tasks import services; services.make_empty_database()")
 
 
 def wanted(extras: list[str]) -> list[list[str]]:
@@ -155,11 +156,15 @@ def uv_options(settings: Mapping[str, str]) -> list[str]:
 
 def compile_programs(names: Iterable[str]) -> None:
     """Import modules, which keeps them compiled, even where Python is told to keep nothing."""
+    run_python(f"import {', '.join(names)}")
+
+
+def run_python(code: str) -> None:
+    """Run code in this folder. Exits with an error if it fails."""
     env = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
-    code = f"import {', '.join(names)}"
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=HERE, env=env, check=False)
     if done.returncode:
-        raise SystemExit("error: the packages are installed, but cannot be imported; the lines above say why")
+        raise SystemExit("error: the packages are installed, but cannot be used; the lines above say why")
 
 
 def locked(installed: Iterable[tuple[str, str]]) -> str:

@@ -74,7 +74,9 @@ def read_traces(folder: Path, out: Path, wanted: SettingConfig, traced: Path = p
     by = choose_pricing(client, wanted.dataset_or_local_setting(paths.MEASUREMENTS).hardware)
     new: dict[int, tuple[ReadJob, CheckedJob]] = {}
     errors = []
-    with registry.tagged_run(run_id=_find_run_id(folder), run_name=f"job-{name}") as run:
+    with registry.tagged_run(
+        run_id=registry.find_run_id(JOB_TAG, str(folder.resolve())), run_name=f"job-{name}"
+    ) as run:
         mlflow.set_tags({"stage": "job", JOB_TAG: str(folder.resolve()), "model": by.name})
         known = {m.step for m in client.get_metric_history(run.info.run_id, MEASURED)}
         for step in steps:
@@ -125,15 +127,6 @@ def _write_corrected_model(out: Path, by: Pricing, corrected: Corrected) -> Path
         composite.save_models(corrected.model, out / MODEL)
         return out / MODEL
     return None
-
-
-def _find_run_id(folder: Path) -> str | None:
-    """Id of the MLflow run for a job's folder. None if there is no run yet."""
-    wanted = str(folder.resolve()).replace("'", "\\'")
-    runs = mlflow.search_runs(
-        filter_string=f"tags.`{JOB_TAG}` = '{wanted}'", max_results=1, output_format="list"
-    )
-    return runs[0].info.run_id if runs else None
 
 
 def _log_step(
@@ -206,7 +199,9 @@ def log_steps(folder: Path, out: Path, steps: JobSteps, notes: Sequence[str]) ->
     Call it last: until then a rerun reads the steps again.
     """
     client, name = registry.connect_to_mlflow(), folder.resolve().name
-    with registry.tagged_run(run_id=_find_run_id(folder), run_name=f"job-{name}") as run:
+    with registry.tagged_run(
+        run_id=registry.find_run_id(JOB_TAG, str(folder.resolve())), run_name=f"job-{name}"
+    ) as run:
         for number, ms in steps.measured_ms.items():
             at_ms = _traced_at_ms(job_folder.step_folder(folder, number))
             _log_metrics(client, {MEASURED: ms}, number, at_ms)

@@ -10,7 +10,6 @@ from prefect import flow, get_run_logger, task
 from flows import program
 from shardcore.core.types import Table
 from shardcore.io import files
-from shardcore.io.dlrm_datasets import read_dlrm_datasets_pool
 from shardcore.tables.generate import PoolConfig, generate_pool
 from shardcore.tables.public import public_pool
 from tasks import console, params, paths
@@ -32,6 +31,8 @@ def make_pool(config: TablesConfig) -> tuple[Table, ...]:
     if config.source == "generated":
         return generate_pool(config)
     if Path(config.source).suffix in (".pt", ".gz") or Path(config.source).exists():
+        from shardcore.io.dlrm_datasets import read_dlrm_datasets_pool  # imports torch, which takes seconds
+
         return read_dlrm_datasets_pool(config.source, dim=config.dim)
     return public_pool(config.source)
 

@@ -22,8 +22,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 
 import psutil
 
@@ -64,16 +64,12 @@ def owned_run() -> Iterator[None]:
     if not folder:
         raise OSError(f"no temporary folder can be made in {short_temporary_folder()}")
     held = _lock_folder(folder)
-    # SPT_NOENV keeps processes that change their title (Ray's workers) from overwriting their environment.
-    ours = {RUN: folder, "TMPDIR": folder, "SPT_NOENV": "1"}
-    before = {name: os.environ.get(name) for name in ours}
-    os.environ.update(ours)
-    tempfile.tempdir = None  # forget the cached value
     try:
-        yield
+        # SPT_NOENV keeps processes that change their title (Ray's workers) from overwriting their environment.
+        with environment({RUN: folder, "TMPDIR": folder, "SPT_NOENV": "1"}):
+            tempfile.tempdir = None  # forget the cached value
+            yield
     finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
         tempfile.tempdir = None
         with suppress(BrokenPipeError):
             os.write(write, b"ended")
@@ -85,14 +81,21 @@ def owned_run() -> Iterator[None]:
         guardian.stdout.close()
 
 
-@contextmanager
-def marking_servers() -> Iterator[None]:
+def marking_servers() -> AbstractContextManager[None]:
     """Mark processes started in the context as servers, which end after the run's remaining processes."""
-    os.environ[SERVES] = "1"
+    return environment({SERVES: "1"})
+
+
+@contextmanager
+def environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables while the context lasts."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
     try:
         yield
     finally:
-        del os.environ[SERVES]
+        for name, value in before.items():
+            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
 
 
 def end_with_parent() -> None:

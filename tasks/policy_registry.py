@@ -57,7 +57,7 @@ def _upload_policy(
     client: mlflow.MlflowClient, folder: Path, name: str, tags: dict[str, str]
 ) -> ModelVersion:
     """Create a policy's model version from its training run, or from a new run if MLflow lacks the training run."""
-    run_id = registry.training_run_id(tags[DIGEST_TAG])
+    run_id = registry.find_run_id(DIGEST_TAG, tags[DIGEST_TAG])
     with registry.tagged_run(run_id=run_id, run_name=None if run_id else "register-policy") as begun:
         mlflow.log_artifacts(str(folder), POLICY)  # the run's own files may be gone
     registry.create_model_if_missing(client, name)

@@ -105,7 +105,8 @@ def promote_model(
         "setting": str(whole.setting),
         _PRECISIONS_TAG: whole.setting.precision,
     }
-    challenger = registry.register_model(client, folder, registry.training_run_id(digest), tags, config.also)
+    trained_by = registry.find_run_id(registry.DIGEST_TAG, digest)
+    challenger = registry.register_model(client, folder, trained_by, tags, config.also)
     name, version = challenger.name, str(challenger.version)
     before = registry.find_version(client, name, registry.CHAMPION)
     champion = None if before is None else str(before.version)

@@ -126,7 +126,8 @@ def reproduce_stage(target: Stage, of: Stage | None = None, done: Sequence[Stage
     logger = get_run_logger()
     stages = [s for s in stages_of_refresh(target) if s not in (*AFTER, *(run.stage for run in done))]
     progress = create_progress_artifact(0.0, key="dvc-repro", description=f"stages {', '.join(stages)}")
-    cache.remove_damaged_entries(logger)
+    if not done:  # of one refresh, once: it starts a DVC, which takes seconds
+        cache.remove_damaged_entries(logger)
     begun: dict[str, tuple[bool, float]] = {}  # by stage: True if it runs, and the time of its start
     errors: list[str] = []
     remove_ended_dvc_users()

@@ -182,10 +182,11 @@ def find_version_by_digest(
     return None
 
 
-def training_run_id(digest: str) -> str | None:
-    """Id of the MLflow run that trained the model or policy with a digest. None if MLflow lacks the run."""
-    filter_string = f"tags.`{DIGEST_TAG}` = '{digest}'"
-    runs = mlflow.search_runs(filter_string=filter_string, max_results=1, output_format="list")
+def find_run_id(tag: str, value: str) -> str | None:
+    """Id of the newest MLflow run in which a tag has a value, as the digest of the model that it trained. None without
+    such a run."""
+    quoted = value.replace("'", "\\'")
+    runs = mlflow.search_runs(filter_string=f"tags.`{tag}` = '{quoted}'", max_results=1, output_format="list")
     return runs[0].info.run_id if runs else None
 
 

@@ -23,6 +23,7 @@ import traceback
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
+from importlib.metadata import version
 from pathlib import Path
 from urllib.parse import urlparse
 
@@ -38,6 +39,8 @@ _HEALTHY_S = 120.0
 """Longest time in which a Prefect server starts."""
 _STARTS = "SHARDCORE_PREFECT_STARTS"
 """Environment variable of what may run before its Prefect server answers."""
+_EMPTY_DATABASE = Path(sys.prefix, f"prefect-{version('prefect')}.db")
+"""Database of Prefect without runs, with which temporary servers start. Making its tables takes a server up to 13 s."""
 _LOOK_EVERY_S = 0.5
 _LAST_WORDS_S = 4.0
 """Time in which an interrupted command may end."""
@@ -104,6 +107,18 @@ def require_reachable(address: str, what: str) -> None:
         ) from None
 
 
+def make_empty_database() -> None:
+    """Make the database with which temporary servers start, once for an installation (install.py)."""
+    part = _EMPTY_DATABASE.with_suffix(".part")
+    subprocess.run(
+        [sys.executable, "-m", "prefect", "server", "database", "upgrade", "--yes"],
+        env={**os.environ, "PREFECT_SERVER_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{part}"},
+        stdout=subprocess.DEVNULL,
+        check=True,
+    )
+    part.rename(_EMPTY_DATABASE)
+
+
 @contextmanager
 def temporary_prefect_server(wait: bool = True) -> Iterator[tuple[str, subprocess.Popen]]:
     """Run a Prefect server while the context lasts. Yields its API's URL and its process.
@@ -116,8 +131,10 @@ def temporary_prefect_server(wait: bool = True) -> Iterator[tuple[str, subproces
     held = reserve_port()
     port = held.getsockname()[1]
     url, user = f"http://127.0.0.1:{port}/api", f"shardcore:{secrets.token_urlsafe(32)}"
-    client, before = {"PREFECT_API_URL": url, "PREFECT_API_AUTH_STRING": user, _STARTS: "1"}, dict(os.environ)
+    client = {"PREFECT_API_URL": url, "PREFECT_API_AUTH_STRING": user, _STARTS: "1"}
     folder = tempfile.mkdtemp(prefix="prefect-")
+    with suppress(FileNotFoundError):
+        shutil.copyfile(_EMPTY_DATABASE, f"{folder}/prefect.db")
     with owned.marking_servers():
         server = subprocess.Popen(
             [
@@ -137,12 +154,9 @@ def temporary_prefect_server(wait: bool = True) -> Iterator[tuple[str, subproces
     try:
         if wait:
             _wait_until_healthy(url, server)
-        os.environ.update(client)
-        yield url, server
+        with owned.environment(client):
+            yield url, server
     finally:
-        for name in client.keys() - before.keys():
-            os.environ.pop(name, None)
-        os.environ.update({name: before[name] for name in client if name in before})
         held.close()
         # In an owned run the guardian ends it and removes its database, after the flows.
         if not os.environ.get(owned.RUN):

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -49,9 +50,10 @@ _LOOK_EVERY_S = 2.0
 """Time between two checks for services that have died."""
 _KEPT_SESSIONS = 3
 """Number of Ray's sessions whose logs are kept."""
+_PRINT = partial(print, flush=True)
 
 
-def start_stack(config: StackConfig, note: Callable[[str], None] = print) -> None:
+def start_stack(config: StackConfig, note: Callable[[str], None] = _PRINT) -> None:
     """Start all services of the stack and wait until they are healthy. note: receives each status line.
 
     Raises ShardCoreError if a port is taken or a service ends.
@@ -85,7 +87,7 @@ def start_stack(config: StackConfig, note: Callable[[str], None] = print) -> Non
         _wait_until_healthy(stack.values(), began, note)
 
 
-def run_stack(config: StackConfig, note: Callable[[str], None] = print) -> None:
+def run_stack(config: StackConfig, note: Callable[[str], None] = _PRINT) -> None:
     """Start all services of the stack, restart services that die, and end all when this process ends.
 
     What cannot be started again, as on a busy machine, is tried again.
@@ -93,6 +95,7 @@ def run_stack(config: StackConfig, note: Callable[[str], None] = print) -> None:
 
     Raises ShardCoreError as `start_stack` does at first. A stack of another configuration then goes on running.
     """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     folder = Path(config.folder).resolve()
     # Checked before `try`, as it is not this process's to end.
     require_usable(config, folder)
@@ -289,23 +292,22 @@ def _shown_path(path: Path) -> str:
     return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
 
 
+def show_status(config: StackConfig) -> None:
+    """Print the status of the stack. Exit code 0 if all services are healthy, else 1."""
+    text, healthy = stack_status(config)
+    print(text, flush=True)
+    raise SystemExit(0 if healthy else 1)
+
+
+COMMANDS = {"up": start_stack, "run": run_stack, "down": stop_stack, "status": show_status}
+
+
 def main() -> None:
     command = sys.argv[1] if len(sys.argv) == 2 else ""
+    if command not in COMMANDS:
+        raise SystemExit(f"usage: python -m tasks.stack {'|'.join(COMMANDS)}")
     try:
-        config = params.read_section("stack", StackConfig)
-        if command == "up":
-            start_stack(config, lambda line: print(line, flush=True))
-        elif command == "run":
-            signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-            run_stack(config, lambda line: print(line, flush=True))
-        elif command == "down":
-            stop_stack(config)
-        elif command == "status":
-            text, healthy = stack_status(config)
-            print(text, flush=True)
-            raise SystemExit(0 if healthy else 1)
-        else:
-            raise SystemExit("usage: python -m tasks.stack up|run|down|status")
+        COMMANDS[command](params.read_section("stack", StackConfig))
     except BrokenPipeError:
         # The reader has what it wanted. Python would complain again when it flushes at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -34,6 +34,17 @@ def test_it_answers_only_who_knows_its_password_and_keeps_a_database_of_its_own(
     assert os.environ["PREFECT_API_AUTH_STRING"].split(":")[1] not in " ".join(server.cmdline())
 
 
+@pytest.mark.long
+def test_it_starts_with_the_tables_that_were_made_at_installation_and_keeps_them_empty(tmp_path, monkeypatch):
+    made = tmp_path / "prefect.db"
+    monkeypatch.setattr(services, "_EMPTY_DATABASE", made)
+    services.make_empty_database()
+    before = made.read_bytes()
+    with services.temporary_prefect_server() as (url, _):
+        assert answer(url, os.environ["PREFECT_API_AUTH_STRING"]) == b"[]"
+    assert list(tmp_path.iterdir()) == [made] and made.read_bytes() == before
+
+
 def test_after_it_nothing_is_left(tmp_path, monkeypatch):
     """The server is one that ends at once."""
     monkeypatch.delenv("PREFECT_API_URL", raising=False)

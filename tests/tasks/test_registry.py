@@ -143,7 +143,7 @@ def project(tmp_path, monkeypatch, model):
 
 def promoted(client):
     """The version of data/model, which becomes champion."""
-    run_id = registry.training_run_id(model_files.model_digest(Path("data/model")))
+    run_id = registry.find_run_id(registry.DIGEST_TAG, model_files.model_digest(Path("data/model")))
     version = registry.register_model(client, Path("data/model"), run_id, {})
     client.set_registered_model_alias(version.name, registry.CHAMPION, version.version)
     return str(version.version)
