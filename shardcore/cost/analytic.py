@@ -6,18 +6,19 @@ Shapes: N shards, F = 4 drivers, G ops, C channels, D devices; ... any leading d
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 
 from shardcore.core.links import LEVELS, joining_levels
 from shardcore.core.payloads import payload_of
 from shardcore.core.topology import BYTES_PER_MS_PER_GBPS, Topology
-from shardcore.core.types import PRECISION_BYTES, Problem, Setting, Shard
-from shardcore.core.validation import require
-from shardcore.cost.composite import Composite, compose_models
+from shardcore.core.types import PRECISION_BYTES, Shard
+from shardcore.core.validation import MOST_GBPS, MOST_MS, Record, within
+from shardcore.cost.composite import DeviceModel
 from shardcore.cost.heads import Head, LinearHead
-from shardcore.cost.model import CostModel, round_encodings
+from shardcore.cost.model import round_encodings
 from shardcore.step.access import access_share, unique_rows_of_shards
 from shardcore.step.collectives import carried_payload
 from shardcore.step.exchanges import (
@@ -34,10 +35,13 @@ from shardcore.step.scopes import group_members
 CLOSED_FORM = "not measured: closed-form model"
 MS_PER_NS = 1e-6
 MS_PER_US = 1e-3
+Cost = Annotated[float, within(0, MOST_MS)]
+"""us, ms or ns of a constant."""
+Gbps = Annotated[float, within(0, MOST_GBPS, above=True)]
 
 
 @dataclass(frozen=True)
-class AnalyticModel(CostModel):
+class AnalyticModel(Record, DeviceModel, noun="analytic model"):
     """Costs from the work of an op, each driver at a constant rate.
 
     compute = launch (once for a fused op, which is why fusing pays) + tables + lookups + bytes gathered + bytes updated
@@ -52,32 +56,13 @@ class AnalyticModel(CostModel):
     Raises ShardCoreError for a negative cost, or a bandwidth that is not positive.
     """
 
-    setting: Setting
-    launch_us: float = 50.0
-    table_us: float = 3.0
-    lookup_ns: float = 0.05
-    gather_gbps: float = 800.0
-    update_gbps: float = 300.0
-    exchange_latency_ms: float = 0.05
-    exchange_gbps: float = 25.0
-
-    def __post_init__(self) -> None:
-        for field in fields(self)[1:]:
-            value = getattr(self, field.name)
-            require(
-                value > 0 if field.name.endswith("gbps") else value >= 0,
-                f"analytic model has {field.name} {value}; bandwidths need to be positive, costs 0 or more",
-            )
-
-    def for_problem(self, problem: Problem) -> AnalyticModel | Composite:
-        """The model at a problem's batch and payloads; with links if some rows are in host memory."""
-        return compose_models((self.in_device_memory(problem),), problem)
-
-    def in_device_memory(self, problem: Problem) -> AnalyticModel:
-        """The model at a problem's batch and payloads, as if all rows were in device memory."""
-        own = self.setting
-        setting = replace(problem.setting(own.hardware), precision=own.precision, optimizer=own.optimizer)
-        return replace(self, setting=setting)
+    launch_us: Cost = 50.0
+    table_us: Cost = 3.0
+    lookup_ns: Cost = 0.05
+    gather_gbps: Gbps = 800.0
+    update_gbps: Gbps = 300.0
+    exchange_latency_ms: Cost = 0.05
+    exchange_gbps: Gbps = 25.0
 
     def encode(self, shards: Sequence[Shard], batch: int | None = None) -> np.ndarray:
         """[N, 4] drivers: 1 (a table), lookups, bytes gathered, bytes updated.

@@ -192,10 +192,8 @@ def _fit_with_shared_rates(terms: np.ndarray, measured: np.ndarray) -> np.ndarra
         # Fold messages into the constant by a known ratio, fit, and take them apart again below.
         terms[ONCE] += MESSAGE_SHARE * terms[MESSAGES]
         terms[MESSAGES] = 0
-    # Equal columns would make the least-squares problem singular.
-    different, which, times = np.unique(terms, axis=0, return_inverse=True, return_counts=True)
-    # Equal terms get the same rate, which they share: their sum is what was fitted.
-    rates = (fit_nonnegative_rates(different.T, measured) / times)[which.ravel()]
+    # Terms that the samples cannot tell apart share their rate evenly (nnls.py).
+    rates = fit_nonnegative_rates(terms.T, measured)
     if is_constant:
         # The folded column's rate belongs to `once`; messages have their share of it.
         rates[MESSAGES] = MESSAGE_SHARE * rates[ONCE]

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -84,6 +84,26 @@ class Links:
             f"gives the {self.gbps[tier]:g} GB/s of their link, not measured"
             for tier, names in tables.items()
         ]
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceModel(CostModel):
+    """A CostModel of rows in device memory, of one precision and one optimizer. Links to other memory join it.
+
+    setting: what the model was measured for, or is used for.
+    """
+
+    setting: Setting
+
+    def in_device_memory(self, problem: Problem) -> Self:
+        """The model at a problem's batch and payloads, as if all rows were in device memory."""
+        own = self.setting
+        setting = replace(problem.setting(own.hardware), precision=own.precision, optimizer=own.optimizer)
+        return replace(self, setting=setting)
+
+    def for_problem(self, problem: Problem) -> CostModel:
+        """The model at a problem's batch and payloads; with links if some rows are in host memory."""
+        return compose_models((self.in_device_memory(problem),), problem)
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,12 +18,12 @@ from shardcore.core.access_statistics import Zipf
 from shardcore.core.errors import SettingMismatch, ShardCoreError
 from shardcore.core.links import LEVELS
 from shardcore.core.topology import Topology
-from shardcore.core.types import Problem, Setting, Shard
+from shardcore.core.types import Problem, Shard
 from shardcore.core.validation import require, require_type, short_repr
 from shardcore.cost import collective_model, features, nets, ranges, weight_checks
-from shardcore.cost.composite import Composite, compose_models
+from shardcore.cost.composite import DeviceModel
 from shardcore.cost.heads import ContendedHead, Head
-from shardcore.cost.model import LOOKUPS, QUANTITIES, CostModel, Factor, Quantity, round_encodings
+from shardcore.cost.model import LOOKUPS, QUANTITIES, Factor, Quantity, round_encodings
 from shardcore.io import model_files, schema
 from shardcore.step.exchanges import ChannelTerms
 from shardcore.step.kinds import Channel
@@ -36,7 +36,7 @@ _AT_ONCE = 1 << 16
 
 
 @dataclass(frozen=True, eq=False)
-class NeuralModel(CostModel):
+class NeuralModel(DeviceModel):
     """A trained CostModel: networks for ops, and fitted linear laws for exchanges (formulas in nets.py).
 
     weights: arrays by name.
@@ -50,16 +50,11 @@ class NeuralModel(CostModel):
     confidence: an op costs the quantile of this level. None: the mean.
     """
 
-    setting: Setting
     weights: Mapping[str, np.ndarray]
     meta: Mapping[str, Any]
     confidence: float | None = None
 
-    def for_problem(self, problem: Problem) -> NeuralModel | Composite:
-        """The model at a problem's batch and payloads; with links if some rows are in host memory."""
-        return compose_models((self.in_device_memory(problem),), problem)
-
-    def in_device_memory(self, problem: Problem) -> NeuralModel:
+    def in_device_memory(self, problem: Problem) -> Self:
         """The model at a problem's batch and payloads, as if all rows were in device memory.
 
         Raises SettingMismatch for a batch beyond those that it was measured at.
@@ -73,11 +68,7 @@ class NeuralModel(CostModel):
                 f"global batch {batch} was not measured; the cost model for ({self.setting}) is good for {measured}: "
                 f"measure with --batch {batch}"
             )
-        own = self.setting
-        setting = dataclasses.replace(
-            problem.setting(own.hardware), precision=own.precision, optimizer=own.optimizer
-        )
-        return dataclasses.replace(self, setting=setting)
+        return super().in_device_memory(problem)
 
     def encode(self, shards: Sequence[Shard], batch: int | None = None) -> np.ndarray:
         """[N, K + 2] drivers, forward ms and backward ms of shards in an op over `batch` samples.

@@ -63,7 +63,10 @@ def test_forward_and_a_quantile_are_those_of_the_ops(both):
     assert sure.head(sums) == pytest.approx(sum(model.at_confidence(0.9).head(own) for model, own in parts))
     only = both.encode(whole(LONG)).sum(0)
     assert sure.head(only) == pytest.approx(full.at_confidence(0.9).head(of_full))
-    assert full.at_confidence(0.9).lower.confidence is None and full.at_confidence(0.05).lower is None
+    assert (
+        full.at_confidence(0.9).bounding_model.confidence is None
+        and full.at_confidence(0.05).bounding_model is None
+    )
 
 
 @pytest.mark.parametrize("name", ["anneal_columns", "anneal", "neuroshard", "size_greedy"])
@@ -82,7 +85,7 @@ def test_no_plan_costs_less_than_the_bound(both):
     given = problem(*LONG, *SHORT)
     plan = SHARDERS["anneal_columns"](given, both, seed=0, budget=Budget(evals=5000))
     assert 0.5 < prove_lower_bound(given, both, shared=()).proved_ms / plan.provenance["predicted_ms"] <= 1
-    assert both.at_confidence(0.05).lower is None
+    assert both.at_confidence(0.05).bounding_model is None
 
 
 def test_a_problem_of_one_precision_has_that_ones_model(both):
