@@ -4,7 +4,7 @@ An op's shards slow each other down, the more the larger its load. Ops of a load
 feature or of another, but not of all: tables that bring few lookups for their load bring many rows, and so
 on. So branch and bound over boxes of features gives the least rates (`op_rates_lower_bound`).
 
-Shapes: N shards, I items (options.tables_placed_as_one), F features; G intervals of load, W loads, B boxes, P weights
+Shapes: N shards, I items (options.items_and_runs), F features; G intervals of load, W loads, B boxes, P weights
 of pairs.
 """
 

@@ -1,4 +1,4 @@
-"""The options of a problem for a lower bound: every shard that a device, or each device of a group, may hold.
+"""The options of a problem (step/options.py) as a lower bound mixes them, and lines below their exchanges.
 
 A run is a kind of a collection: its shards on a device are one op, and their bytes exchanges of its own.
 Exchanges are priced by lines below their laws: a tangent of a convex law, a chord of a concave one.
@@ -9,19 +9,20 @@ Shapes: N options of a run, I items, D devices, F features, C channels.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from shardcore.core.topology import Topology
-from shardcore.core.types import MIN_WIDTH, Problem, Shard, Table
+from shardcore.core.types import Problem, Shard, Table
 from shardcore.cost.model import CostModel
-from shardcore.step.access import output_bytes
+from shardcore.step.engine.arrays import ARRIVED, ENTERED, RESIDENT
 from shardcore.step.exchange_lines import has_concave_exchanges, total_linear_cost
 from shardcore.step.id_bytes import received_id_bytes
-from shardcore.step.kinds import CHANNELS, LAYOUTS, Channel, Layout, even_row_share
+from shardcore.step.kinds import CHANNELS, Channel, Layout, layout_of_kind
+from shardcore.step.options import Options
 from shardcore.step.scopes import WORLD, group_members
+from shardcore.step.ways import IMPOSSIBLE, reason_not_runnable
 from shardcore.tables.host_rows import with_highest_load_factors
 
 MOST_SHARDS = 150_000
@@ -38,17 +39,17 @@ _TRACE = 1e-9
 class Run:
     """The shards that a device may have by one kind of a collection. Each device of a group has the same.
 
-    item: [N] number of the item (`tables_placed_as_one`). shards: [N] one of each of its tables.
-    part: [N] fraction of the item.
+    item: [N] number of the item (`items_and_runs`), rising. part: [N] fraction of the item.
     codes: [N, F] encodings.
+    resident: [N] bytes that a device has of it at all times.
     sent: [N] bytes of outputs of all devices that have it, as they enter the first channel. received: those of ids.
     """
 
     layout: Layout
     item: np.ndarray
-    shards: list[tuple[Shard, ...]]
     part: np.ndarray
     codes: np.ndarray
+    resident: np.ndarray
     sent: np.ndarray
     received: np.ndarray
 
@@ -66,23 +67,17 @@ class Line:
     byte_ms: float
 
 
-def layouts_shared_by_groups(topology: Topology) -> tuple[Layout, ...]:
-    """Layouts by which groups of several devices share tables."""
-    return tuple(k for k in LAYOUTS.values() if any(len(group) > 1 for group in k.groups(topology)))
-
-
 def considers_all_widths(problem: Problem) -> bool:
     """True if shards of all column widths are options. False if these would be too many for the limits of time and
     memory.
     """
-    return sum(t.dim // MIN_WIDTH for t in problem.tables) <= MOST_SHARDS
+    return sum(t.dim // problem.shard_width_unit(t) for t in problem.tables) <= MOST_SHARDS
 
 
 def space_description(problem: Problem, runs: Sequence[Run]) -> str:
     """Plans covered by a lower bound's options, in words."""
-    widths = (
-        f"multiples of {MIN_WIDTH}" if considers_all_widths(problem) else f"{MIN_WIDTH} times powers of two"
-    )
+    units = " or ".join(map(str, sorted({problem.shard_width_unit(t) for t in problem.tables})))
+    widths = f"multiples of {units}" if considers_all_widths(problem) else f"{units} times powers of two"
     # Groups share whole tables here. Searches also let them share parts (state/column_parts.py).
     others = dict.fromkeys(
         run.layout.words + " (not in parts)" * run.layout.cuts_columns
@@ -92,91 +87,93 @@ def space_description(problem: Problem, runs: Sequence[Run]) -> str:
     return ", or with ".join([f"each table whole or cut by columns ({widths})", *others])
 
 
-def tables_placed_as_one(problem: Problem) -> list[tuple[Table, ...]]:
-    """Tuples of tables of a collection that plans place together: bundles, and single tables."""
-    of_key: dict[tuple[str, bool, tuple[str, ...]], list[Table]] = defaultdict(list)
-    for t in problem.tables:
-        of_key[t.collection, t.sequence, problem.group_by_table.get(t.name, (t.name,))].append(t)
-    return [tuple(of_key[key]) for key in sorted(of_key)]
+@dataclass(frozen=True)
+class _LongestCaches:
+    """A cost model that encodes tables as if caches kept their rows longest. No plan has tables share caches in which
+    their rows stay longer.
 
-
-def runs_of_problem(problem: Problem, model: CostModel, shared: Sequence[Layout]) -> list[Run]:
-    """Runs of a problem for each collection: by columns, and by each layout in `shared`. Runs without options are left
-    out.
+    longest: tables with the load factors of these caches.
     """
-    runs, items = [], tables_placed_as_one(problem)
-    for group in sorted({(t.collection, t.sequence) for t in problem.tables}):
-        numbers = [i for i, (t, *_) in enumerate(items) if (t.collection, t.sequence) == group]
-        tables = [t for i in numbers for t in items[i]]
-        # No plan has tables share caches in which their rows stay longer.
-        longest = with_highest_load_factors(tables, problem.global_batch, len(problem.topology))
-        held = dict(zip(tables, longest, strict=True))
-        for kind in (*(k for k in LAYOUTS.values() if k.is_on_one_device), *shared):
-            layout = kind.sequence_layout if group[1] else kind
-            if layout is None:
-                continue
-            # Of tables kept together each has one shard, so they make up one option.
-            each = [
-                (i, zip(*(_possible_shards(layout, t, problem) for t in items[i]), strict=True))
-                for i in numbers
-            ]
-            options = [(i, shards) for i, several in each for shards in several]
-            if options:
-                runs.append(_make_run(layout, options, held, problem, model))
-    return runs
+
+    model: CostModel
+    longest: Mapping[Table, Table]
+
+    def encode(self, shards: Sequence[Shard], batch: int | None = None) -> np.ndarray:
+        return self.model.encode([replace(s, table=self.longest[s.table]) for s in shards], batch)
+
+    def head(self, sums: np.ndarray) -> np.ndarray:
+        return self.model.head(sums)
 
 
-def _make_run(
-    layout: Layout,
-    options: Sequence[tuple[int, tuple[Shard, ...]]],
-    held: Mapping[Table, Table],
-    problem: Problem,
-    model: CostModel,
-) -> Run:
-    """Run of a layout with its options. held: tables with the load factors of the longest cache."""
-    item, shards = (list(x) for x in zip(*options, strict=True))
-    flat, firsts = [s for several in shards for s in several], np.cumsum([0, *map(len, shards[:-1])])
-    bytes_of = next(iter(layout.channels_in_job(problem.job, problem.topology).values()))
-    n_bytes = [
-        (
-            bytes_of(float(s.bytes), output_bytes(s, problem.global_batch), problem),
-            received_id_bytes(s, problem),
-        )
-        for s in flat
+def items_and_runs(
+    problem: Problem, model: CostModel, shared: Sequence[Layout] | None
+) -> tuple[list[tuple[Table, ...]], list[Run]]:
+    """Items of a problem, which are tables of a run that plans place together: bundles, and single tables. And the runs
+    that they may have: by columns, and by each kind in `shared` (None: by all). Runs without options are left out.
+    """
+    longest = with_highest_load_factors(problem.tables, problem.global_batch, len(problem.topology))
+    encoder = _LongestCaches(model, dict(zip(problem.tables, longest, strict=True)))
+    options = Options(problem, encoder, map(Shard.whole, problem.tables))
+    every = considers_all_widths(problem)
+    widths = [(s, n) for s in range(len(options)) for n in _possible_units(options, s, every)]
+    options.make_shards(*np.array(widths).T)
+    # Numbers of items, by strip and run. By run: items, options, and parts of the items.
+    items, found = dict[tuple[int, int], int](), defaultdict[int, list[tuple[int, int, float]]](list)
+    for s, n in widths:
+        option = int(options.option_numbers(s, n))
+        # Tables of a bundle that run differently are a chain of options, each of an item of its own.
+        while option:
+            run, following = options.options[option].tolist()
+            item = items.setdefault((s, run), len(items))
+            # Other shards may be on no device.
+            if options.vectors[option, RESIDENT] < IMPOSSIBLE:
+                found[run].append((item, option, n / options.size[s]))
+            option = following
+    for y, layout in enumerate(options.layouts):
+        kind, run = layout_of_kind(layout.name), options.runs.index(layout)
+        for (s, _), item in items.items() if shared is None or kind in shared else ():
+            # The last device has the remaining rows, which are the fewest: others of a group have no less.
+            option, table = options.shared_options[1, y, s], options.table(s)
+            # Of ordered rows it may have more to do than others.
+            if (
+                option
+                and len(options.strips[s]) == 1
+                and not (kind.divides_rows and table.ordered)
+                and reason_not_runnable(kind, table, problem) is None
+            ):
+                found[run].append((item, option, 1.0))
+    tables = [
+        tuple(s.table for layout, s in options.parts[strip] if layout == options.runs[run])
+        for strip, run in items
     ]
-    sent, received = (
-        len(layout.groups(problem.topology)[0]) * np.add.reduceat(np.array(n_bytes, float), firsts).T
-    )
-    codes = model.encode([replace(s, table=held[s.table]) for s in flat], layout.op_batch(problem))
+    return tables, [_run_of_options(options, run, found[run]) for run in sorted(found)]
+
+
+def _possible_units(options: Options, strip: int, every: bool) -> Sequence[int]:
+    """Units of a strip that a device may have by columns. every: whether all, or powers of two and the whole strip."""
+    problem, size = options.problem, int(options.size[strip])
+    if len(problem.topology) == 1 or options.table(strip).name in problem.uncut_tables:
+        return [size]
+    if every:
+        return range(1, size + 1)
+    return [*(1 << k for k in range((size - 1).bit_length())), size]
+
+
+def _run_of_options(options: Options, run: int, found: Sequence[tuple[int, int, float]]) -> Run:
+    """Run from its options. found: item, option, and part of the item of each."""
+    item, number, part = (np.array(x) for x in zip(*found, strict=True))
+    layout, vectors, problem = options.runs[run], options.vectors[number], options.problem
+    bytes_of = next(iter(layout.channels_in_job(problem.job, problem.topology).values()))
+    devices = len(layout.groups(problem.topology)[0])
     return Run(
         layout=layout,
-        item=np.array(item),
-        shards=shards,
-        part=np.array([first.width / first.table.dim for first, *_ in shards]),
-        codes=np.add.reduceat(np.asarray(codes, dtype=float), firsts),
-        sent=sent,
-        received=received,
+        item=item,
+        part=part,
+        codes=vectors[:, options.first_code :],
+        resident=vectors[:, RESIDENT],
+        sent=devices * bytes_of(1.0, 1.0, problem) * vectors[:, ENTERED],
+        received=devices * vectors[:, ARRIVED],
     )
-
-
-def _possible_shards(layout: Layout, table: Table, problem: Problem) -> Iterator[Shard]:
-    """Shards of a table that a device may have: of each column width, or the smallest share of a group.
-
-    What others of the group have costs no less.
-    """
-    whole, n = table.name in problem.uncut_tables, len(layout.groups(problem.topology)[0])
-    if layout.is_on_one_device:
-        columns = table.dim // MIN_WIDTH
-        widths = range(1, columns)
-        if not considers_all_widths(problem):
-            widths = [1 << k for k in range((columns - 1).bit_length())]
-        for width in [columns] if whole or len(problem.topology) == 1 else [*widths, columns]:
-            yield Shard(table, 0, table.rows, 0, width * MIN_WIDTH)
-    elif not layout.divides_rows:
-        yield Shard.whole(table)
-    elif not (table.ordered or whole) and (each := even_row_share(table.rows, n)):
-        # The last device has the remaining rows, which are the fewest.
-        yield Shard(table, (n - 1) * each, table.rows, 0, table.dim)
 
 
 class Exchanges:
@@ -226,7 +223,8 @@ class Exchanges:
         last = 1.0 * (np.arange(len(groups)) == len(groups) - 1)
         self.mean, self.every = line_for_groups(shares), line_for_groups(last)
         # No device receives more than all ids of all tables.
-        tables = {s.table for several in run.shards for s in several}
+        collection = run.layout.collection, run.layout.sequence
+        tables = [t for t in problem.tables if (t.collection, t.sequence) == collection]
         most = float(sum(received_id_bytes(Shard.whole(t), problem) for t in tables))
         received = self._line_below_exchanges(
             ids, self._line_end_points(run.received / n, most), ("forward",)

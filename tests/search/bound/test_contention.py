@@ -7,7 +7,7 @@ from test_lower_bound import contended, crowded
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem
 from shardcore.search.bound.contention import least_feature_sums, op_rates_lower_bound
-from shardcore.search.bound.options import Run, runs_of_problem
+from shardcore.search.bound.options import Run, items_and_runs
 from shardcore.testing.problems import BATCH, MIB, draw_random_tables
 
 
@@ -15,7 +15,7 @@ def run_of(model) -> Run:
     """Columns of 8 tables on two devices."""
     tables = draw_random_tables(np.random.default_rng(1), 8, dims=(4, 8, 12))
     problem = Problem("ops", tables, Topology((Device(MIB),) * 2), BATCH)
-    [run] = runs_of_problem(problem, model, ())
+    _, [run] = items_and_runs(problem, model, ())
     return run
 
 

@@ -20,9 +20,8 @@ from shardcore.core.types import Problem
 from shardcore.cost.model import price
 from shardcore.cost.profile import load_profile
 from shardcore.search.bound.contention import Curve, op_slowdown_curve
-from shardcore.search.bound.lower_bound import prove_lower_bound
-from shardcore.search.bound.options import Run, runs_of_problem
-from shardcore.search.bound.program import dual_feasible_functions
+from shardcore.search.bound.lower_bound import dual_feasible_functions, prove_lower_bound
+from shardcore.search.bound.options import Run, items_and_runs
 from shardcore.step.lower import Workload, lower
 from shardcore.testing.plans import all_plans
 from shardcore.testing.problems import BATCH, MIB, draw_random_tables, small_problem_model
@@ -209,7 +208,7 @@ def test_no_op_takes_less_than_its_load_does(made):
         given = Problem(
             "ops", draw_random_tables(rng, 8, dims=(4, 8, 12)), Topology((Device(MIB),) * 2), BATCH
         )
-        [run] = runs_of_problem(given, model, ())
+        _, [run] = items_and_runs(given, model, ())
         curve = curve_of(run, model)
         for _ in range(300):
             tables = rng.permutation(8)[: rng.integers(1, 9)]
