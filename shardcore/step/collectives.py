@@ -6,15 +6,13 @@ To add a collective, add a row, and let a kind of sharding use it (kinds.LAYOUTS
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.payloads import MEASURED, payload_of
-from shardcore.step.memory_timeline import Alive, StageBuffers, Stages, stage_buffers
+from shardcore.step.memory_timeline import Stages, stage_buffers
 
 Widths = Sequence[int]
 """Columns of each rank."""
@@ -69,9 +67,10 @@ class Collective:
     ids: True if it carries ids, before the lookups.
     dense: True if it sums a dense gradient, the same on all devices that have it. Only they take part.
     work: work of a device before ids travel. They then travel by the rates of `like`. None: no such work.
-    memory: (names of a run's channels, this first) -> buffers of the run in each stage (memory_timeline.py).
-      None: ids, which are there in all phases.
-    memory_of_sequences: the same of tables whose lookups are not pooled. None: the same.
+    memory: buffers of a run in each stage (memory_timeline.py) whose first collective it is. None: ids, which are there
+      in all phases.
+    memory_of_sequences: of runs of tables whose lookups are not pooled. None: the same.
+    memory_with_another: of runs in which another collective follows. None: the same.
     """
 
     name: str
@@ -87,8 +86,9 @@ class Collective:
     ids: bool = False
     dense: bool = False
     work: IdWork | None = None
-    memory: Callable[..., Stages] | None = None
-    memory_of_sequences: Callable[..., Stages] | None = None
+    memory: Stages | None = None
+    memory_of_sequences: Stages | None = None
+    memory_with_another: Stages | None = None
 
     @property
     def payloads(self) -> tuple[str, ...]:
@@ -99,194 +99,118 @@ class Collective:
 # --- memory -------------------------------------------------------------------------------------------------
 
 
-def _output_buffers(*buffers: str) -> Alive:
-    # A Counter, as a buffer may be alive twice in a phase.
-    return {"outputs": Counter(buffers)}
-
-
-def _payload_buffers(*buffers: str) -> dict[str, Counter[str]]:
-    return {"payloads": Counter(buffers)}
-
-
-def _gradient_buffers(*buffers: str) -> dict[str, Counter[str]]:
-    return {"output gradients": Counter(buffers)}
-
-
-_RECEIVED: Alive = {"received outputs": {"local": 1}}
-
-
-def _lookup_stage(entering: str, sent: Alive, **phases: Alive) -> StageBuffers:
-    """Buffers of the stage that looks up rows and sends outputs. Outputs stay until the next op looked up."""
-    return stage_buffers(
-        after=sent, freed_late=_output_buffers(entering), looked_up=_output_buffers(entering), **phases
-    )
-
-
-def _wait_stage(sent: Alive) -> StageBuffers:
-    """Buffers of the stage that waits for outputs, and puts them together in the order of columns."""
-    return stage_buffers(
-        sent, _RECEIVED, outputs_arrive={**_RECEIVED, **_payload_buffers("local there", "local decoded")}
-    )
-
-
-def _send_gradients_stage(payloads: Alive, **phases: Alive) -> StageBuffers:
-    """Buffers of the stage that sends gradients of outputs back."""
-    return stage_buffers(_gradient_buffers("gradient"), payloads, **phases)
-
-
-def _exchange_gradients_stage(channel: str) -> StageBuffers:
-    """Buffers of the stage that orders, casts and exchanges gradients of outputs."""
-    sent = _payload_buffers("local back", f"{channel} back")
-    return _send_gradients_stage(
-        sent,
-        gradients_of_columns=_gradient_buffers("gradient", "cut"),
-        gradients_in_order={**_gradient_buffers("uncut", "joined"), **_payload_buffers("local", "local")},
-        gradients_cast={
-            **_gradient_buffers("uncut", "cut"),
-            **_payload_buffers("local", "local clamped", "local recast"),
-        },
-        backward_exchange={**_gradient_buffers("uncut", "cut"), **sent},
-    )
-
-
-def _update_stage(sent: Alive, channel: str, **phases: Alive) -> StageBuffers:
-    """Buffers of the stage that receives gradients and updates rows."""
-    return stage_buffers(
-        sent,
-        **phases,
-        gradients_arrive={**_gradient_buffers(f"{channel} decoded"), **_payload_buffers(f"{channel} back")},
-        update={**_gradient_buffers(channel), "sorting": {"sorting": 1}},
-    )
-
-
-def _all_to_all_stages(channel: str) -> Stages:
-    # What travels lives until it is waited for: this device's outputs, and those that it receives.
-    """Memory buffers of an op whose outputs travel in an all-to-all, in each stage of a step."""
-    sent, outputs = _payload_buffers(f"{channel} there", "local there"), _output_buffers(channel)
-    return (
-        _lookup_stage(
-            channel,
-            sent,
-            # A codec clamps FP32 values to the range of the payload before it casts them.
-            outputs_cast={**outputs, **_payload_buffers(f"{channel} cast", f"{channel} clamped")},
-            # Once cast, the clamped copy is freed, and buffers of the exchange exist.
-            outputs_sent={
-                **outputs,
-                **_payload_buffers(f"{channel} cast", f"{channel} there", "local there"),
-            },
-        ),
-        _wait_stage(sent),
-        # Backward, gradients of local outputs leave, and those of the channel arrive.
-        _exchange_gradients_stage(channel),
-        _update_stage(_payload_buffers("local back", f"{channel} back"), channel),
-    )
-
-
-def _sequence_stages(channel: str) -> Stages:
-    """Memory buffers of an op with unpooled outputs, in each stage of a step."""
-    sent, outputs = _payload_buffers(f"{channel} there", "local there"), _output_buffers(channel)
-    sent_back = _payload_buffers("local back", f"{channel} back")
-    return (
-        _lookup_stage(
-            channel,
-            sent,
-            # A second copy of all lookups, while they are put in order.
-            outputs_in_order=_output_buffers(channel, channel),
-            outputs_cast={
-                **outputs,
-                **_payload_buffers(f"{channel} clamped", f"{channel} clamped", f"{channel} cast"),
-            },
-            outputs_sent={**outputs, **sent},
-        ),
-        _wait_stage(sent),
+# In all: outputs stay until the next op looked up. What travels lives until it is waited for: this device's outputs,
+# and those that it receives.
+_RECEIVED = "received outputs: local"
+_SENT = "payloads: last there, local there"
+_SENT_BACK = "payloads: local back, last back"
+_WAIT = stage_buffers(
+    # Outputs are put together in the order of columns.
+    _SENT,
+    _RECEIVED,
+    outputs_arrive=f"{_RECEIVED}; payloads: local there, local decoded",
+)
+_SEND_GRADIENTS = stage_buffers(
+    # Gradients of outputs are ordered, cast and exchanged.
+    "output gradients: gradient",
+    _SENT_BACK,
+    gradients_of_columns="output gradients: gradient, cut",
+    gradients_in_order="output gradients: uncut, joined; payloads: local, local",
+    gradients_cast="output gradients: uncut, cut; payloads: local, local clamped, local recast",
+    backward_exchange=f"output gradients: uncut, cut; {_SENT_BACK}",
+)
+_UPDATE = {
+    "gradients_arrive": "output gradients: first decoded; payloads: first back",
+    "update": "output gradients: first; sorting: sorting",
+}
+_ALL_TO_ALL: Stages = (
+    stage_buffers(
+        looked_up="outputs: first",
+        # A codec clamps FP32 values to the range of the payload before it casts them.
+        outputs_cast="outputs: first; payloads: first cast, first clamped",
+        # Once cast, the clamped copy is freed, and buffers of the exchange exist.
+        outputs_sent="outputs: first; payloads: first cast, first there, local there",
+        after=_SENT,
+        freed_late="outputs: first",
+    ),
+    _WAIT,
+    # Backward, gradients of local outputs leave, and those of the channel arrive.
+    _SEND_GRADIENTS,
+    stage_buffers(_SENT_BACK, **_UPDATE),
+)
+_SEQUENCES: Stages = (
+    stage_buffers(
+        looked_up="outputs: first",
+        # A second copy of all lookups, while they are put in order.
+        outputs_in_order="outputs: first, first",
+        outputs_cast="outputs: first; payloads: first clamped, first clamped, first cast",
+        outputs_sent=f"outputs: first; {_SENT}",
+        after=_SENT,
+        freed_late="outputs: first",
+    ),
+    _WAIT,
+    stage_buffers(
         # Those of features are joined, and sent as they are.
-        _send_gradients_stage(
-            sent_back,
-            gradients_joined=_gradient_buffers("gradient", "local"),
-            gradients_cast={
-                **_gradient_buffers("local"),
-                **_payload_buffers("local clamped", "local recast"),
-            },
-            backward_exchange={
-                **_gradient_buffers("local"),
-                **_payload_buffers("local recast", f"{channel} back"),
-            },
-        ),
-        _update_stage(sent_back, channel, gradients_in_order=_gradient_buffers(channel, channel)),
-    )
-
-
-def _reduce_scatter_stages(channel: str, *crossing: str) -> Stages:
-    """Memory buffers of an op whose outputs are summed by a reduce-scatter, in each stage of a step."""
-    if crossing:
-        return _hierarchical_stages(channel, *crossing)
-    # Forward: each device enters outputs of the global batch, and receives sums for its samples.
-    sent, outputs = _payload_buffers(f"{channel} there", "local there"), _output_buffers(channel)
-    # The all-gather holds its output and gloo's own buffer: twice the channel's bytes.
-    gathered = _payload_buffers("local copied", f"{channel} back", f"{channel} back")
-    return (
-        _lookup_stage(
-            channel,
-            sent,
-            sums_cast={**outputs, **_payload_buffers(f"{channel} cast", f"{channel} clamped")},
-            sums_sent={**outputs, **_payload_buffers(f"{channel} cast", f"{channel} there", "local there")},
-        ),
-        _wait_stage(sent),
-        _send_gradients_stage(gathered, gradients_gathered={**_gradient_buffers("gradient"), **gathered}),
-        _update_stage(gathered, channel),
-    )
-
-
-def _hierarchical_stages(channel: str, crossing: str) -> Stages:
-    """Memory buffers of an op whose outputs are summed within hosts, then exchanged across hosts, in each stage of a
-    step.
-    """
-    sent, outputs = _payload_buffers(f"{crossing} there", "local there"), _output_buffers(channel)
-    cast, gathered = f"{channel} cast", f"{channel} back"
-    return (
-        _lookup_stage(
-            # After the sum within the host, only the sums are left to cross hosts.
-            channel,
-            sent,
-            sums_of_hosts_cast={**outputs, **_payload_buffers(cast, f"{channel} clamped")},
-            sums_of_hosts_sent={**outputs, **_payload_buffers(cast, f"{channel} there", f"{crossing} there")},
-            # Gloo's thread may still have its buffer of sums.
-            sums_of_hosts_cross={
-                **_output_buffers(channel, crossing),
-                **_payload_buffers(
-                    f"{channel} there", f"{crossing} cast", f"{crossing} there", "local there"
-                ),
-            },
-        ),
-        _wait_stage(sent),
-        # Backward, hosts exchange first, as forward they do last.
-        _exchange_gradients_stage(crossing),
-        _update_stage(
-            _payload_buffers("local back", f"{crossing} back"),
-            channel,
-            # Each device then gathers from its host what the reduce-scatter had divided.
-            gradients_gathered={
-                **_gradient_buffers(crossing),
-                **_payload_buffers(f"{crossing} recast", gathered, gathered),
-            },
-        ),
-    )
-
-
-def _replica_stages(channel: str) -> Stages:
-    """Memory buffers of an op of replicated tables, in each stage of a step, with gradients beside DDP's buckets.
-
-    Until then, those of its outputs live. Those of the collection include them.
-    """
-    gradients = _gradient_buffers("gradient")
-    return (
-        # Lookups are local, so outputs exist at once and nothing is waited for.
-        stage_buffers(after=_output_buffers("local"), looked_up=_output_buffers("local")),
-        stage_buffers(_output_buffers("local"), _RECEIVED),
-        stage_buffers(gradients, gradients),
-        # The dense kernel makes a gradient in addition to DDP's bucket, which is always there.
-        stage_buffers(gradients, gradients_of_replicas={**gradients, "dense gradients": {"dense": 1}}),
-    )
+        "output gradients: gradient",
+        _SENT_BACK,
+        gradients_joined="output gradients: gradient, local",
+        gradients_cast="output gradients: local; payloads: local clamped, local recast",
+        backward_exchange="output gradients: local; payloads: local recast, first back",
+    ),
+    stage_buffers(_SENT_BACK, gradients_in_order="output gradients: first, first", **_UPDATE),
+)
+# The all-gather holds its output and gloo's own buffer: twice the channel's bytes.
+_GATHERED = "payloads: local copied, first back, first back"
+_REDUCE_SCATTER: Stages = (
+    stage_buffers(
+        # Each device enters outputs of the global batch, and receives sums for its samples.
+        looked_up="outputs: first",
+        sums_cast="outputs: first; payloads: first cast, first clamped",
+        sums_sent="outputs: first; payloads: first cast, first there, local there",
+        after=_SENT,
+        freed_late="outputs: first",
+    ),
+    _WAIT,
+    stage_buffers(
+        "output gradients: gradient",
+        _GATHERED,
+        gradients_gathered=f"output gradients: gradient; {_GATHERED}",
+    ),
+    stage_buffers(_GATHERED, **_UPDATE),
+)
+_WITHIN_AND_ACROSS: Stages = (
+    stage_buffers(
+        looked_up="outputs: first",
+        # After the sum within the host, only the sums are left to cross hosts.
+        sums_of_hosts_cast="outputs: first; payloads: first cast, first clamped",
+        sums_of_hosts_sent="outputs: first; payloads: first cast, first there, last there",
+        # Gloo's thread may still have its buffer of sums.
+        sums_of_hosts_cross="outputs: first, last; payloads: first there, last cast, last there, local there",
+        after=_SENT,
+        freed_late="outputs: first",
+    ),
+    _WAIT,
+    # Backward, hosts exchange first, as forward they do last.
+    _SEND_GRADIENTS,
+    stage_buffers(
+        _SENT_BACK,
+        # Each device then gathers from its host what the reduce-scatter had divided.
+        gradients_gathered="output gradients: last; payloads: last recast, first back, first back",
+        **_UPDATE,
+    ),
+)
+# Gradients of replicas are beside DDP's buckets. Until then, those of outputs live, which a collection's include.
+_REPLICAS: Stages = (
+    # Lookups are local, so outputs exist at once and nothing is waited for.
+    stage_buffers(looked_up="outputs: local", after="outputs: local"),
+    stage_buffers("outputs: local", _RECEIVED),
+    stage_buffers("output gradients: gradient", "output gradients: gradient"),
+    # The dense kernel makes a gradient in addition to DDP's bucket, which is always there.
+    stage_buffers(
+        "output gradients: gradient",
+        gradients_of_replicas="output gradients: gradient; dense gradients: dense",
+    ),
+)
 
 
 # --- draws --------------------------------------------------------------------------------------------------
@@ -327,8 +251,8 @@ COLLECTIVES: Mapping[str, Collective] = {
             # Nothing stands in for it: it is the stand-in for others.
             like="",
             cast=True,
-            memory=_all_to_all_stages,
-            memory_of_sequences=_sequence_stages,
+            memory=_ALL_TO_ALL,
+            memory_of_sequences=_SEQUENCES,
         ),
         # Backward it is an all-gather.
         Collective(
@@ -339,7 +263,8 @@ COLLECTIVES: Mapping[str, Collective] = {
             Draw(0.5, scope="host", scope_share=0.5),
             ring=True,
             cast=True,
-            memory=_reduce_scatter_stages,
+            memory=_REDUCE_SCATTER,
+            memory_with_another=_WITHIN_AND_ACROSS,
         ),
         Collective(
             "all_reduce",
@@ -352,7 +277,7 @@ COLLECTIVES: Mapping[str, Collective] = {
             # A ring all-reduce is a reduce-scatter and an all-gather, each of which passes all bytes.
             passes=2,
             dense=True,
-            memory=_replica_stages,
+            memory=_REPLICAS,
         ),
         Collective(
             "all_to_all_ids",
@@ -397,18 +322,3 @@ def collective_by_name(name: str) -> Collective:
     if name not in COLLECTIVES:
         raise ShardCoreError(f"collective {name!r} is not known; known are {', '.join(COLLECTIVES)}")
     return COLLECTIVES[name]
-
-
-@cache
-def memory_stages(collective: str, channels: tuple[str, ...], sequence: bool) -> Stages:
-    """Memory buffers of an op and its collectives in the four stages of a step. Cached, so equal arguments give one
-    object.
-
-    channels: names of all that the run has. The first is of this collective.
-    """
-    row = collective_by_name(collective)
-    # Sequences differ only for the all-to-all. Replicas have the same buffers for both.
-    memory = row.memory_of_sequences if sequence and row.memory_of_sequences else row.memory
-    if memory is None:
-        raise ShardCoreError(f"collective {collective!r} carries ids; it has no memory in stages")
-    return memory(*channels)

@@ -13,12 +13,14 @@ collection:
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from shardcore.core.job import Job
-from shardcore.core.topology import Topology
-from shardcore.core.types import Shard, Table
+from shardcore.core.types import Problem, Shard, Table
 from shardcore.step.access import access_share
+
+if TYPE_CHECKING:
+    from shardcore.step.lower import Workload
 
 STRIDE_BYTES = 8
 """Bytes of a feature's stride in TorchRec's variable batches: int64 (KeyedJaggedTensor.dist_tensors)."""
@@ -26,18 +28,7 @@ WEIGHT_BYTES = 4
 """Bytes of the weight of a lookup: FP32."""
 
 
-class Step(Protocol):
-    """A Problem, or a Workload of one."""
-
-    @property
-    def global_batch(self) -> int: ...
-    @property
-    def job(self) -> Job: ...
-    @property
-    def topology(self) -> Topology: ...
-
-
-def received_id_bytes(shard: Shard, step: Step) -> int:
+def received_id_bytes(shard: Shard, step: Problem | Workload) -> int:
     """Bytes of ids and lengths that a device with a shard receives in a step, by the table's statistics.
 
     The shard's columns do not matter. Its own ids from itself are included.

@@ -26,7 +26,7 @@ from shardcore.core.job import Job
 from shardcore.core.links import ROWS_OVER
 from shardcore.core.topology import Topology
 from shardcore.core.types import Placement, Problem, Shard, Table
-from shardcore.step.collectives import Collective, collective_by_name, memory_stages
+from shardcore.step.collectives import Collective, collective_by_name
 from shardcore.step.memory_timeline import Stages
 from shardcore.step.scopes import WORLD, Group, Scope, groups_in_topology, scope_by_name, scopes_of_unit
 
@@ -145,8 +145,12 @@ class Layout:
     @property
     def memory_stages(self) -> Stages:
         """Memory buffers of this kind's op and collectives in the four stages of a step."""
-        channels = tuple(self.channels)
-        return memory_stages(channels[0].collective, tuple(c.name for c in channels), self.sequence)
+        first, *others = (channel.definition for channel in self.channels)
+        with_another = first.memory_with_another if others else None
+        stages = (first.memory_of_sequences if self.sequence else with_another) or first.memory
+        if not stages:
+            raise ShardCoreError(f"collective {first.name!r} carries ids; it has no memory in stages")
+        return stages
 
     def channels_in_job(self, job: Job, topology: Topology) -> Mapping[Channel, Bytes]:
         """The channels of this kind in a job, each with a formula for the bytes that a shard enters into it.

@@ -24,7 +24,7 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.job import Job
 from shardcore.core.progress import tick, ticking
 from shardcore.core.topology import Topology
-from shardcore.core.types import Placement, Plan, Problem, Shard, Table
+from shardcore.core.types import Plan, Problem, Shard, Table
 from shardcore.core.validation import require, require_type
 from shardcore.step import memory
 from shardcore.step.kinds import (
@@ -252,23 +252,13 @@ def require_full_cover(plan: Plan, problem: Problem) -> None:
             )
     # FBGEMM sees merged shards, so limits apply to a table's columns on a device, not to each shard.
     most = problem.topology.max_shard_columns
-    for placement, width in _merged_widths(p for p in plan.placements if p.shard.table.dim > most):
-        if width > most:
+    for placement in merged_placements([p for p in plan.placements if p.shard.table.dim > most]):
+        if placement.shard.width > most:
             raise ShardCoreError(
-                f"plan places {width} columns of table {placement.shard.table.name!r} by "
+                f"plan places {placement.shard.width} columns of table {placement.shard.table.name!r} by "
                 f"{placement.kind} on {device_names(placement.devices)}; FBGEMM's CUDA op "
                 f"runs shards of at most {most} (a CPU, by topology.hardware, has no limit)"
             )
-
-
-def _merged_widths(placements: Iterable[Placement]) -> Iterable[tuple[Placement, int]]:
-    """One placement of each table, kind and group of devices, with the total columns of all."""
-    # The first placement of a key stands for all: only their columns differ.
-    widths: dict[tuple[str, str, tuple[int, ...]], tuple[Placement, int]] = {}
-    for p in placements:
-        key = p.shard.table.name, p.kind, p.devices
-        widths[key] = p, p.shard.width + widths.get(key, (p, 0))[1]
-    return widths.values()
 
 
 def _require_working_codecs(plan: Plan, problem: Problem) -> None:
@@ -317,8 +307,8 @@ def require_constraints(plan: Plan, problem: Problem) -> None:
         _require_working_codecs(plan, problem)
     # A table that is narrower than its minimum width only has to be whole.
     least = dict(problem.constraints.min_widths)
-    for placement, width in _merged_widths(p for p in plan.placements if p.shard.table.name in least):
-        table = placement.shard.table
+    for placement in merged_placements([p for p in plan.placements if p.shard.table.name in least]):
+        table, width = placement.shard.table, placement.shard.width
         if width < min(table.dim, least[table.name]):
             raise ShardCoreError(
                 f"plan places {width} columns of table {table.name!r} on {device_names(placement.devices)}; it needs "

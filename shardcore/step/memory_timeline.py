@@ -18,6 +18,7 @@ stage, some runs are done and others have not begun.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -51,7 +52,8 @@ Buffers of a run on a device:
 
 - arrived: ids of a global batch that it receives.
 - offsets: of a batch that it looks up. One batch counts in all phases: backward needs them until the next lookup.
-- a collective and its group: outputs that enter it. There, back: as they travel, and their gradients.
+- first, last: outputs that enter the run's first collective, and its last one. They may be the same. There, back: as
+  they travel, and their gradients.
 - cast, clamped: copies by TorchRec's codec, in the number type that travels and before. 0 for FP32.
   decoded, recast: the same of gradients: FP32, and the type that travels.
 - sorting: scratch in which backward sorts.
@@ -98,6 +100,22 @@ class StageBuffers:
 Stages = tuple[StageBuffers, ...]
 """Buffers of a run in the four stages."""
 
+
+def stage_buffers(before: str = "", after: str = "", freed_late: str = "", **phases: str) -> StageBuffers:
+    """Make the buffers of a stage, with the phases (keywords, an underscore for a space) that hold each.
+
+    Buffers are given as text, by part: "outputs: first; payloads: first cast, first clamped".
+    """
+    named = {name.replace("_", " "): _parse_buffers(text) for name, text in phases.items()}
+    return StageBuffers(_parse_buffers(before), named, _parse_buffers(freed_late), _parse_buffers(after))
+
+
+def _parse_buffers(text: str) -> Alive:
+    """Buffers by part, from text. A buffer that is listed twice is alive twice."""
+    parts = (part.split(": ") for part in text.split("; ") if part)
+    return {name: Counter(buffers.split(", ")) for name, buffers in parts}
+
+
 MOMENTS = (0, 1, 2, 2, 3, 4, 5)
 """Place in Pipeline.ids_by_moment of each moment of a step: ids arrive, lookups, outputs arrive, outputs are joined,
 the dense part runs, backward, and the dense update."""
@@ -116,16 +134,6 @@ COLLECTION, SEQUENCE, REPLICAS_RUN = range(3)
 are replicas."""
 OUTPUTS, CUT = range(2)
 """Columns of runs' shares of a local batch: bytes of outputs, and above 0 where tables are cut by columns."""
-
-
-def stage_buffers(
-    before: Alive | None = None, after: Alive | None = None, freed_late: Alive | None = None, **phases: Alive
-) -> StageBuffers:
-    """Make the buffers of a stage, with the phases (keywords) that hold each. An underscore in a keyword stands for a
-    space.
-    """
-    named = {name.replace("_", " "): alive for name, alive in phases.items()}
-    return StageBuffers(before or {}, named, freed_late or {}, after or {})
 
 
 # --- two functions that the engine compiles (engine/memory.py), and Python calls as they are ----------------------

@@ -56,9 +56,10 @@ def buffers_per_term(run: Layout, problem: Problem) -> list[dict[str, float]]:
     if run.local_batch:
         return [*terms, {"dense": 1.0}, {}]
     entered: dict[str, float] = {}
+    channels = list(run.channels.items())
     # Each channel has its own buffers: host_row sends outputs twice. Without towers, as Layout.memory_stages has them.
-    for channel, entering in run.channels.items():
-        entered |= exchange_buffers(channel, entering(0, 1.0, problem), problem.job)
+    for name, (channel, entering) in (("first", channels[0]), ("last", channels[-1])):
+        entered |= exchange_buffers(channel, name, entering(0, 1.0, problem), problem.job)
     # FBGEMM's CPU kernels do not sort in a buffer of this kind.
     return [*terms, entered, {"sorting": 0.0 if problem.topology.on_cpu else float(SORTING_BYTES)}]
 
@@ -69,16 +70,16 @@ def bytes_of_offsets(layout: Layout, shard: Shard, problem: Problem) -> int:
     return OFFSET_BYTES * round(layout.op_batch(problem) * shard.table.mean_bags)
 
 
-def exchange_buffers(channel: Channel, n_bytes: float, job: Job, received: str = "") -> dict[str, float]:
+def exchange_buffers(channel: Channel, name: str, n_bytes: float, job: Job) -> dict[str, float]:
     """Bytes of the buffers of an exchange of `n_bytes`: FP32 values, their payloads, and copies made by casts.
 
-    received: name of what arrives, whose gradients leave. "": it enters, by the channel's name.
+    name: of the buffers (memory_timeline.Alive). "local": of what arrives, whose gradients leave.
     """
-    name, row = received or channel.name, channel.definition
+    row = channel.definition
     there = payload_of(carried_payload(row, "forward", job.forward_payload))
     back = payload_of(carried_payload(row, "backward", job.backward_payload))
     # The receiver's forward is the sender's backward, so the two types swap.
-    leaves, arrives = (back, there) if received else (there, back)
+    leaves, arrives = (back, there) if name == "local" else (there, back)
     return {
         name: n_bytes,
         # Bytes of the payload for a byte of FP32: 1 means that no cast is made.
@@ -165,7 +166,7 @@ def bucketized_id_bytes(table: Table, job: Job, ranges: int) -> float:
 def output_buffers(run: Layout, outputs: float, job: Job, cut: bool, together: bool) -> dict[str, float]:
     """Bytes of the memory buffers of an op's outputs for a local batch."""
     # Outputs arrive by the run's last exchange.
-    buffers = exchange_buffers(tuple(run.channels)[-1], outputs, job, received="local")
+    buffers = exchange_buffers(tuple(run.channels)[-1], "local", outputs, job)
     # Outputs that are the whole tensor, and travel as FP32, are sent without a copy.
     copied = buffers["local back"] * (together or buffers["local back"] < outputs)
     return buffers | {

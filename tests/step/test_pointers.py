@@ -11,7 +11,6 @@ from numba import boolean, float64, int16, int64
 INTERNALS = (
     *(f"numba.extending.{x}" for x in ("infer_getattr", "intrinsic", "lower_getattr_generic", "models")),
     "numba.extending.register_model",
-    "numba.core.cgutils.bool_t",
     "numba.core.typing.templates.AttributeTemplate",
     "numba.np.arrayobj.populate_array",
 )

@@ -3,9 +3,13 @@
 import pytest
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.step.collectives import COLLECTIVES, collective_by_name, memory_stages
-from shardcore.step.kinds import Channel
+from shardcore.core.topology import Device, Topology
+from shardcore.core.types import Problem, Table
+from shardcore.step.collectives import COLLECTIVES, collective_by_name
+from shardcore.step.kinds import RUNS, Channel
+from shardcore.step.memory_timeline import PARTS
 from shardcore.step.scopes import SCOPES
+from shardcore.step.shard_memory import buffers_per_term
 
 first, *others = COLLECTIVES.values()
 
@@ -34,17 +38,23 @@ def test_varied_draws_are_shared_out_and_other_streams_differ():
     assert sum(row.draw.share for row in COLLECTIVES.values() if not row.draw.stream) == pytest.approx(1)
 
 
-@pytest.mark.parametrize("scope", SCOPES)
-@pytest.mark.parametrize("row", [x for x in COLLECTIVES.values() if not x.ids], ids=lambda x: x.name)
-def test_a_row_says_what_a_run_holds_in_each_phase_whatever_its_groups(row, scope):
-    channel, moved = f"{row.name} {scope}", "dense" if row.dense else f"{row.name} {scope}"
-    for sequence in (False, True):
-        stages = memory_stages(row.name, (channel,), sequence)
-        held = [buffers for stage in stages for alive in stage.phases.values() for buffers in alive.values()]
-        assert len(stages) == 4 and any(buffers.get(moved, 0) >= 1 for buffers in held)
-        # All that waits is used up when the step ends.
-        assert not stages[0].before and not stages[-1].after
-    assert memory_stages(row.name, (channel,), True) is stages
+@pytest.mark.parametrize("kind", RUNS, ids=lambda x: f"{x.name} of sequences" if x.sequence else x.name)
+def test_a_run_has_what_it_enters_in_some_phase_and_nothing_before_and_after_a_step(kind):
+    stages, entered = kind.memory_stages, "dense" if kind.dense_gradient else "first"
+    held = [buffers for stage in stages for alive in stage.phases.values() for buffers in alive.values()]
+    assert len(stages) == 4 and any(buffers.get(entered, 0) >= 1 for buffers in held)
+    # All that waits is used up when the step ends.
+    assert not stages[0].before and not stages[-1].after
+
+
+def test_parts_and_buffers_of_rows_are_known():
+    problem = Problem("p", (Table("t", 100, 8, 1.0),), Topology((Device(1 << 30),) * 2), 64)
+    for run in RUNS:
+        known = {name for of in buffers_per_term(run, problem) for name in of}
+        for stage in run.memory_stages:
+            for alive in (stage.before, stage.after, stage.freed_late, *stage.phases.values()):
+                assert set(alive) <= set(PARTS)
+                assert {name for buffers in alive.values() for name in buffers} <= known
 
 
 def test_only_ids_hold_the_same_in_all_phases():

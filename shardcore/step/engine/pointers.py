@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 from numba import types
-from numba.core import cgutils
 from numba.core.typing.templates import AttributeTemplate
 from numba.extending import infer_getattr, intrinsic, lower_getattr_generic, models, register_model
 from numba.np.arrayobj import populate_array
@@ -138,7 +137,7 @@ def _load_field(context, builder, record, pointer, name):  # noqa: ANN001, ANN20
         return loaded
 
     if kind is types.boolean:
-        return builder.trunc(load_word(0), cgutils.bool_t)
+        return builder.icmp_signed("!=", load_word(0), word_type(0))
     if not isinstance(kind, types.Array):
         # The bits of a float64, read back as one.
         return builder.bitcast(load_word(0), context.get_value_type(kind))
