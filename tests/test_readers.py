@@ -18,6 +18,8 @@ DOOR = {
     "parse_json",
     "require_file",
     "open_document",
+    "read_document",
+    "read_record",
     "is_document",
     "read_model",
     "read_trained",

@@ -18,8 +18,8 @@ from typing import Annotated
 
 from shardcore.core.links import LEVELS
 from shardcore.core.validation import MOST_GBPS, Record, each, require, short_repr, within
-from shardcore.io import schema, writing
-from shardcore.io.envelope import add_digest, open_document, remove_digest, with_schema
+from shardcore.io import writing
+from shardcore.io.envelope import document, read_record
 
 SCHEMA = "move-rates"
 Time = Annotated[float, within(0, 1e6)]
@@ -65,9 +65,9 @@ class MoveRates(Record, noun="a set of move rates"):
 
 def write_move_rates(path: str | Path, rates: MoveRates) -> None:
     """Write a machine's rates of moving tables to a file."""
-    writing.write_json(path, with_schema(SCHEMA, add_digest(asdict(rates))))
+    writing.write_json(path, document(SCHEMA, asdict(rates)))
 
 
 def read_move_rates(path: str | Path) -> MoveRates:
     """Read a machine's rates of moving tables. Raises ShardCoreError for a file that has none, or was edited."""
-    return schema.build_record(MoveRates, remove_digest(open_document(path, SCHEMA), path), str(path))
+    return read_record(MoveRates, path, SCHEMA)

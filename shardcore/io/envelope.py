@@ -10,7 +10,7 @@ from typing import Any
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.validation import require, short_repr
-from shardcore.io.schema import Readable, read_json
+from shardcore.io.schema import Readable, T, build_record, read_json
 
 VERSIONS = {
     "problem": 1,
@@ -35,6 +35,8 @@ VERSIONS = {
     "job-report": 1,
 }
 """Version of each schema. No other version is read."""
+UNSEALED = ("problem", "towers", "offers", "decision", "profile")
+"""Schemas whose files hold no digest: people write those, or the file's name is its digest."""
 
 
 def digest(value: Any) -> str:
@@ -78,6 +80,22 @@ def document_body(data: Any, schema: str, path: object) -> dict[str, Any]:
         f"{path} has version {short_repr(data['version'])} of {found}; this ShardCore reads {head['version']}",
     )
     return {k: v for k, v in data.items() if k not in ("schema", "version")}
+
+
+def document(schema: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    """A whole JSON document: a body with its schema, its version and, unless UNSEALED, the digest of its content."""
+    return with_schema(schema, body if schema in UNSEALED else add_digest(body))
+
+
+def read_document(path: str | Path | Readable, schema: str) -> dict[str, Any]:
+    """Read the body of a whole JSON document, and check its digest. Raises ShardCoreError for an edited file."""
+    body = open_document(path, schema)
+    return body if schema in UNSEALED else remove_digest(body, path)
+
+
+def read_record(cls: type[T], path: str | Path | Readable, schema: str) -> T:
+    """Read a JSON document whose body is a record. Raises ShardCoreError as `read_document` and `build_record` do."""
+    return build_record(cls, read_document(path, schema), str(path), also=("schema", "version"))
 
 
 def add_digest(body: Mapping[str, Any]) -> dict[str, Any]:

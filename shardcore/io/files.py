@@ -32,7 +32,7 @@ from shardcore.core.validation import (
     require_type,
     short_repr,
 )
-from shardcore.io.envelope import add_digest, digest, is_document, open_document, remove_digest, with_schema
+from shardcore.io.envelope import digest, document, is_document, read_document, read_record
 from shardcore.io.schema import (
     MOST_VALUES,
     Readable,
@@ -115,7 +115,7 @@ def problem_to_json(problem: Problem) -> dict[str, Any]:
     """JSON document of a problem."""
     topology, constraints = problem.topology, problem.constraints
     job = _non_default_fields(problem.job)
-    return with_schema(
+    return document(
         "problem",
         {
             "name": problem.name,
@@ -187,7 +187,7 @@ def _constraints_from_json(data: Any, what: str) -> Constraints:
 
 def read_problem(path: str | Path | Readable) -> Problem:
     """Read a problem's file. Raises ShardCoreError naming the file and what is wrong."""
-    data, what = open_document(path, "problem"), str(path)
+    data, what = read_document(path, "problem"), str(path)
     topology, tables = data.pop("topology", None), data.pop("tables", None)
     constraints, job = data.pop("constraints", {}), data.pop("job", {})
     devices: list[Device] = []
@@ -260,12 +260,12 @@ def write_problem(path: str | Path, problem: Problem) -> None:
 
 def write_pool(path: str | Path, tables: Iterable[Table]) -> None:
     """Write a pool of tables to a file."""
-    write_json(path, with_schema("pool", add_digest({"tables": [table_to_json(t) for t in tables]})))
+    write_json(path, document("pool", {"tables": [table_to_json(t) for t in tables]}))
 
 
 def read_pool(path: str | Path) -> tuple[Table, ...]:
     """Read a pool of tables from a file."""
-    pool = build_record(_Pool, remove_digest(open_document(path, "pool"), path), str(path))
+    pool = read_record(_Pool, path, "pool")
     require_unique(pool.tables, ("name",), f"{path} has several tables of a name")
     return tuple(map_collecting_errors(lambda table: table_from_json(table, str(path)), pool.tables))
 
@@ -340,25 +340,23 @@ def plan_to_json(plan: Plan, problem: Problem) -> dict[str, Any]:
     """JSON document of a plan, with the digests of its problem."""
     require_type(plan, Plan, "plan", "a Plan, as a sharder gives")
     require_type(problem, Problem, "problem", "a Problem")
-    return with_schema(
+    return document(
         "plan",
-        add_digest(
-            {
-                "problem": problem.name,
-                "problem_digest": problem_digest(problem),
-                "problem_parts": problem_part_digests(problem),
-                "provenance": dict(plan.provenance),
-                "placements": [
-                    {
-                        "table": p.shard.table.name,
-                        "kind": p.kind,
-                        "columns": [p.shard.col_lo, p.shard.col_hi],
-                        "devices": list(p.devices),
-                    }
-                    for p in plan.placements
-                ],
-            }
-        ),
+        {
+            "problem": problem.name,
+            "problem_digest": problem_digest(problem),
+            "problem_parts": problem_part_digests(problem),
+            "provenance": dict(plan.provenance),
+            "placements": [
+                {
+                    "table": p.shard.table.name,
+                    "kind": p.kind,
+                    "columns": [p.shard.col_lo, p.shard.col_hi],
+                    "devices": list(p.devices),
+                }
+                for p in plan.placements
+            ],
+        },
     )
 
 
@@ -374,7 +372,7 @@ def read_plan(path: str | Path | Readable, problem: Problem) -> Plan:
 
     Raises ShardCoreError if it was made for another problem, or was edited.
     """
-    return plan_from_json(remove_digest(open_document(path, "plan"), path), problem, str(path))
+    return plan_from_json(read_document(path, "plan"), problem, str(path))
 
 
 def read_valid_plan(path: str | Path | Readable, problem: Problem, fits: bool = True) -> Plan:
@@ -516,17 +514,15 @@ def write_grouped_plan(path: str | Path, grouped: GroupedPlan, problem: Problem)
     of_group = plan_to_json(grouped.plan, grouped.problem)
     write_json(
         path,
-        with_schema(
+        document(
             _GROUPED,
-            add_digest(
-                {
-                    "problem": problem.name,
-                    "problem_digest": problem_digest(problem),
-                    "problem_parts": problem_part_digests(problem),
-                    "groups": dataclasses.asdict(grouped.grouping),
-                    "plan": {k: v for k, v in of_group.items() if k not in ("schema", "version", "digest")},
-                }
-            ),
+            {
+                "problem": problem.name,
+                "problem_digest": problem_digest(problem),
+                "problem_parts": problem_part_digests(problem),
+                "groups": dataclasses.asdict(grouped.grouping),
+                "plan": {k: v for k, v in of_group.items() if k not in ("schema", "version", "digest")},
+            },
         ),
     )
 
@@ -536,7 +532,7 @@ def read_grouped_plan(path: str | Path, problem: Problem) -> GroupedPlan:
 
     Raises ShardCoreError if it was made for another one, was edited, or would be refused by `lower`.
     """
-    written = build_record(_GroupedPlan, remove_digest(open_document(path, _GROUPED), path), str(path))
+    written = read_record(_GroupedPlan, path, _GROUPED)
     require_same_problem(written, problem, f"{path} is a grouped plan")
     grouping = build_record(Grouping, written.groups, f"{path}: groups")
     with prefix_errors(path):
@@ -552,8 +548,3 @@ def read_grouped_plan(path: str | Path, problem: Problem) -> GroupedPlan:
 def setting_to_json(setting: Setting) -> dict[str, Any]:
     """JSON object of a setting."""
     return _non_default_fields(setting, always=("precision", "optimizer"))
-
-
-def setting_from_json(data: Any, what: str) -> Setting:
-    """Setting of a JSON object. Raises ShardCoreError naming what is wrong."""
-    return build_record(Setting, data, what)

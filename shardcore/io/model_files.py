@@ -20,7 +20,15 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting
 from shardcore.core.validation import require, short_repr
 from shardcore.io import files, writing
-from shardcore.io.envelope import add_digest, digest, document_body, open_document, remove_digest, with_schema
+from shardcore.io.envelope import (
+    digest,
+    document,
+    document_body,
+    open_document,
+    read_document,
+    remove_digest,
+    with_schema,
+)
 from shardcore.io.schema import build_record, convert_value, list_names, parse_json, read_bytes, require_file
 
 MODEL_JSON, MODEL_WEIGHTS = "model.json", "weights.safetensors"
@@ -72,7 +80,7 @@ def write_model(
     writing.write_atomic(Path(folder) / MODEL_WEIGHTS, weights)
     writing.write_json(
         Path(folder) / f"{schema}.json",
-        with_schema(schema, add_digest({**meta, "weights_sha256": hashlib.sha256(weights).hexdigest()})),
+        document(schema, {**meta, "weights_sha256": hashlib.sha256(weights).hexdigest()}),
     )
 
 
@@ -89,7 +97,7 @@ def read_model(folder: str | Path, schema: str = "model") -> tuple[dict[str, Any
         meta_path.name in list_names(folder),
         f"{folder} holds no {meta_path.name}; give the folder of a trained {schema} by --{schema}",
     )
-    meta = remove_digest(open_document(meta_path, schema), meta_path)
+    meta = read_document(meta_path, schema)
     if hashlib.sha256(weights := read_bytes(path)).hexdigest() != meta.pop("weights_sha256", None):
         raise ShardCoreError(
             f"{path} does not match the digest in {meta_path.name}; it was cut short or edited"
@@ -140,7 +148,7 @@ class TrainedFormat:
                 f"{short_repr(list(names))}: train again",
             )
         # Without a setting nobody knows which hardware the weights are for.
-        setting = files.setting_from_json(meta.pop("setting", None), f"{folder}: setting")
+        setting = build_record(Setting, meta.pop("setting", None), f"{folder}: setting")
         about = build_record(self.about, meta, str(folder))
         files.require_provenance(about.provenance, f"{folder}: provenance")
         return setting, meta, tensors
@@ -177,8 +185,8 @@ def write_tensors(
     from safetensors.numpy import save
 
     own = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
-    body = add_digest({**meta, _DIGESTS: {name: tensor_sha256(tensor) for name, tensor in own.items()}})
-    writing.write_atomic(path, save(own, {_META: json.dumps(with_schema(schema, body))}))
+    body = {**meta, _DIGESTS: {name: tensor_sha256(tensor) for name, tensor in own.items()}}
+    writing.write_atomic(path, save(own, {_META: json.dumps(document(schema, body))}))
 
 
 def read_tensors(path: str | Path, schema: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -194,10 +202,10 @@ def read_tensors(path: str | Path, schema: str) -> tuple[dict[str, Any], dict[st
         raise ShardCoreError(f"{path} is not safetensors: {error}") from None
     body = remove_digest(document_body(parse_json(about.encode(), path), schema, path), path)
     digests = convert_value(body.pop(_DIGESTS, None), Mapping[str, str], f"{path}: {_DIGESTS}")
-    if digests != {name: tensor_sha256(tensor) for name, tensor in tensors.items()}:
-        raise ShardCoreError(
-            f"{path} has tensors that do not match their digests; it was cut short or edited"
-        )
+    require(
+        digests == {name: tensor_sha256(tensor) for name, tensor in tensors.items()},
+        f"{path} has tensors that do not match their digests; it was cut short or edited",
+    )
     return body, tensors
 
 

@@ -24,7 +24,7 @@ from shardcore.core.step_cost import PARTS
 from shardcore.core.types import Plan, Problem, Setting
 from shardcore.core.validation import MOST_MS, describe_differences, require, short_repr, within
 from shardcore.io import dataset, files, schema, traced_samples, writing
-from shardcore.io.envelope import add_digest, document_body, is_document, remove_digest, with_schema
+from shardcore.io.envelope import document, is_document, read_document
 from shardcore.io.measurements import StepSample
 from shardcore.step.lower import Workload, lower
 
@@ -115,7 +115,7 @@ def replay_or_reuse(
             for algorithm, name in names
         ],
     }
-    writing.write_json(folder / REPLAYS_JSON, with_schema(SCHEMA, add_digest(body)))
+    writing.write_json(folder / REPLAYS_JSON, document(SCHEMA, body))
     return ReplaySet(problem, setting, names, plans, costs)
 
 
@@ -317,11 +317,11 @@ def read_step_samples(folders: Sequence[Path], setting: Setting) -> list[tuple[W
         kept = _read_current_replays(folder / dataset.REPLAYS)
         found = {one.setting for one in kept}
         # The user probably named such a folder by mistake.
-        if found and setting not in found and setting not in dataset.dataset_settings(folder):
-            raise ShardCoreError(
-                f"{folder} holds replays of other settings than asked for: "
-                f"{'; '.join(sorted(describe_differences(other, setting) for other in found))}"
-            )
+        require(
+            not found or setting in found or setting in dataset.dataset_settings(folder),
+            f"{folder} holds replays of other settings than asked for: "
+            f"{'; '.join(sorted(describe_differences(other, setting) for other in found))}",
+        )
         for one in kept:
             if one.setting == setting:
                 problem = files.problem_digest(one.problem)
@@ -389,17 +389,14 @@ class _Body:
 def _read_body(folder: Path) -> _Body:
     """Read and check replays.json in a folder."""
     path = folder / REPLAYS_JSON
-    data = schema.read_json(path)
     try:
-        body = document_body(data, SCHEMA, path)
-        sealed = remove_digest(dict(body), path)
+        body = read_document(path, SCHEMA)
     except ShardCoreError as error:
-        raise ShardCoreError(f"{error}; remove {folder} to replay its plans again") from None
-    rows = schema.convert_value(
-        sealed.pop("replays", None), tuple[Mapping[str, Any], ...], f"{path}: replays"
-    )
+        raise type(error)(f"{error}; remove {folder} to replay its plans again") from None
+    digest = files.digest(body)
+    rows = schema.convert_value(body.pop("replays", None), tuple[Mapping[str, Any], ...], f"{path}: replays")
     replays = tuple(_parse_row(row, f"{path}: replays[{i}]") for i, row in enumerate(rows))
-    return schema.build_record(_Body, sealed, str(path), digest=body["digest"], replays=replays)
+    return schema.build_record(_Body, body, str(path), digest=digest, replays=replays)
 
 
 def _parse_row(row: Mapping[str, Any], what: str) -> _Row:

@@ -18,8 +18,7 @@ import numpy as np
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.validation import MOST_RATIO, require, short_repr
-from shardcore.io.envelope import open_document
-from shardcore.io.schema import build_record
+from shardcore.io.envelope import read_record
 
 MOST_AFFINITY = (1e-100, 1e100)
 """Least and largest affinity other than 0, so that sums and shares of many stay finite."""
@@ -107,4 +106,4 @@ class Towers:
 
 def read_towers(path: str | Path) -> Towers:
     """Read the towers of a file. Raises ShardCoreError naming the file and what is wrong in it."""
-    return build_record(Towers, open_document(path, "towers"), str(path), also=("schema", "version"))
+    return read_record(Towers, path, "towers")

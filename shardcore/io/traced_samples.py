@@ -14,12 +14,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from shardcore.core.types import Plan, Problem, Setting
-from shardcore.core.validation import MOST_MS, require, short_repr
+from shardcore.core.validation import (
+    MOST_COUNT,
+    MOST_MS,
+    Record,
+    entry_count_within,
+    require,
+    short_repr,
+    within,
+)
 from shardcore.io import files, schema, writing
-from shardcore.io.envelope import add_digest, open_document, remove_digest, with_schema
+from shardcore.io.envelope import document, read_document
 from shardcore.io.traced_steps import TRACED_PARTS, TracedStep
 
 TRACES = "traces"
@@ -29,7 +37,7 @@ _TRACED_JSON, _PROBLEM_JSON, _PLAN_JSON = "traced.json", "problem.json", "plan.j
 
 
 @dataclass(frozen=True)
-class TracedSample:
+class TracedSample(Record, noun="traced step"):
     """Consecutive traced steps of a job under one plan, as a sample of a dataset.
 
     setting: of the hardware that it ran on.
@@ -44,14 +52,13 @@ class TracedSample:
     number: int
     problem: Problem
     plan: Plan
-    steps: tuple[TracedStep, ...]
-    step_ms: float
+    steps: Annotated[tuple[TracedStep, ...], entry_count_within(1, MOST_COUNT)]
+    step_ms: Annotated[float, within(0, MOST_MS, above=True)]
     traces: Mapping[str, str]
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         what, devices = f"traced step {self.name}", len(self.problem.topology)
-        require(bool(self.steps), f"{what} has no steps; it needs one or more")
-        require(0 < self.step_ms <= MOST_MS, f"{what} has step_ms {self.step_ms}; it needs ms of a step")
         for rank in (rank for step in self.steps for rank in step.ranks):
             require(
                 0 <= rank.rank < devices, f"{what} has rank {rank.rank}; its problem has {devices} devices"
@@ -81,12 +88,13 @@ def add_traced_sample(dataset: str | Path, sample: TracedSample) -> Path:
         "step_ms": sample.step_ms,
         "traces": dict(sample.traces),
     }
-    problem = files.problem_to_json(sample.problem)
-    of = files.digest([problem, files.plan_to_json(sample.plan, sample.problem), body])
-    folder = Path(dataset) / TRACES / f"{sample.name}-{of[:8]}"
+    digest = files.digest(
+        [files.problem_to_json(sample.problem), files.plan_to_json(sample.plan, sample.problem), body]
+    )
+    folder = Path(dataset) / TRACES / f"{sample.name}-{digest[:8]}"
     files.write_problem(folder / _PROBLEM_JSON, sample.problem)
     files.write_plan(folder / _PLAN_JSON, sample.plan, sample.problem)
-    writing.write_json(folder / _TRACED_JSON, with_schema(SCHEMA, add_digest(body)))
+    writing.write_json(folder / _TRACED_JSON, document(SCHEMA, body))
     return folder
 
 
@@ -119,16 +127,9 @@ def _read_bodies(dataset: str | Path) -> Sequence[tuple[Path, Setting, dict[str,
     found = []
     for name in schema.list_names(where := Path(dataset) / TRACES):
         if (path := where / name / _TRACED_JSON).exists():
-            content = open_document(path, SCHEMA)
-            body = remove_digest(dict(content), path)
-            found.append(
-                (
-                    path.parent,
-                    files.setting_from_json(body.get("setting"), f"{path}: setting"),
-                    body,
-                    content["digest"],
-                )
-            )
+            body = read_document(path, SCHEMA)
+            setting = schema.build_record(Setting, body.get("setting"), f"{path}: setting")
+            found.append((path.parent, setting, body, files.digest(body)))
     return found
 
 

@@ -20,7 +20,7 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Plan, Problem
 from shardcore.core.validation import Record, require_path_name
 from shardcore.io import schema, writing
-from shardcore.io.envelope import add_digest, open_document, remove_digest, with_schema
+from shardcore.io.envelope import document, read_record
 from shardcore.plans import places, store
 
 SCHEMA = "job-report"
@@ -136,7 +136,7 @@ class StoredPlans:
         report: fields of a JobReport, without the job's name.
         """
         checked = schema.build_record(JobReport, report, "a job's report", job=self.job)
-        content = writing.json_bytes(with_schema(SCHEMA, add_digest(asdict(checked))))
+        content = writing.json_bytes(document(SCHEMA, asdict(checked)))
         places.write_file(store.jobs_folder(self.root, self.name) / f"{self.job}{_SUFFIX}", content)
 
 
@@ -149,9 +149,7 @@ def read_reports(root: str | Path, name: str) -> list[JobReport | ShardCoreError
     reports: list[JobReport | ShardCoreError] = []
     for at in (folder / file for file in places.list_names(folder) if file.endswith(_SUFFIX)):
         try:
-            reports.append(
-                schema.build_record(JobReport, remove_digest(open_document(at, SCHEMA), at), str(at))
-            )
+            reports.append(read_record(JobReport, at, SCHEMA))
         except ShardCoreError as error:
             reports.append(error)
     return reports

@@ -20,7 +20,7 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Problem
 from shardcore.core.validation import MOST_DEVICES, Record, require, within
 from shardcore.io import schema, writing
-from shardcore.io.envelope import add_digest, open_document, remove_digest, with_schema
+from shardcore.io.envelope import document, read_record
 from shardcore.step.sharding_groups import CONTIGUOUS, GroupedPlan, SyncEvery, devices_per_unit
 from shardcore.torchrec import fields
 from shardcore.torchrec.plan_files import plan_from_json, plan_to_json
@@ -106,7 +106,7 @@ def write_dmp_collection(path: str | Path, arguments: Mapping[str, Any], sync_ev
         "sync_every": sync_every,
         "modules": plan_to_json(arguments["plan"]),
     }
-    writing.write_json(path, with_schema(_SCHEMA, add_digest(body)))
+    writing.write_json(path, document(_SCHEMA, body))
 
 
 def read_dmp_collection(path: str | Path) -> tuple[dict[str, Any], int]:
@@ -115,7 +115,7 @@ def read_dmp_collection(path: str | Path) -> tuple[dict[str, Any], int]:
     Raises ShardCoreError for a file that is foreign, damaged or edited.
     """
     # Checks schema, version and digest before anything is parsed.
-    content = schema.build_record(_File, remove_digest(open_document(path, _SCHEMA), path), str(path))
+    content = read_record(_File, path, _SCHEMA)
     return {
         "plan": plan_from_json(content.modules, str(path)),
         **asdict(content.arguments),

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hin
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.validation import MOST_DEVICES, short_repr
 from shardcore.io import schema, writing
-from shardcore.io.envelope import add_digest, open_document, remove_digest, with_schema
+from shardcore.io.envelope import document, read_record
 from shardcore.step.kinds import layouts_of_torchrec
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def write_torchrec(path: str | Path, plan: ShardingPlan, qcomms: QCommsConfig | 
     """
     # Optional keys are left out, so that files without them stay the same.
     body = {"modules": plan_to_json(plan)} | ({"qcomms": encode_setting(qcomms, "qcomms")} if qcomms else {})
-    writing.write_json(path, with_schema(_SCHEMA, add_digest(body)))
+    writing.write_json(path, document(_SCHEMA, body))
 
 
 def read_torchrec(path: str | Path, module: nn.Module | None = None) -> ShardingPlan:
@@ -103,7 +103,7 @@ def read_qcomms(path: str | Path) -> QCommsConfig | None:
 
 def _read_plan_file(path: str | Path) -> _File:
     # Without the digest an edited plan could shard a table in a way that nobody priced.
-    return schema.build_record(_File, remove_digest(open_document(path, _SCHEMA), path), str(path))
+    return read_record(_File, path, _SCHEMA)
 
 
 def plan_to_json(plan: ShardingPlan) -> dict[str, Any]:

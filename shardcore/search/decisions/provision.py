@@ -30,8 +30,7 @@ from shardcore.core.validation import (
     within,
 )
 from shardcore.cost.model import CostModel
-from shardcore.io.envelope import open_document
-from shardcore.io.schema import build_record
+from shardcore.io.envelope import read_record
 from shardcore.search.decisions.driver import Decision, Outcome, Proposal
 
 MOST_PRICE = 1e9
@@ -146,7 +145,7 @@ class Offers:
 
 def read_offers(path: str | Path) -> tuple[Offer, ...]:
     """Read machine offers from a file. Raises ShardCoreError naming what is wrong in the file."""
-    return build_record(Offers, open_document(path, "offers"), str(path), also=("schema", "version")).offers
+    return read_record(Offers, path, "offers").offers
 
 
 def candidate_clusters(problem: Problem, offers: Iterable[Offer]) -> Iterator[Cluster]:

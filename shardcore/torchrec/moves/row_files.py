@@ -27,9 +27,9 @@ from torch import nn
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.validation import require, short_repr
-from shardcore.io.envelope import add_digest, open_document, remove_digest, with_schema
+from shardcore.io.envelope import document, read_record
 from shardcore.io.model_files import UNREADABLE
-from shardcore.io.schema import build_record, require_file
+from shardcore.io.schema import require_file
 from shardcore.io.writing import write_atomic, write_json
 from shardcore.tables.hot_rows import COLD, INSIDE
 from shardcore.torchrec.modules import collections_of_model
@@ -85,7 +85,7 @@ def save_rows(model: nn.Module, folder: str | Path, optimizer: Any = None) -> No
         # Written last: without it the folder is not whole.
         if rank == 0:
             body = {"ranks": n, "files": {name: of for of_rank in of_ranks for name, of in of_rank.items()}}
-            write_json(folder / "complete.json", with_schema(_COMPLETE, add_digest(body)))
+            write_json(folder / "complete.json", document(_COMPLETE, body))
 
 
 def load_rows(model: nn.Module, folder: str | Path, optimizer: Any = None, approximate: bool = False) -> None:
@@ -263,7 +263,7 @@ def _read_manifest(folder: Path) -> dict[Path, _File]:
         raise ShardCoreError(
             f"{folder} has {len(names)} files of rows and no complete.json; it needs a folder that save_rows finished"
         )
-    files = build_record(_Manifest, remove_digest(open_document(path, _COMPLETE), path), str(path)).files
+    files = read_record(_Manifest, path, _COMPLETE).files
     if differ := sorted(names ^ set(files)):
         raise ShardCoreError(
             f"{folder} and its complete.json differ in {len(differ)} files, such as "
