@@ -23,10 +23,9 @@ from shardcore.core.errors import Infeasible
 from shardcore.core.types import Placement, Plan, Problem, Shard
 from shardcore.core.validation import MOST_COUNT, Count, Record, within
 from shardcore.cost.model import CostModel, is_less, is_minimum
-from shardcore.search.anneal.batch import search_space_by_columns
 from shardcore.search.anneal.search_space import SearchSpace
 from shardcore.search.budget import Meter
-from shardcore.search.lockstep import Placed
+from shardcore.search.lockstep import Placed, search_space_by_columns
 from shardcore.search.state.feasible import feasible_shards, find_fitting_plan
 from shardcore.search.state.shards import priced_plan
 from shardcore.search.ties import cheapest_item, cost_ranks, sort_by_cost

@@ -21,11 +21,10 @@ import numpy as np
 
 from shardcore.core.types import Plan, Problem, Shard
 from shardcore.cost.model import CostModel
-from shardcore.search.anneal.batch import PlanBatch
 from shardcore.search.anneal.search_space import SearchSpace
 from shardcore.search.beam import TABLE_WISE, Beam
 from shardcore.search.budget import Budget
-from shardcore.search.lockstep import Placed, place_in_order
+from shardcore.search.lockstep import Placed, PlanBatch, place_in_order
 from shardcore.step.options import Options
 
 Load = Callable[[Shard], float]

@@ -30,11 +30,10 @@ import numpy as np
 from shardcore.core.types import Plan, Problem
 from shardcore.core.validation import MOST_COUNT, entry_count_within
 from shardcore.cost.model import CostModel
-from shardcore.search.anneal.batch import PlanBatch
 from shardcore.search.anneal.search_space import SearchSpace
 from shardcore.search.beam import Beam, BeamConfig
 from shardcore.search.budget import Budget
-from shardcore.search.lockstep import Placed, place_in_order
+from shardcore.search.lockstep import Placed, PlanBatch, place_in_order
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ from cuts import MODEL, draw_problem
 
 from shardcore.core.constraints import Constraints
 from shardcore.core.types import Shard
-from shardcore.search.anneal.batch import search_space_by_columns
-from shardcore.search.lockstep import Placed, place_in_order
+from shardcore.search.lockstep import Placed, place_in_order, search_space_by_columns
 
 CONSTRAINTS = Constraints(pinned=(("t3", (1, 2)),))
 PROBLEM = replace(draw_problem(0, n_tables=4), constraints=CONSTRAINTS)

@@ -16,8 +16,7 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem, Shard, Table
 from shardcore.cost.model import group_op_ms
 from shardcore.search import SHARDERS, Budget
-from shardcore.search.anneal.batch import PlanBatch, search_space_by_columns
-from shardcore.search.lockstep import place_in_order
+from shardcore.search.lockstep import PlanBatch, place_in_order, search_space_by_columns
 from shardcore.search.neuroshard import GreedyGrid, NeuroShardConfig, search_with_neuroshard
 from shardcore.step.lower import lower
 from shardcore.step.memory import plan_fits, table_peak_bytes, usable_bytes

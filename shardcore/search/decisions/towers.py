@@ -299,10 +299,6 @@ def _tables_sharing_hosts(problem: Problem, towers: Towers) -> list[tuple[str, .
     return list(dict.fromkeys(map(tuple, units.values())))
 
 
-def _group_name(unit: Sequence[str]) -> str:
-    return f"table {unit[0]!r}" if len(unit) == 1 else f"the group {first_names_text(unit)}"
-
-
 def _require_hosts_fit(
     units: Sequence[Sequence[str]], host: np.ndarray, n_bytes: np.ndarray, room: np.ndarray, problem: Problem
 ) -> None:
@@ -313,9 +309,10 @@ def _require_hosts_fit(
         # The largest group there. In smaller ones, it may fit.
         over, here = held[h] - room[h], np.flatnonzero(host == h)
         unit = units[int(here[np.argmax(n_bytes[here])])]
+        what = f"table {unit[0]!r}" if len(unit) == 1 else f"the group {first_names_text(unit)}"
         raise Infeasible(
             f"problem {problem.name!r} does not fit: no division of its towers over "
-            f"{len(room)} hosts was found. In the best one {_group_name(unit)} is on host "
+            f"{len(room)} hosts was found. In the best one {what} is on host "
             f"{list(devices_by_tower_unit(problem.topology))[h]!r}, whose tables take {size_text(held[h])} with "
             f"outputs; it may hold {size_text(room[h])}, {size_text(over)} too little. It may fit in smaller groups, "
             "or with that much more memory on each host"

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardcore.search.anneal.batch import PlanBatch
 from shardcore.search.anneal.search_space import SearchSpace
 from shardcore.search.learned.nets import PARTS, Net, PolicyInputs, Weights, shard_features
-from shardcore.search.lockstep import Placed, place_in_order
+from shardcore.search.lockstep import Placed, PlanBatch, place_in_order
 from shardcore.step.engine.arrays import FREE
 from shardcore.step.options import Options
 

@@ -30,12 +30,11 @@ from shardcore.core.types import Problem, Setting, Table
 from shardcore.core.validation import MOST_COUNT, Count, Record, Seed, Share, require, within
 from shardcore.cost.model import CostModel
 from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
-from shardcore.search.anneal.batch import search_space_by_columns
 from shardcore.search.greedy import ORDERS
 from shardcore.search.learned.nets import AutoShard, DreamShard, PolicyInputs, Weights, shard_features
 from shardcore.search.learned.policy import NETS, Policy
 from shardcore.search.learned.rollout import Rollout, Rollouts
-from shardcore.search.lockstep import Placed
+from shardcore.search.lockstep import Placed, search_space_by_columns
 from shardcore.search.state.feasible import feasible_shards
 from shardcore.tables.held_out import is_held_out
 

@@ -18,9 +18,9 @@ from shardcore.cost.model import price
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.anneal import compiled
 from shardcore.search.anneal import search_space as spaces
-from shardcore.search.anneal.batch import search_space_by_columns
 from shardcore.search.anneal.rates import output_exchange_rates
 from shardcore.search.anneal.reshard import Reshard
+from shardcore.search.lockstep import search_space_by_columns
 from shardcore.search.portfolio import search_with_annealing as anneal
 from shardcore.step import memory
 from shardcore.step.access import output_bytes

@@ -28,7 +28,6 @@ from shardcore.cost.model import price
 from shardcore.io import files
 from shardcore.io.towers import Towers, read_towers
 from shardcore.search import SHARDERS, Budget, greedy
-from shardcore.search.anneal.batch import PlanBatch, search_space_by_columns
 from shardcore.search.bound.lower_bound import prove_lower_bound
 from shardcore.search.decisions.driver import decide
 from shardcore.search.decisions.row_units import RowUnits
@@ -40,6 +39,7 @@ from shardcore.search.decisions.towers import (
     step_ms_without_towers,
     with_towers_of_plan,
 )
+from shardcore.search.lockstep import PlanBatch, search_space_by_columns
 from shardcore.step.kinds import CHANNELS
 from shardcore.step.lower import lower
 from shardcore.step.memory import table_peak_bytes

@@ -13,11 +13,11 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Shard, Table
 from shardcore.cost.model import price
 from shardcore.search import Budget, sharder
-from shardcore.search.anneal.batch import search_space_by_columns
 from shardcore.search.learned.nets import FEATURES, shard_features
 from shardcore.search.learned.policy import NETS
 from shardcore.search.learned.rollout import Rollouts
 from shardcore.search.learned.training import CostSample, Learner, PolicyConfig, Prepared
+from shardcore.search.lockstep import search_space_by_columns
 from shardcore.step import access
 from shardcore.step.lower import lower
 from shardcore.step.ways import cut_into_equal_parts, placements_of_bundles

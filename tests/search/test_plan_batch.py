@@ -28,7 +28,7 @@ from shardcore.core.tiers import Memory
 from shardcore.core.types import Setting, Shard
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
-from shardcore.search.anneal.batch import PlanBatch, search_space_by_columns
+from shardcore.search.lockstep import PlanBatch, search_space_by_columns
 from shardcore.step.lower import lower
 from shardcore.step.memory import used_bytes
 from shardcore.step.ways import allowed_devices_of_shard, bundle_shards, cut_into_equal_parts
