@@ -285,25 +285,19 @@ class Rank:
     def _measure_request(self, request: CollectiveRequest) -> RankTimes:
         """Run the repeats of one exchange on this rank."""
         _require_fits_gang(request, self.ranks, self.hosts)
-        parts_of = self._calls_by_direction(request)
-        ways = request.definition.ways
-        times: dict[str, tuple[list[float], list[float]]] = {way: ([], []) for way in ways}
-        work_s = []
-        for repeat in range(self.config.warmups + self.config.repeats):
+        parts_of, ways = self._calls_by_direction(request), request.definition.ways
+        runs: dict[str, list[tuple[float, float, float]]] = {way: [] for way in ways}
+        for _ in range(self.config.warmups + self.config.repeats):
             for way in ways:
                 # Only the first exchange is entered at given starts. The next follows it, as in a step.
                 start_ms = request.start_ms[self.rank] if way == ways[0] else 0.0
-                start, end, worked = self._run_timed(parts_of[way], start_ms, request.busy_ms)
-                # Warm-ups connect the ranks and allocate buffers.
-                if repeat >= self.config.warmups:
-                    starts, ends = times[way]
-                    starts.append(start)
-                    ends.append(end)
-                    work_s.append(worked)
-        timed = {way: (tuple(starts), tuple(ends)) for way, (starts, ends) in times.items()}
+                runs[way].append(self._run_timed(parts_of[way], start_ms, request.busy_ms))
+        # Starts, ends and own work of each way. Warm-ups connect the ranks and allocate buffers.
+        timed = {way: tuple(zip(*of_way[self.config.warmups :], strict=True)) for way, of_way in runs.items()}
+        spans = {way: (starts, ends) for way, (starts, ends, _) in timed.items()}
         # Only transfers of ids have own work.
-        own_s = tuple(work_s) if request.definition.ids else ()
-        return RankTimes(timed.get("forward"), timed.get("backward"), self._oversubscribed, own_s)
+        own_s = timed[ways[0]][2] if request.definition.ids else ()
+        return RankTimes(spans.get("forward"), spans.get("backward"), self._oversubscribed, own_s)
 
     def _calls_by_direction(self, request: CollectiveRequest) -> dict[str, Parts]:
         """Calls that run a request's exchange, by direction (forward, backward)."""

@@ -188,18 +188,10 @@ class KernelBench:
             except self._device.request_errors:
                 continue
 
-        def run_total_ms(run: Run) -> float:
-            # Too few ops do not evict each other from the caches.
-            """Run an op once, with cold caches if few ops run in turn. Returns forward + backward ms."""
-            if 2 * len(runs) < self.config.interleave:
-                self._caches.evict()
-            return self.run_once_ms(run)
-
         # At least ten rounds, for machines on which one takes the whole time.
         while time.monotonic() < until or len(totals) < 10:
-            for run in runs:
-                run_total_ms(run)
-            totals.append(run_total_ms(reference))
+            of_round = [sum(self._run_in_turn(run, len(runs))) for run in (*runs, reference)]
+            totals.append(of_round[-1])
         return float(np.median(totals))
 
     def _run_round(self) -> list[ComputeSample]:
@@ -207,17 +199,14 @@ class KernelBench:
         turn = [*self._active, *([self._reference] if self._reference else [])]
         # No op profits from the same neighbour in each round.
         self._order.shuffle(turn)
-        # Half a window of ops is enough to fill the caches between two runs.
-        crowded = 2 * len(self._active) >= self.config.interleave
-        failed = [sample for run in turn if (sample := self._run_repeat(run, crowded))]
+        active = len(self._active)
+        failed = [sample for run in turn if (sample := self._run_repeat(run, active))]
         return failed + self._collect_settled()
 
-    def _run_repeat(self, run: Run, crowded: bool) -> ComputeSample | None:
-        """Run an op once more. Returns a sample with the error if the run fails."""
-        if not crowded:
-            self._caches.evict()
+    def _run_repeat(self, run: Run, active: int) -> ComputeSample | None:
+        """Run an op once more, one of so many. Returns a sample with the error if the run fails."""
         try:
-            forward, backward = self._retry_without_cache(lambda: self._run_once(run))
+            forward, backward = self._retry_without_cache(lambda: self._run_in_turn(run, active))
         except self._device.request_errors as error:
             # Without the reference, the usual speed is not known, so nothing can go on.
             if run is self._reference:
@@ -301,6 +290,13 @@ class KernelBench:
     def run_once_ms(self, run: Run) -> float:
         """Run an op once. Returns forward + backward ms of the clock."""
         return sum(self._run_once(run))
+
+    def _run_in_turn(self, run: Run, active: int) -> tuple[float, float]:
+        """Run an op once, in turn with others. Too few do not evict each other from the caches, so this does."""
+        # Half a window of ops is enough to fill the caches between two runs.
+        if 2 * active < self.config.interleave:
+            self._caches.evict()
+        return self._run_once(run)
 
     def _run_once(self, run: Run) -> tuple[float, float]:
         """Run an op once. Returns forward and backward ms of the clock."""
