@@ -28,6 +28,7 @@ from pathlib import Path
 from urllib.parse import urlparse
 
 import httpx
+import psutil
 
 from shardcore.core.errors import ShardCoreError
 from tasks import console, owned, paths
@@ -160,12 +161,8 @@ def temporary_prefect_server(wait: bool = True) -> Iterator[tuple[str, subproces
         held.close()
         # In an owned run the guardian ends it and removes its database, after the flows.
         if not os.environ.get(owned.RUN):
-            server.terminate()
-            try:
-                server.wait(timeout=10)
-            except subprocess.TimeoutExpired:
-                server.kill()
-                server.wait()
+            # `poll` also reaps it.
+            owned.end_processes(lambda: [psutil.Process(server.pid)] if server.poll() is None else [], 10.0)
             shutil.rmtree(folder, ignore_errors=True)
 
 

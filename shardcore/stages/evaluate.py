@@ -334,14 +334,13 @@ def _replay_problems(
         for p in problems
     ]
     _remove_stale_results(out, but=[p.name for p in problems])
-
-    def replay_workloads(workloads: Sequence[Any]) -> Sequence[Any]:
-        return replay_all(workloads, model.setting, steps, transport, reference)
-
+    replay = partial(
+        replay_all, setting=model.setting, config=steps, transport=transport, reference=reference
+    )
     for i, (problem, plans) in enumerate(zip(problems, plans_of, strict=True)):
         where = out / problem.name
         is_kept = replays.has_valid_replays(where, problem, plans, model.setting, steps)
-        keep = partial(replays.replay_or_reuse, where, problem, plans, model.setting, steps, replay_workloads)
+        keep = partial(replays.replay_or_reuse, where, problem, plans, model.setting, steps, replay)
         if not failures.attempt(problem.name, lambda keep=keep: kept.append(keep())):
             continue
         found = replay_metrics.flat_metrics(replay_metrics.judge_replays(kept[-1:], model))

@@ -87,15 +87,12 @@ class Wanted:
 
     def draw_groups(self) -> Iterator[tuple[str, ComputeRequest]]:
         """Draw the distinct groups of shards to measure as ops, with their ids."""
-        live, config, shape = tables_with_lookups(self.pool), self.config, self.config.group_config
+        live, config, setting = tables_with_lookups(self.pool), self.config, self.setting
         drawn = [t for t in live if is_held_out(t)] if config.held_out else live
-
-        def draw_request(i: int) -> ComputeRequest:
-            return draw_compute_request(drawn, i, self.setting, config.seed, shape)
-
-        return distinct_requests(
-            draw_request, lambda r: dataset.compute_id(self.setting, r), config.compute_samples
+        draw = partial(
+            draw_compute_request, drawn, setting=setting, seed=config.seed, config=config.group_config
         )
+        return distinct_requests(draw, partial(dataset.compute_id, setting), config.compute_samples)
 
     def reference_op_request(self) -> ComputeRequest:
         """Request of the reference op."""
@@ -103,13 +100,12 @@ class Wanted:
 
     def draw_exchanges(self) -> Iterator[tuple[str, CollectiveRequest]]:
         """Draw the distinct exchanges to measure, with their ids; none if there are fewer than two ranks."""
-        ranks, config = self.n_ranks, self.config
-
-        def draw_request(i: int) -> CollectiveRequest:
-            return draw_collective_request(i, ranks, self.setting.batch, config.seed, hosts=config.hosts)
-
+        ranks, config, setting = self.n_ranks, self.config, self.setting
+        draw = partial(
+            draw_collective_request, ranks=ranks, batch=setting.batch, seed=config.seed, hosts=config.hosts
+        )
         most = config.comm_samples if ranks > 1 else 0
-        return distinct_requests(draw_request, lambda r: dataset.collective_id(self.setting, r), most)
+        return distinct_requests(draw, partial(dataset.collective_id, setting), most)
 
     def draw_steps(self) -> list[tuple[Problem, Plans]]:
         """Draw the plans whose steps are measured, by problem."""
@@ -403,10 +399,9 @@ def measure_steps(wanted: Wanted, folder: Path, progress: Progress) -> int:
         return 0
     tally, failures = Tally("steps", total), Failures(progress.warning)
     reference = dataset.reference_op(folder, setting)
-
-    def replay_workloads(workloads: Sequence[Any]) -> Sequence[Any]:
-        return replay_all(workloads, setting, config, wanted.transport, reference)
-
+    replay = partial(
+        replay_all, setting=setting, config=config, transport=wanted.transport, reference=reference
+    )
     # The second round repeats replays that were disturbed in the first.
     for again in (False, True):
         for problem, plans in replays.plans_without_replay(folder, steps, setting):
@@ -414,9 +409,7 @@ def measure_steps(wanted: Wanted, folder: Path, progress: Progress) -> int:
                 continue
             if again:
                 progress.info("%d steps of %s were disturbed; they run once more", len(plans), problem.name)
-            work = partial(
-                replays.add_missing_replays, folder, problem, plans, setting, config, replay_workloads
-            )
+            work = partial(replays.add_missing_replays, folder, problem, plans, setting, config, replay)
             if failures.attempt(problem.name, work) and not again:
                 tally.add(f"{wanted.n_step_ranks} ranks", len(plans))
                 progress.show(tally)
