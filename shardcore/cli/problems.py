@@ -32,7 +32,7 @@ def problem(args: ProblemOptions) -> None:
     )
     require(
         not measured or args.zipf_alpha is None,
-        f"--zipf-alpha {args.zipf_alpha:g} was given with {args.tables}, which has measured lookups; it needs a "
+        f"--zipf-alpha {args.zipf_alpha} was given with {args.tables}, which has measured lookups; it needs a "
         "public list",
     )
     if args.tables.endswith(".json"):
