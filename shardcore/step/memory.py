@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -197,10 +197,7 @@ def memory_by_part(plan: Plan, problem: Problem) -> list[DeviceMemory]:
     require_type(plan, Plan, "plan", "a Plan, as a sharder gives")
     require_type(problem, Problem, "problem", "a Problem")
     batches = local_batch_shares(merged_placements(plan.placements), problem)
-    phases, columns = (
-        phase_terms(tuple(batches), problem),
-        {run: sums_of_run(r) for r, run in enumerate(batches)},
-    )
+    account = Account.from_batches(batches, problem)
     # Terms of a local batch are equal on all devices, so they are computed once.
     of_all, of_devices, devices = local_batch_terms(batches, problem), _shards_of_devices(plan, problem), []
     # All devices share one index of caches, so that their counts have the same meaning.
@@ -208,13 +205,13 @@ def memory_by_part(plan: Plan, problem: Problem) -> list[DeviceMemory]:
     for held in of_devices:
         terms = of_all.copy()
         for run, sums in _sums_of_runs(held, problem).items():
-            terms[columns[run]] = sums
-        by_phase = phases.by_part @ terms
+            terms[account.runs[run]] = sums
+        by_phase = account.by_part @ terms
         largest = int(by_phase.sum(1).argmax())
         parts: dict[str, float] = dict(zip(PARTS, by_phase[largest].tolist(), strict=True))
         # The cache is as wide as its widest shard: what resident_bytes does not count is padding.
         parts["weights"] += float(caches.padding_bytes(caches.total_counts(held))) if len(caches) else 0.0
-        devices.append(DeviceMemory(phases.names[largest], _rounded_parts(parts)))
+        devices.append(DeviceMemory(account.names[largest], _rounded_parts(parts)))
     return devices
 
 
@@ -580,24 +577,61 @@ def table_of_runs(runs: Sequence[Layout]) -> np.ndarray:
 
 
 @dataclass(frozen=True, eq=False)
-class PhaseTerms:
-    """Memory phases of a step: bytes of each for a unit of each term of memory, by part.
+class Account:
+    """Memory of plans with the same runs and the same local batch, linear in terms.
 
     Terms K are FIXED and those after it, then those of each run (`columns_of_run`).
 
-    names: [P] of phases, in their order.
-    by_part: [P, Q, K]
-    peaks: [P', K] of all parts together, of phases that may be a device's peak.
+    runs: columns of each run's sums among the terms, in the order in which TorchRec runs them.
+    names: [N] of the phases of a step, in their order.
+    by_part: [N, Q, K] bytes in a phase for a unit of each term.
+    terms: [P, K] the same of all parts together. Only phases that can be a device's peak.
+    limits: [D, P] bytes that a device may have, with its local batch.
+    phases: number of the first columns of P that are phases. Others are lookups and features of each run's op,
+      which FBGEMM limits. They exist only where a plan may have too many.
+    base: [P] bytes of a local batch.
     """
 
+    problem: Problem
+    runs: Mapping[Layout, slice]
     names: tuple[str, ...]
     by_part: np.ndarray
-    peaks: np.ndarray
+    terms: np.ndarray
+    limits: np.ndarray
+    phases: int
+    base: np.ndarray
+
+    @classmethod
+    def from_batches(cls, batches: Mapping[Layout, RunBatch], problem: Problem) -> Account:
+        """The memory account of plans with these layouts, from each layout's share of a local batch.
+
+        batches: share of each run in a local batch, in the order of runs.
+        """
+        account = account_without_batch(tuple(batches), problem)
+        return replace(account, base=account.terms @ local_batch_terms(batches, problem))
+
+    @property
+    def sent(self) -> np.ndarray:
+        """[P] batches of which ids for a local batch are in a phase."""
+        return self.terms[:, SENT]
+
+    def bytes_by_phase(self, run: Layout, sums: Sums) -> np.ndarray:
+        """[P] bytes that a shard of a run takes on its device in each phase of a step."""
+        return self.terms[:, self.runs[run]] @ np.array(sums, float)
+
+    def device_loads(self, placements: Iterable[Placement]) -> np.ndarray:
+        """[D, P] bytes of placements on each device in each phase of a step, without the local batch."""
+        load = np.zeros(self.limits.shape)
+        for placement in placements:
+            run = layout_for_table(placement.kind, placement.shard.table)
+            for device, shard in shards_by_device(placement):
+                load[device] += self.bytes_by_phase(run, shard_sums(run, shard, self.problem))
+        return load
 
 
 @lru_cache(maxsize=64)
-def phase_terms(runs: tuple[Layout, ...], problem: Problem) -> PhaseTerms:
-    """The memory phases of plans with these layouts, in the order in which TorchRec runs them."""
+def account_without_batch(runs: tuple[Layout, ...], problem: Problem) -> Account:
+    """The memory account of plans with these layouts, in the order in which TorchRec runs them, and no local batch."""
     of_runs, n_terms = run_stages(runs, problem), columns_of_run(len(runs)).start
     looks_up_ahead = PIPELINES[problem.job.pipeline].looks_up_ahead
     slots = np.zeros((*of_runs.slots.shape[:-1], n_terms))
@@ -626,11 +660,25 @@ def phase_terms(runs: tuple[Layout, ...], problem: Problem) -> PhaseTerms:
     peaks = np.unique(by_part.sum(1), axis=0)
     # less[a, b]: a has no more of any term than b. Then a is never the peak. A phase below none but itself stays.
     less = (peaks[:, None] <= peaks[None]).all(2)
-    return PhaseTerms(names, by_part, peaks[less.sum(1) == 1])
+    terms = peaks[less.sum(1) == 1]
+    # One limit a device, repeated for all phases: the peak is the largest of them.
+    limits, phases = np.tile(np.array(usable_bytes(problem), float)[:, None], len(terms)), len(terms)
+    # FBGEMM's limits are extra columns: searches then check them by the same comparison as memory.
+    if may_exceed_op_limits(problem):
+        # Load and limit are both scaled by OF_OP, so an excess of one id reads as 1 KiB too much.
+        of_ops = [n for run in runs for n in (MOST_IDS, max_op_features(run.op_batch(problem)))]
+        limits = np.append(limits, np.tile(OF_OP * np.array(of_ops, float), (len(limits), 1)), axis=1)
+        terms = np.append(terms, np.zeros((len(of_ops), n_terms)), axis=0)
+        for r in range(len(runs)):
+            # Each op counts its own run's lookups and features only.
+            of_run = terms[phases + 2 * r : phases + 2 * r + 2, sums_of_run(r)]
+            of_run[0, Sums._fields.index("lookups")] = of_run[1, Sums._fields.index("features")] = OF_OP
+    columns = {run: sums_of_run(r) for r, run in enumerate(runs)}
+    return Account(problem, columns, names, by_part, terms, limits, phases, np.zeros(len(terms)))
 
 
 def local_batch_terms(batches: Mapping[Layout, RunBatch], problem: Problem) -> np.ndarray:
-    """[K] terms of memory of a local batch (see PhaseTerms), the same on all devices.
+    """[K] terms of memory of a local batch (see Account), the same on all devices.
 
     batches: share of each run, in the order of runs.
     """
@@ -646,67 +694,6 @@ def local_batch_terms(batches: Mapping[Layout, RunBatch], problem: Problem) -> n
     return terms
 
 
-@dataclass(frozen=True, eq=False)
-class Account:
-    """Memory of plans with the same runs and the same local batch.
-
-    runs: columns of each run's sums among terms of memory, in the order in which TorchRec runs them.
-    terms: [P, K] bytes in a phase for a unit of each term. Only phases that can be a device's peak.
-    base: [P] bytes of a local batch.
-    limits: [D, P] bytes that a device may have, with its local batch.
-    phases: number of the first columns of P that are phases. Others are lookups and features of each run's op,
-      which FBGEMM limits. They exist only where a plan may have too many.
-    """
-
-    problem: Problem
-    runs: Mapping[Layout, slice]
-    terms: np.ndarray
-    base: np.ndarray
-    limits: np.ndarray
-    phases: int
-
-    @classmethod
-    def from_batches(cls, batches: Mapping[Layout, RunBatch], problem: Problem) -> Account:
-        """The memory account of plans with these layouts, from each layout's share of a local batch.
-
-        batches: share of each run in a local batch, in the order of runs.
-        """
-        runs = {run: sums_of_run(r) for r, run in enumerate(batches)}
-        peaks = phase_terms(tuple(batches), problem).peaks
-        # One limit a device, repeated for all phases: the peak is the largest of them.
-        limits = np.tile(np.array(usable_bytes(problem), dtype=float)[:, None], len(peaks))
-        phases, terms = len(peaks), peaks
-        # FBGEMM's limits are extra columns: searches then check them by the same comparison as memory.
-        if may_exceed_op_limits(problem):
-            # Load and limit are both scaled by OF_OP, so an excess of one id reads as 1 KiB too much.
-            of_op = [n for run in runs for n in (MOST_IDS, max_op_features(run.op_batch(problem)))]
-            limits = np.append(limits, np.tile(OF_OP * np.array(of_op, float), (len(limits), 1)), axis=1)
-            terms = np.append(peaks, np.zeros((len(of_op), peaks.shape[1])), axis=0)
-            for i, columns in enumerate(runs.values()):
-                # Each op counts its own run's lookups and features only.
-                of_run = terms[phases + 2 * i : phases + 2 * i + 2, columns]
-                of_run[0, Sums._fields.index("lookups")] = of_run[1, Sums._fields.index("features")] = OF_OP
-        return cls(problem, runs, terms, terms @ local_batch_terms(batches, problem), limits, phases)
-
-    @property
-    def sent(self) -> np.ndarray:
-        """[P] batches of which ids for a local batch are in a phase."""
-        return self.terms[:, SENT]
-
-    def bytes_by_phase(self, run: Layout, sums: Sums) -> np.ndarray:
-        """[P] bytes that a shard of a run takes on its device in each phase of a step."""
-        return self.terms[:, self.runs[run]] @ np.array(sums, float)
-
-    def device_loads(self, placements: Iterable[Placement]) -> np.ndarray:
-        """[D, P] bytes of placements on each device in each phase of a step, without the local batch."""
-        load = np.zeros(self.limits.shape)
-        for placement in placements:
-            run = layout_for_table(placement.kind, placement.shard.table)
-            for device, shard in shards_by_device(placement):
-                load[device] += self.bytes_by_phase(run, shard_sums(run, shard, self.problem))
-        return load
-
-
 def peak_bytes_function(problem: Problem) -> Callable[[Layout, Shard], int]:
     """A function of a layout and a shard: bytes that the shard alone takes on a device at its peak.
 
@@ -715,15 +702,16 @@ def peak_bytes_function(problem: Problem) -> Callable[[Layout, Shard], int]:
 
     def peak_bytes(run: Layout, shard: Shard) -> int:
         """Bytes that a shard alone takes on a device at its peak."""
-        peaks, ids = phase_terms((run,), problem).peaks, 0.0
+        account, ids = account_without_batch((run,), problem), 0.0
         # Cutting a table sends its ids once more, so every device permutes one more copy.
         if shard.width < shard.table.dim and not run.local_batch:
             ids += id_bytes_per_sample(shard.table, problem.job)
         # Bucketized ids are an extra copy, with lengths for each range.
         if run.divides_rows:
             ids += bucketized_id_bytes(shard.table, problem.job, len(run.shared_by(problem.topology)[0]))
-        own = peaks[:, sums_of_run(0)] @ np.array(shard_sums(run, shard, problem), float)
-        return math.ceil((own + problem.local_batch * ids * peaks[:, SENT]).max())
+        own = account.bytes_by_phase(run, shard_sums(run, shard, problem))
+        # Columns beyond `phases` are op limits, not bytes.
+        return math.ceil((own + problem.local_batch * ids * account.sent)[: account.phases].max())
 
     return peak_bytes
 
