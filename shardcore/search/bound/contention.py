@@ -75,7 +75,7 @@ def op_slowdown_curve(codes: np.ndarray, item: np.ndarray, usual: np.ndarray, mo
     load = codes @ rates
     # Slowdowns change fast near a usual load, so intervals there are a few per cent.
     inner = max(float(usual @ rates), 1e-12) * np.geomspace(_FROM, _TO, _INTERVALS - 1)
-    top = max(float(np.maximum.reduceat(load, _first_shards(item)).sum()), 1e-12) * (1 + 1e-9)
+    top = max(float(np.maximum.reduceat(load, first_shards(item)).sum()), 1e-12) * (1 + 1e-9)
     ends = np.concatenate([[0.0], inner[inner < top], [top]])
     own, busy = model.rates(codes), load > 0
     # Rates of an interval hold for all ops in it, as they are those at its lower end. A shard counts at these, or
@@ -90,7 +90,7 @@ def op_slowdown_curve(codes: np.ndarray, item: np.ndarray, usual: np.ndarray, mo
     return Curve((own * codes).sum(1), load, ends, np.maximum.accumulate(slowdown))
 
 
-def _first_shards(item: np.ndarray) -> np.ndarray:
+def first_shards(item: np.ndarray) -> np.ndarray:
     """[I] index of the first shard of each item."""
     return np.flatnonzero(np.diff(item, prepend=-1))
 
@@ -164,7 +164,7 @@ def least_feature_sums(
 
     A fractional knapsack: it takes load first from items that bring least of the value.
     """
-    first = _first_shards(item)
+    first = first_shards(item)
     # Relaxed: the most load of any shard of an item, at the least value a load of any.
     room = np.maximum.reduceat(load, first)
     each = np.minimum.reduceat(values / load[:, None], first)

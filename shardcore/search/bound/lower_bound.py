@@ -49,7 +49,7 @@ import numpy as np
 
 from shardcore.core.types import Problem, Table
 from shardcore.cost.model import CostModel
-from shardcore.search.bound.contention import Curve, op_slowdown_curve
+from shardcore.search.bound.contention import Curve, first_shards, op_slowdown_curve
 from shardcore.search.bound.options import Exchanges, Run, items_and_runs, space_description
 from shardcore.step.exchange_lines import has_equal_transfers, is_even_division_cheapest
 from shardcore.step.kinds import Layout
@@ -197,7 +197,8 @@ class Program:
         for r, run in enumerate(runs):
             # Replicas of all collections are one exchange, so its law is that of all.
             peers = [other for other in runs if other.is_replicated] if run.is_replicated else [run]
-            exchanges.append(Exchanges(problem, model, run, np.concatenate([_item_bytes(x) for x in peers])))
+            of_items = [(x.sent / x.part)[first_shards(x.item)] for x in peers]
+            exchanges.append(Exchanges(problem, model, run, np.concatenate(of_items)))
             lines = exchanges[-1]
             columns = {
                 "run": np.full(len(run.part), r),
@@ -392,12 +393,6 @@ class Program:
                     rows.add_constraint(0.0, *terms, (present[r], -self.count[c] * (launch_ms + once)))
                 else:
                     rows.add_constraint(float(self.count[c]) * once, *terms)
-
-
-def _item_bytes(run: Run) -> np.ndarray:
-    """[I] bytes of each item of a run, if the whole item ran by the run's layout."""
-    _, first = np.unique(run.item, return_index=True)
-    return (run.sent / run.part)[first]
 
 
 def dual_feasible_functions(size: np.ndarray) -> Iterator[np.ndarray]:
