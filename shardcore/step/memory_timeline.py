@@ -50,8 +50,6 @@ Alive = Mapping[str, Mapping[str, int]]
 
 Buffers of a run on a device:
 
-- arrived: ids of a global batch that it receives.
-- offsets: of a batch that it looks up. One batch counts in all phases: backward needs them until the next lookup.
 - first, last: outputs that enter the run's first collective, and its last one. They may be the same. There, back: as
   they travel, and their gradients.
 - cast, clamped: copies by TorchRec's codec, in the number type that travels and before. 0 for FP32.
@@ -61,9 +59,6 @@ Buffers of a run on a device:
 
 Buffers of a run for the local batch. A plan decides them, and they are the same on all devices:
 
-- sent: ids in the order of the plan, and in buckets if the rows of a table are divided (of sequences, also the place of
-  each id). A table cut by columns has several copies. TorchRec does not copy a batch whose features are in that order
-  already. It counts nevertheless, for its order is not known.
 - local: outputs. There, back, cast, clamped, decoded, recast: as above.
 - copied: outputs as they travel back, unless they are the whole of a tensor.
 - together: outputs, if those of several runs are joined to one tensor.
@@ -72,12 +67,7 @@ Buffers of a run for the local batch. A plan decides them, and they are the same
 - gradient: gradient of all outputs of its collection, if this run is the last that needs it. Uncut: the same, if
   none of its columns are cut. Else they are copied before.
 
-Others, which count for the first run:
-
-- batch: a local batch: its ids, and what else it has.
-- dense part, activations: tensors of the dense part that are always there, and in its passes.
-- expanded: outputs of bags copied to samples, where features have batches of their own.
-- scratch: tensors by which the dense optimizer updates the largest replica, or the dense part.
+Ids, local batches and the dense part belong to no run (shard_memory.bytes_by_moment).
 """
 
 

@@ -99,7 +99,9 @@ class RunBatch(NamedTuple):
 
     outputs: bytes of outputs of a device's own samples, from all tables, wherever they are.
     cut: True if some of the tables are cut by columns.
-    sent: bytes of ids in the order of the plan, and in buckets where rows are divided.
+    sent: bytes of ids in the order of the plan, and in buckets where rows are divided (of sequences, also the place of
+      each id). A table cut by columns has several copies. TorchRec does not copy a batch whose features are in that
+      order already. It counts nevertheless, for its order is not known.
     scratch: bytes by which the dense optimizer updates the largest replica.
     """
 
@@ -181,7 +183,8 @@ def bytes_by_moment(problem: Problem) -> np.ndarray:
     """[2, M, Q, 3] bytes of each part that are there whatever runs hold, at each moment of a step
     (memory_timeline.MOMENTS), without and with replicas.
 
-    Bytes of batches and of the dense part, and multiples of ids that are sent, and of those that arrived.
+    Bytes of batches and of the dense part, and multiples of ids that are sent, and of those that arrived. Offsets of a
+    batch are resident (memory.Sums): backward needs them until the next lookup.
     """
     job, pipeline = problem.job, PIPELINES[problem.job.pipeline]
     # A local batch of input: ids, lengths, and dense features.

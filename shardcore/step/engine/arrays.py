@@ -86,7 +86,7 @@ class SearchProblem(NamedTuple):
     ]  # [2, Y, S] that of each device of a layout's groups but the last, and of the last
     vectors: float64[:, ::1]  # [O, V]
     options: int64[:, ::1]  # [O, 2] see OPTION_RUN
-    alone: float64[:, ::1]  # [O, 7] see OUTPUTS
+    alone: float64[:, ::1]  # [O, 7] see OF_SENT
     first_code: int64  # where encodings begin in vectors
     strips: int64[:, ::1]  # [S, 6] see RUN
     may_split: boolean[::1]  # [S] whether columns may be cut
