@@ -311,13 +311,19 @@ def _train_weights(
     is_final: bool = False,
 ) -> dict[str, np.ndarray]:
     """Train the weights of nets.encode_shards and nets.op_ms, and fit the error quantiles (quantiles.py)."""
-    fixed, raw = (
-        _initial_weights(known, config)
-        if start is None
-        else _fine_tuning_weights(start, {} if is_final else _fit_launch_and_rates(known, start))
-    )
-    # Fixed weights are constants of the formulas; raw ones are trained.
+    first = _initial_weights(known, config) if start is None else dict(start.weights)
+    if start is not None and not is_final:
+        first |= _fit_launch_and_rates(known, start)
+    # Fixed weights are constants of the formulas; raw ones are trained, of positive ones the logarithms.
+    fixed = {k: first[k] for k in _FIXED}
     tensors = {k: torch.from_numpy(v) for k, v in fixed.items()}
+    raw = {
+        f"log.{k}" if k in _LOGS else k: torch.from_numpy(
+            np.log(v) if k in _LOGS else np.array(v)
+        ).requires_grad_()
+        for k, v in first.items()
+        if k == "launch" or k.startswith(("network.", "contention."))
+    }
     # Enough steps an epoch, even for small datasets.
     n_known = len(known.measured)
     batch_size = max(1, min(config.batch_size, n_known // _LEAST_STEPS))
@@ -366,12 +372,12 @@ def _train_weights(
 
 _LOGS = ("launch", "contention.0.weight", "contention.1.weight")
 """Positive weights. Training moves their logarithms."""
+_FIXED = ("rates", "condition_low", "condition_high", "condition_mean", "condition_sd", "load_typical")
+"""Weights that training leaves as they are."""
 
 
-def _initial_weights(
-    known: _Groups, config: FitConfig
-) -> tuple[dict[str, np.ndarray], dict[str, torch.Tensor]]:
-    """Initial weights of the compute model: those that stay fixed, and those to train.
+def _initial_weights(known: _Groups, config: FitConfig) -> dict[str, np.ndarray]:
+    """Initial weights of the compute model.
 
     The network's last layer starts at 0, and contention starts near 0. So training begins at the physical
     baseline.
@@ -381,7 +387,8 @@ def _initial_weights(
     launch, rates = _fit_linear_laws(known, [drivers, drivers])
     spread = known.conditions.std(0)
     # Conditions are standardised, and loads are relative to the median op.
-    fixed = {
+    weights = {
+        "launch": launch,
         "rates": rates,
         # Bounds of the correction: beyond them it stays constant.
         "condition_low": known.conditions.min(0),
@@ -393,25 +400,26 @@ def _initial_weights(
         "load_typical": np.maximum(np.median(drivers, 0), 1.0),
     }
     generator = torch.Generator().manual_seed(config.seed)
-    raw = {"log.launch": torch.from_numpy(np.log(launch))}
 
-    def normal_tensor(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+    def draw_normal(*shape: int) -> np.ndarray:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).numpy()
 
     # Scale by 1 / sqrt(inputs), so that activations start near unit variance.
     sizes = [len(features.CONDITIONS), *config.hidden, 2]
     for i, (n_in, n_out) in enumerate(itertools.pairwise(sizes)):
         # The last layer starts at 0: a correction of exp(0) = 1.
-        raw[f"network.{i}.weight"] = (0.0 if i == len(config.hidden) else n_in**-0.5) * normal_tensor(
-            n_in, n_out
-        )
-        raw[f"network.{i}.bias"] = torch.zeros(n_out, dtype=torch.float64)
-    # Logarithms of positive weights, near exp(-2), with some spread so that units differ.
-    raw["log.contention.0.weight"] = 0.3 * normal_tensor(len(features.DRIVERS), _CONTENTIONS) - 2
-    raw["contention.0.bias"] = normal_tensor(_CONTENTIONS)
-    # exp(-5): next to no contention at first.
-    raw["log.contention.1.weight"] = torch.full((_CONTENTIONS, 2), -5.0, dtype=torch.float64)
-    return fixed, {k: v.requires_grad_() for k, v in raw.items()}
+        scale = 0.0 if i == len(config.hidden) else n_in**-0.5
+        weights |= {
+            f"network.{i}.weight": scale * draw_normal(n_in, n_out),
+            f"network.{i}.bias": np.zeros(n_out),
+        }
+    return weights | {
+        # Positive, near exp(-2), with some spread so that units differ.
+        "contention.0.weight": np.exp(0.3 * draw_normal(len(features.DRIVERS), _CONTENTIONS) - 2),
+        "contention.0.bias": draw_normal(_CONTENTIONS),
+        # exp(-5): next to no contention at first.
+        "contention.1.weight": np.full((_CONTENTIONS, 2), np.exp(-5.0)),
+    }
 
 
 def _distilled_model(
@@ -436,20 +444,6 @@ def _distilled_model(
         weights,
         {"ranges": {}, "provenance": {"profile": NOT_MEASURED, "profile_digest": profile.digest}},
     )
-
-
-def _fine_tuning_weights(
-    start: NeuralModel, refitted: dict[str, np.ndarray]
-) -> tuple[dict[str, np.ndarray], dict[str, torch.Tensor]]:
-    """A trained model's weights for fine-tuning: those that stay fixed, and those to train."""
-    weights = {**start.weights, **refitted}
-    raw = {}
-    for k, v in weights.items():
-        if k == "launch" or k.startswith(("network.", "contention.")):
-            name, values = (f"log.{k}", np.log(v)) if k in _LOGS else (k, np.array(v))
-            raw[name] = torch.from_numpy(values).requires_grad_()
-    names = ("rates", "condition_low", "condition_high", "condition_mean", "condition_sd", "load_typical")
-    return {k: weights[k] for k in names}, raw
 
 
 def _fit_launch_and_rates(known: _Groups, law: NeuralModel) -> dict[str, np.ndarray]:
@@ -511,19 +505,15 @@ def _predict_op_ms(
 ) -> torch.Tensor:
     """[S, 2] predicted ms, forward and backward, of all ops or the chosen ones."""
     chosen = np.arange(len(groups.measured)) if chosen is None else chosen
-    # Number of shards of each chosen op, and for each shard the position of its op in `chosen`.
-    sizes = np.diff(groups.starts)[chosen]
-    group = np.repeat(np.arange(len(chosen)), sizes)
-    # 0, 1, 2, ... within each op, after its first row.
-    within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    rows = groups.starts[chosen][group] + within
+    firsts, ends = groups.starts[chosen], groups.starts[chosen + 1]
+    rows = np.concatenate([np.arange(*of_op) for of_op in zip(firsts, ends, strict=True)])
     # Exponentials keep launch and contention positive, as proofs of bounds need.
     w = {**fixed, **_exponentiated_weights(raw)}
     drivers, conditions = torch.from_numpy(groups.drivers[rows]), torch.from_numpy(groups.conditions[rows])
     codes = nets.encode_shards(w, drivers, conditions, torch)
-    # Sum shards by op. index_add is torch's form of np.add.at.
-    sums = torch.zeros(len(chosen), codes.shape[1], dtype=codes.dtype)
-    return nets.op_ms(w, sums.index_add(0, torch.from_numpy(group), codes), torch)
+    # Sum shards by op.
+    sums = torch.segment_reduce(codes, "sum", lengths=torch.from_numpy(ends - firsts))
+    return nets.op_ms(w, sums, torch)
 
 
 def _train_epoch(
