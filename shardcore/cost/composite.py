@@ -240,10 +240,9 @@ def save_models(model: NeuralModel | Composite, folder: str | Path) -> None:
     """Write a cost model to a folder, or each of several to a subfolder named by its precision."""
     from shardcore.cost import neural
 
-    if isinstance(model, neural.NeuralModel):
-        return neural.save(model, folder)
-    for one in model.models:
-        neural.save(one, Path(folder) / one.setting.precision)
+    models = model.models if isinstance(model, Composite) else (model,)
+    for one in models:
+        neural.save(one, Path(folder) / one.setting.precision if len(models) > 1 else folder)
 
 
 def _workload_of_precision(precision: str, workload: Workload, exchanges: bool) -> Workload:

@@ -22,10 +22,11 @@ from shardcore.core.types import Setting
 from shardcore.core.validation import (
     MOST_BYTES,
     Record,
+    Rule,
+    each,
     require,
     require_name,
     require_path_name,
-    require_types,
     to_path_name,
     within,
 )
@@ -96,6 +97,7 @@ HOST_GBPS = ("host_read_gbps", "host_update_gbps", "host_cache_gbps")
 MOST_UNCERTAINTY = 3.0
 ENDS = (1e-9, 1e15)
 """The ends of a rate in its unit. Beyond them prices overflow."""
+_STATED = Rule(lambda text: bool(text.strip()), "it needs one", found=lambda name, _: f"no {name}")
 _DEFAULT_BATCH = 65_536
 """Batch of a model that is of no problem yet."""
 
@@ -113,15 +115,11 @@ class Rate(Record, noun="a rate"):
     value: Annotated[float, within(*ENDS)]
     uncertainty: Annotated[float, within(0, MOST_UNCERTAINTY)]
     unit: str
-    source: str
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(bool(self.source.strip()), "a rate has no source; it needs one")
+    source: Annotated[str, _STATED]
 
 
 @dataclass(frozen=True)
-class Profile:
+class Profile(Record, noun="profile"):
     """Rates of a card, and of the links between such cards.
 
     name: name of the hardware, as in Setting and Topology.
@@ -132,17 +130,14 @@ class Profile:
     Raises ShardCoreError naming a rate that is missing, unknown or not positive.
     """
 
-    name: str
-    device_names: tuple[str, ...]
+    name: Annotated[str, require_path_name]
+    device_names: Annotated[tuple[str, ...], each(require_name)]
     memory_bytes: Annotated[int, within(1, MOST_BYTES)]
     rates: Mapping[str, Rate]
 
     def __post_init__(self) -> None:
-        require_path_name(self.name, "a profile")
+        super().__post_init__()
         p = f"profile {self.name!r}"
-        require_types(self, "profile")
-        for name in self.device_names:
-            require_name(name, f"a device name of {p}")
         unknown = sorted(self.rates.keys() - RATES)
         missing = [name for name in RATES if name not in self.rates]
         require(not unknown, f"{p} has an unknown rate {unknown[:1]}; known are {', '.join(RATES)}")

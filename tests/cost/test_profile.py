@@ -98,7 +98,10 @@ def _changed(**rate):
         (_changed(uncertainty=-0.1), "a rate has uncertainty -0.1; it needs 0 to 3"),
         (_changed(unit="ms"), "has read_gbps in 'ms'; it needs 'GB/s'"),
         (_changed(source=" "), "a rate has no source"),
-        (lambda: dataclasses.replace(H100, name="a b"), "a profile has name 'a b'"),
+        (
+            lambda: dataclasses.replace(H100, name="a b"),
+            "profile 'a b' has name 'a b'; it needs a folder's name",
+        ),
         (lambda: dataclasses.replace(H100, memory_bytes=0), "memory_bytes 0"),
         (
             lambda: dataclasses.replace(H100, rates={**H100.rates, "x": H100.rates["read_gbps"]}),
