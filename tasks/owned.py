@@ -51,7 +51,7 @@ def owned_run() -> Iterator[None]:
     # Only this process has the write end, so the pipe closes however this process ends.
     read, write = os.pipe()
     guardian = subprocess.Popen(
-        [sys.executable, "-I", __file__, short_temporary_folder()],
+        [sys.executable, "-P", __file__, short_temporary_folder()],
         stdin=read,
         stdout=subprocess.PIPE,
         text=True,
