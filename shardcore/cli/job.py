@@ -186,19 +186,16 @@ def _keyed_status_lines(args: FollowOptions) -> list[tuple[str, str]]:
 
 
 def job_rates(args: RatesOptions) -> None:
-    from shardcore.core.extras import explain_missing_extras
-
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         require(
             os.environ.get(name, "").isdecimal(),
             f"{name} is {os.environ.get(name)!r}; start this with torchrun, which sets it to a number",
         )
     require(int(os.environ["WORLD_SIZE"]) > 1, "WORLD_SIZE is 1; tables move between two ranks or more")
-    with explain_missing_extras():
-        import torch
+    import torch
 
-        from shardcore.measure.hardware import require_device
-        from shardcore.torchrec.moves.move_rates import MoveRatesConfig, measure_move_rates
+    from shardcore.measure.hardware import require_device
+    from shardcore.torchrec.moves.move_rates import MoveRatesConfig, measure_move_rates
 
     require_device(args.device)
     local = int(os.environ["LOCAL_RANK"])

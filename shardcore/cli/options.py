@@ -386,7 +386,7 @@ def require_needed_options(options: Any) -> None:
     for name, field in field_declarations(type(options)).items():
         given = getattr(options, name)
         for needs in (mark for mark in field.marks if isinstance(mark, Needs)):
-            if given in (None, False) or any(getattr(options, other) for other in needs.others):
+            if given is None or given is False or any(getattr(options, other) for other in needs.others):
                 continue
             shown = [] if given is True else given if isinstance(given, list) else [given]
             option = " ".join(map(str, (f"--{_dashed_name(name)}", *shown)))

@@ -38,18 +38,14 @@ def _torchrun_rank(problem: Problem) -> int:
         f"WORLD_SIZE is {given.get('WORLD_SIZE')!r} and problem {problem.name!r} has "
         f"{n} devices; they need to be as many",
     )
-    require(
-        given["RANK"] in map(str, range(n)),
-        f"RANK is {given['RANK']!r}; it needs a whole number of 0 to {n - 1}",
-    )
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        require(name in given, f"{name} is not set, though RANK is; a job needs both")
-    for name, most in (("MASTER_PORT", 65535), ("LOCAL_RANK", n - 1)):
+    for name, most in (("RANK", n - 1), ("MASTER_PORT", 65535), ("LOCAL_RANK", n - 1)):
         found = given.get(name, "0")
         require(
             found.isascii() and found.isdecimal() and len(found) <= 5 and int(found) <= most,
             f"{name} is {found!r}; it needs a whole number of 0 to {most}",
         )
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        require(name in given, f"{name} is not set, though RANK is; a job needs both")
     return int(given["RANK"])
 
 

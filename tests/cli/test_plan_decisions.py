@@ -140,6 +140,7 @@ def test_a_cluster_is_chosen_with_groups(problem, model, tmp_path, capsys):
         (["--tiers"], "needs --out-problem, the problem with the load factors that it is a plan of"),
         (["--hot-rows"], "needs --out-problem, the problem with the hot rows as tables that it is a plan of"),
         (["--host-gib", "4"], "--host-gib 4.0 needs --tiers, of which it is the memory"),
+        (["--max-moved-tables", "0"], "--max-moved-tables 0 needs --start, the plan to start from"),
         (["--clusters", "all"], "--clusters all needs --offers, of which a cluster is chosen"),
         (["--step-ms", "4"], "--step-ms 4.0 needs --offers, of which a cluster is chosen"),
         (["--hot-rows", "--out-problem", "hot.json"], "has no sequence tables that are looked up"),
