@@ -90,7 +90,7 @@ def test_rates_are_files(tmp_path):
     write_move_rates(tmp_path / "rates.json", rates)
     assert read_move_rates(tmp_path / "rates.json") == rates
     for field, value, words in [
-        ("copy_gbps", 0.0, "copy_gbps 0.0; it needs more than 0"),
+        ("copy_gbps", 0.0, "copy_gbps 0.0; it needs 1e-09 to"),
         ("link_gbps", {"far": 1.0}, "links 'far'; known are within_host"),
     ]:
         with pytest.raises(ShardCoreError, match=words):
