@@ -144,7 +144,6 @@ def report_text(rows: Sequence[replay_metrics.ReplayRecord], head: str) -> str:
             + ".",
             f"## Cost against {replay_metrics.OURS}'s",
             _rivals_table(replay_metrics.compare_sharders(rows)),
-            "![replayed cost](cost.png)",
             f"Losses: problems on which {replay_metrics.OURS}'s plan took longer, beyond the noise of the two "
             f"replays (95%: one in 40 is by chance); of them, those by more than {LOSS:.0%}.\n",
         ]
@@ -184,14 +183,7 @@ def write_report(
     """Write the report, plots and records of replays to a folder. Returns the report."""
     rows = replay_metrics.judge_replays(kept, model)
     writing.write_csv(folder / "replays.csv", replay_metrics.csv_rows(rows))
-    for name, figure in (
-        ("predicted", model_report.replay_scatter_figure(rows, "Replayed plans")),
-        (
-            "cost",
-            model_report.replayed_cost_figure(replay_metrics.compare_sharders(rows), "Replayed cost"),
-        ),
-    ):
-        common.write_png(folder / f"{name}.png", figure)
+    common.write_png(folder / "predicted.png", model_report.replay_scatter_figure(rows, "Replayed plans"))
     page = report_text(rows, head)
     writing.write_atomic(folder / "report.md", page.encode())
     return page

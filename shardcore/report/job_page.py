@@ -72,8 +72,6 @@ def traced_step_rows(records: Sequence[JobRecord]) -> list[tuple[str, ...]]:
 def traced_job_page(job: str, records: Sequence[JobRecord], first: Sequence[str] = ()) -> str:
     """Self-contained HTML page of a job's traced steps, measured and predicted.
 
-    first: sentences at the top.
-
     first: sentences that come first.
     """
     return html_page(

@@ -137,34 +137,6 @@ def replay_scatter_figure(rows: Sequence[replay_metrics.ReplayRecord], title: st
     return figure
 
 
-def replayed_cost_figure(rivals: Mapping[str, replay_metrics.SharderComparison], title: str) -> Figure:
-    """Figure of each algorithm's mean replayed cost relative to ShardCore's, with 95% intervals over problems."""
-    figure, (axes,) = _titled_figure(title)
-    order = sorted(rivals, key=lambda name: rivals[name].cost.mean)
-    n_problems = max(rival.problems for rival in rivals.values())
-    for i, rival in enumerate(rivals[name] for name in order):
-        # A single problem has no interval.
-        ends = [x if np.isfinite(x) else rival.cost.mean for x in (rival.cost.low, rival.cost.high)]
-        axes.plot(ends, [i, i], color="C0", linewidth=2)
-        axes.plot(rival.cost.mean, i, "o", color="C0")
-        axes.annotate(
-            f"{rival.cost.mean:.3f}",
-            (rival.cost.mean, i),
-            xytext=(0, 6),
-            textcoords="offset points",
-            ha="center",
-            fontsize=8,
-        )
-    axes.axvline(1, color="0.4", linewidth=1)
-    axes.set(
-        yticks=range(len(order)),
-        yticklabels=order,
-        ylim=(-0.6, len(order) - 0.2),
-        xlabel=f"replayed cost over {replay_metrics.OURS}'s, mean over {n_problems} problems",
-    )
-    return figure
-
-
 _MARKERS = "osv"
 
 

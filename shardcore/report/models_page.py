@@ -92,8 +92,6 @@ def errors_sentence(record: ModelRecord) -> str:
 def model_versions_page(name: str, records: Sequence[ModelRecord], first: Sequence[str] = ()) -> str:
     """Self-contained HTML page of a cost model's versions.
 
-    first: sentences about the champion, at the top.
-
     first: sentences about the champion, which come first.
     """
     newest = sorted(records, key=lambda x: -x.registered_at)[:_EXPLAINED]

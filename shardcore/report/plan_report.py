@@ -263,10 +263,8 @@ def decision_row(x: Decision) -> tuple[str, ...]:
 
 
 def decision_history_text(decisions: Iterable[Decision]) -> str:
-    rows = [DECISION_HEADERS, *(decision_row(x) for x in decisions)]
-    width = max(len(row[-1]) for row in rows)
-    headers, *rows = ((*row[:-1], row[-1].ljust(width)) for row in rows)  # left-align the reasons
-    return text_table(headers, rows)
+    rows = [decision_row(x) for x in decisions]
+    return text_table(DECISION_HEADERS, rows, words=(DECISION_HEADERS.index("reason"),))
 
 
 def _ms_text(value: float | None) -> str:

@@ -45,6 +45,7 @@ from shardcore.core.links import LEVELS, ROWS_OVER
 from shardcore.core.progress import OutOfTime, stopped_clock, tick
 from shardcore.core.topology import BYTES_PER_MS_PER_GBPS
 from shardcore.core.types import OUTPUT_BYTES, Placement, Plan, Problem, Shard, Table
+from shardcore.core.validation import require
 from shardcore.cost.model import CostModel
 from shardcore.search import greedy
 from shardcore.search.budget import Budget, Meter
@@ -95,8 +96,10 @@ class TorchRecConfig:
     all_types: tuple[bool, ...] = (False, True)
 
     def __post_init__(self) -> None:
-        if not self.min_partition or not self.all_types:
-            raise ShardCoreError(f"{self} needs one or more of what is swept")
+        require(
+            bool(self.min_partition) and bool(self.all_types),
+            f"{self} needs one or more of what is swept",
+        )
 
 
 def missing_torchrec_message() -> str:
@@ -111,8 +114,10 @@ def require_torchrec_installed(what: str) -> None:
 
     what: the caller that needs TorchRec, for the message.
     """
-    if missing_torchrec_message():
-        raise ShardCoreError(f"{what}, and it is not installed ({missing_torchrec_message()}): {TORCHREC}")
+    require(
+        not missing_torchrec_message(),
+        f"{what}, and it is not installed ({missing_torchrec_message()}): {TORCHREC}",
+    )
 
 
 @contextmanager

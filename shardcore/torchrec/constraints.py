@@ -18,7 +18,7 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.tiers import BELOW, TIERS
 from shardcore.core.topology import Topology
 from shardcore.core.types import Table
-from shardcore.core.validation import require_type, short_repr
+from shardcore.core.validation import require, require_type, short_repr
 from shardcore.step.kinds import LAYOUTS, Layout, layout_of_kind, layouts_of_torchrec
 from shardcore.step.memory import MIB
 from shardcore.torchrec import fields
@@ -78,8 +78,10 @@ def require_constraints(constraints: ByName | None) -> None:
                 right_type = all(isinstance(v, kind) for v in value)
             else:
                 right_type = value is None and kind is str
-            if not right_type:
-                raise ShardCoreError(f"{what} has {field} {short_repr(value)}; it needs to be {right}")
+            require(
+                bool(right_type),
+                f"{what} has {field} {short_repr(value)}; it needs to be {right}",
+            )
         require_type(
             c.min_partition, (int, NoneType), f"{what}: min_partition", "a number of columns, or None"
         )
@@ -99,19 +101,19 @@ def constraints_by_problem_name(
     """
     configs, lines = {t.name: t.config for t in model_tables.values()}, []
     for name, c in constraints.items():
-        if name not in configs:
-            raise ShardCoreError(
-                f"constraints are for table {name!r}, which the model does not have; it has "
-                f"{quote_first_names(sorted(configs))}"
-            )
+        require(
+            name in configs,
+            f"constraints are for table {name!r}, which the model does not have; it has "
+            f"{quote_first_names(sorted(configs))}",
+        )
         lines += _unpriced_constraint_lines(
             c, f"ParameterConstraints of table {name!r}", configs[name].feature_names
         )
-        if c.device_group not in (None, compute_device):
-            raise ShardCoreError(
-                f"ParameterConstraints of table {name!r} has device_group {c.device_group!r}; the topology's "
-                f"compute_device is {compute_device!r}, and all tables of a plan live there"
-            )
+        require(
+            c.device_group in (None, compute_device),
+            f"ParameterConstraints of table {name!r} has device_group {c.device_group!r}; the topology's "
+            f"compute_device is {compute_device!r}, and all tables of a plan live there",
+        )
     ours = {}
     for key, table in model_tables.items():
         if table.name in constraints:
@@ -171,11 +173,11 @@ def _unpriced_constraint_lines(c: ParameterConstraints, what: str, features: lis
     lines = fields.unpriced_field_lines(type(c), fields.field_values(c), what)
     for field in ("num_poolings", "batch_sizes"):
         given = getattr(c, field)
-        if given and (len(given) != len(features) or not all(n > 0 for n in given)):
-            raise ShardCoreError(
-                f"{what} has {field} {short_repr(given)} for its {len(features)} features {', '.join(features)}; it "
-                "needs one above 0 for each"
-            )
+        require(
+            not given or (len(given) == len(features) and all(n > 0 for n in given)),
+            f"{what} has {field} {short_repr(given)} for its {len(features)} features {', '.join(features)}; it "
+            "needs one above 0 for each",
+        )
     if c.cache_params is not None and c.cache_params.load_factor is not None:
         if any(not TIERS[KERNELS[k][0]].shares_cache for k in c.compute_kernels or () if k in KERNELS):
             lines.append(
@@ -184,10 +186,10 @@ def _unpriced_constraint_lines(c: ParameterConstraints, what: str, features: lis
             )
     kernels = {kernel.value for kernel in EmbeddingComputeKernel}
     for kernel in c.compute_kernels or ():
-        if kernel not in kernels:
-            raise ShardCoreError(
-                f"{what} has compute kernel {kernel!r}; TorchRec's are {', '.join(sorted(kernels))}"
-            )
+        require(
+            kernel in kernels,
+            f"{what} has compute kernel {kernel!r}; TorchRec's are {', '.join(sorted(kernels))}",
+        )
         if why := next((why for part, why in NO_KERNELS.items() if part in kernel), None):
             raise ShardCoreError(
                 f"{what} has compute_kernels {c.compute_kernels}; {kernel} {why}: leave it out"
@@ -199,11 +201,11 @@ def _unpriced_constraint_lines(c: ParameterConstraints, what: str, features: lis
             f"{what} has sharding_types {types}; ShardCore writes such plans as "
             f"{BY_TYPE[types[0]][0].torchrec_type(cut=True)}: allow it too"
         )
-    if not _allowed_kinds(c):
-        raise ShardCoreError(
-            f"{what} has sharding_types {c.sharding_types} and compute_kernels {c.compute_kernels}; 'dense' runs "
-            "data_parallel tables, and no others"
-        )
+    require(
+        bool(_allowed_kinds(c)),
+        f"{what} has sharding_types {c.sharding_types} and compute_kernels {c.compute_kernels}; 'dense' runs "
+        "data_parallel tables, and no others",
+    )
     # Order does not matter: features are matched by name.
     if c.feature_names is not None and sorted(c.feature_names) != sorted(features):
         raise ShardCoreError(f"{what} has feature_names {c.feature_names}; the table's are {features}")
@@ -251,11 +253,11 @@ def lookups_per_sample(
         if _has_default_pooling(c):
             pooling = {feature: bags.get(feature, 1.0) for feature in features} | pooling
             continue
-        if len(c.pooling_factors) != len(features):
-            raise ShardCoreError(
-                f"table {table.name!r} has pooling_factors {c.pooling_factors} for its {len(features)} features "
-                f"{', '.join(features)}; it needs one for each"
-            )
+        require(
+            len(c.pooling_factors) == len(features),
+            f"table {table.name!r} has pooling_factors {c.pooling_factors} for its {len(features)} features "
+            f"{', '.join(features)}; it needs one for each",
+        )
         for feature, factor in zip(features, c.pooling_factors, strict=True):
             # By pair as well: two tables may look up one feature with different means.
             pooling[feature] = pooling[key, feature] = factor * bags.get(feature, 1.0)
@@ -437,16 +439,13 @@ def require_no_grid_shard(plan: ShardingPlan) -> None:
     for path, module in shardings_by_module(plan).items():
         for name, sharding in module.items():
             layout = BY_TYPE[sharding.sharding_type][0]
-            if (
-                layout.divides_rows
-                and layout.cuts_columns
-                and sharding.sharding_type == layout.torchrec_type(cut=True)
-            ):
-                raise ShardCoreError(
-                    f"table {name!r} of module {path!r} runs {layout.torchrec_type(cut=True)}, for its sharding_types "
-                    "allow no other, and its batches have sizes of their own (VBE), which TorchRec's "
-                    f"{layout.torchrec_type(cut=True)} does not take: allow another type"
-                )
+            require(
+                sharding.sharding_type != layout.torchrec_type(cut=True)
+                or not (layout.divides_rows and layout.cuts_columns),
+                f"table {name!r} of module {path!r} runs {layout.torchrec_type(cut=True)}, for its sharding_types "
+                "allow no other, and its batches have sizes of their own (VBE), which TorchRec's "
+                f"{layout.torchrec_type(cut=True)} does not take: allow another type",
+            )
 
 
 def kernel_settings_plan(constraints: ByName, model_tables: Tables) -> ShardingPlan:

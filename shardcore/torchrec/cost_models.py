@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shardcore.core.errors import ShardCoreError
+from shardcore.core.validation import require
 from shardcore.cost.model import CostModel, require_model
 from shardcore.cost.profile import load_profile, profile_names, profile_of_device
 
@@ -30,9 +30,9 @@ def _cuda_device_name(compute_device: str) -> str:
     import torch
 
     # Without a GPU there is no profile to choose, so the caller has to give a model.
-    if compute_device != "cuda" or not torch.cuda.is_available():
-        raise ShardCoreError(
-            "model is None, and there is no CUDA device here to take a profile of; give model=load_model(folder), or "
-            f"the name of a profile: {', '.join(profile_names())}"
-        )
+    require(
+        compute_device == "cuda" and torch.cuda.is_available(),
+        "model is None, and there is no CUDA device here to take a profile of; give model=load_model(folder), or "
+        f"the name of a profile: {', '.join(profile_names())}",
+    )
     return torch.cuda.get_device_name()

@@ -21,7 +21,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardcore.core.errors import ShardCoreError
 from shardcore.core.job import PIPELINES, Job
 from shardcore.core.validation import require, require_type
 from shardcore.torchrec.modules import ModelTable, tables_of_model
@@ -166,10 +165,10 @@ class _ZeroEmbeddings(nn.Module):
     def forward(self, features: KeyedJaggedTensor) -> Any:
         from torchrec import JaggedTensor, KeyedTensor
 
-        if features.variable_stride_per_key():
-            raise ShardCoreError(
-                "features of the batch have batches of their own sizes (VBE); give a batch in which all have one"
-            )
+        require(
+            not features.variable_stride_per_key(),
+            "features of the batch have batches of their own sizes (VBE); give a batch in which all have one",
+        )
         of_tables = list(zip(self.tables, self.names, strict=True))
         found: Any = {}
         if self.tables[0].pooled:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardcore.core.errors import ShardCoreError
+from shardcore.core.validation import require
 from shardcore.io.hot_ids import HotIds
 from shardcore.tables.hot_rows import COLD
 from shardcore.torchrec.moves.agreement import rank_and_world_size
@@ -97,14 +98,16 @@ class HotColdEmbeddingCollection(nn.Module):
                     )
                 self._features[feature] = config.name
         for name, ids in hot.items():
-            if name not in self._tables:
-                raise ShardCoreError(f"hot ids are given for table {name!r}, which is not among the tables")
+            require(
+                name in self._tables,
+                f"hot ids are given for table {name!r}, which is not among the tables",
+            )
             rows = self._tables[name].num_embeddings
-            if (ids.table, ids.rows) != (name, rows):
-                raise ShardCoreError(
-                    f"table {name!r} of {rows} rows was given the hot ids of {ids.table!r} of {ids.rows} rows; it "
-                    "needs its own"
-                )
+            require(
+                (ids.table, ids.rows) == (name, rows),
+                f"table {name!r} of {rows} rows was given the hot ids of {ids.table!r} of {ids.rows} rows; it "
+                "needs its own",
+            )
             # Part of each checkpoint, so that weights of other ids are not loaded.
             self.register_buffer(f"hot_ids_{name}", torch.from_numpy(ids.ids.copy()))
         self.hot = DenseRows(self._tables, {name: len(ids.ids) for name, ids in hot.items()}, device)

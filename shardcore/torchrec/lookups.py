@@ -17,7 +17,7 @@ import numpy as np
 from shardcore.core.access_statistics import Reuse, Zipf
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Table
-from shardcore.core.validation import short_repr
+from shardcore.core.validation import require, short_repr
 from shardcore.io import job_folder
 from shardcore.step import access
 from shardcore.tables.deduplication import deduplication_factor
@@ -105,8 +105,10 @@ def _read_job_lookups(folder: Path, local_batch: int) -> LookupData:
     """Lookups of all ranks in the newest traced step of a job's folder."""
     step = job_folder.newest_step_folder(folder)
     ranks = [job_folder.read_lookups(path) for path in sorted(step.glob("rank-*.lookups.npz"))]
-    if not ranks:
-        raise ShardCoreError(f"{step} has no lookups (rank-0.lookups.npz), which ShardCoreProfiler writes")
+    require(
+        bool(ranks),
+        f"{step} has no lookups (rank-0.lookups.npz), which ShardCoreProfiler writes",
+    )
     ids, lengths = ({f: np.concatenate([rank[f][i] for rank in ranks]) for f in ranks[0]} for i in (0, 1))
     samples = {f: len(of) for f, of in lengths.items()}
     # Features that differ in their samples have batches of their own.
@@ -126,11 +128,11 @@ def _n_ranks_in_batch(batch: KeyedJaggedTensor) -> int:
             f"lookups has stride_per_key_per_rank {short_repr(of_ranks)}; each feature needs a stride of each rank"
         )
     strides, n_lengths = batch.stride_per_key(), batch.lengths().numel()
-    if sum(strides) != n_lengths:
-        raise ShardCoreError(
-            f"lookups has strides {short_repr(strides)}, {sum(strides)} in all, and {n_lengths} lengths; they need to "
-            "add up to as many"
-        )
+    require(
+        sum(strides) == n_lengths,
+        f"lookups has strides {short_repr(strides)}, {sum(strides)} in all, and {n_lengths} lengths; they need to "
+        "add up to as many",
+    )
     return ranks.pop()
 
 
@@ -202,17 +204,17 @@ def _pooling_and_access_from_data(
     for name, table in model_tables.items():
         first, *_ = features = table.config.feature_names
         for feature in features:
-            if feature not in data.ids:
-                raise ShardCoreError(
-                    f"feature {feature!r} of table {name!r} is not in the data; there are {list(data.ids)[:5]}"
-                )
+            require(
+                feature in data.ids,
+                f"feature {feature!r} of table {name!r} is not in the data; there are {list(data.ids)[:5]}",
+            )
             n = data.samples[feature]
             # Fewer samples would show too little reuse of ids in a batch.
-            if n < global_batch:
-                raise ShardCoreError(
-                    f"lookups has {n} samples of feature {feature!r}; it needs a global batch of the model's "
-                    f"data, {global_batch}, or more"
-                )
+            require(
+                n >= global_batch,
+                f"lookups has {n} samples of feature {feature!r}; it needs a global batch of the model's "
+                f"data, {global_batch}, or more",
+            )
             if n != data.samples[first]:
                 raise ShardCoreError(
                     f"lookups has {n} samples of feature {feature!r} and {data.samples[first]} of {first!r}; "
@@ -228,10 +230,10 @@ def _pooling_and_access_from_data(
 
 
 def _require_ids_in_range(ids: np.ndarray, feature: str, table: str, rows: int) -> None:
-    if len(ids) and ids.dtype.kind not in "iu":
-        raise ShardCoreError(
-            f"feature {feature!r} has ids of type {ids.dtype}; table {table!r} needs whole numbers"
-        )
+    require(
+        not len(ids) or ids.dtype.kind in "iu",
+        f"feature {feature!r} has ids of type {ids.dtype}; table {table!r} needs whole numbers",
+    )
     if len(ids) and not 0 <= ids.min() <= ids.max() < rows:
         raise ShardCoreError(
             f"feature {feature!r} has ids {ids.min()} to {ids.max()}, table {table!r} rows 0 to {rows - 1}; give "
@@ -262,16 +264,18 @@ def deduplication_by_table(
     tables: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for name, table in model_tables.items():
         group, *others = {group_of.get(f) for f in table.config.feature_names}
-        if others:
-            raise ShardCoreError(
-                f"table {name!r} has features {table.config.feature_names}; deduplicated needs all of them in one "
-                "group, or none"
-            )
+        require(
+            not others,
+            f"table {name!r} has features {table.config.feature_names}; deduplicated needs all of them in one "
+            "group, or none",
+        )
         if group is not None:
             tables[group].append(name)
     for group in map(tuple, groups):
-        if group not in tables:
-            raise ShardCoreError(f"deduplicated has {list(group)}; no table has these features")
+        require(
+            group in tables,
+            f"deduplicated has {list(group)}; no table has these features",
+        )
     # Features of a group share an inverse index, so one factor holds for all of its tables.
     factors = {
         group: deduplication_factor([(lookups.ids[f], lookups.lengths[f]) for f in group], batch)

@@ -409,11 +409,11 @@ def require_all_modules_planned(
         if (sharder := by_type.get(type(child))) and sharder.shardable_parameters(child)
         if path not in plan.plan and not path.startswith(planned)
     ]
-    if missing:
-        raise ShardCoreError(
-            f"modules {missing[:5]} are not present in the sharding plan; ShardCore plans "
-            f"{', '.join(_supported_type_names())}"
-        )
+    require(
+        not missing,
+        f"modules {missing[:5]} are not present in the sharding plan; ShardCore plans "
+        f"{', '.join(_supported_type_names())}",
+    )
 
 
 def unpriced_wrappers(tables: Mapping[str, ModelTable]) -> list[str]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from shardcore.core.catalog import OPTIMIZERS, shardcore_name
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.job import Job
+from shardcore.core.validation import require
 from shardcore.cost.composite import Composite
 from shardcore.cost.model import CostModel
 from shardcore.torchrec import fields
@@ -92,10 +93,10 @@ def _optimizer_in_backward(name: str, weight: Any) -> str | None:
     from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 
     kinds = getattr(weight, "_optimizer_classes", ())
-    if len(kinds) > 1:
-        raise ShardCoreError(
-            f"table {name!r} has optimizers {', '.join(k.__name__ for k in kinds)} in backward; TorchRec takes one"
-        )
+    require(
+        len(kinds) <= 1,
+        f"table {name!r} has optimizers {', '.join(k.__name__ for k in kinds)} in backward; TorchRec takes one",
+    )
     if not kinds:
         return None
     [kind], [given] = kinds, getattr(weight, "_optimizer_kwargs", ({},))

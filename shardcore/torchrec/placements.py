@@ -9,6 +9,7 @@ from typing import Any
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.topology import Topology
 from shardcore.core.types import Placement, Shard, Table
+from shardcore.core.validation import require
 from shardcore.step.kinds import (
     LAYOUTS,
     even_row_ranges,
@@ -65,19 +66,19 @@ def _placements_of_table(sharding: Any, table: Table, name: str, topology: Topol
     shards = Counter((s.shard_offsets[1], s.shard_sizes[1]) for s in sharding.sharding_spec.shards)
     has_groups_of_one = any(len(group) == 1 for group in layout.possible_groups(topology))
     for (low, width), n in shards.items():
-        if layout.divides_rows and n == 1 and not has_groups_of_one:
-            raise ShardCoreError(
-                f"the plan has columns {low} to {low + width} of table {name!r} in one "
-                f"shard; TorchRec divides rows over ranks in {sharding.sharding_type}"
-            )
+        require(
+            not layout.divides_rows or n != 1 or has_groups_of_one,
+            f"the plan has columns {low} to {low + width} of table {name!r} in one "
+            f"shard; TorchRec divides rows over ranks in {sharding.sharding_type}",
+        )
     for shard in sharding.sharding_spec.shards:
         (row, column), (rows, columns) = shard.shard_offsets, shard.shard_sizes
         if rows and columns:
             rank = shard.placement.rank()
-            if not 0 <= rank < len(topology.ranks):
-                raise ShardCoreError(
-                    f"the plan puts table {name!r} on rank {rank}; there are ranks 0 to {len(topology.ranks) - 1}"
-                )
+            require(
+                0 <= rank < len(topology.ranks),
+                f"the plan puts table {name!r} on rank {rank}; there are ranks 0 to {len(topology.ranks) - 1}",
+            )
             ranges = by_columns.setdefault((column, column + columns), {})
             ranges[topology.ranks[rank]] = (row, row + rows)
     placements = []
@@ -90,10 +91,10 @@ def _placements_of_table(sharding: Any, table: Table, name: str, topology: Topol
         # TorchRec finds a row's rank by division, so uneven ranges would look up wrong rows.
         is_even = not layout.divides_rows or even_row_ranges(table.rows, len(ranges)) is not None
         expected = {d: (s.row_lo, s.row_hi) for d, s in shards_by_device(placement)} if is_even else None
-        if ranges != expected:
-            raise ShardCoreError(
-                f"the plan has rows {list(ranges.values())[:4]} of table {name!r} on ranks; "
-                f"TorchRec runs {sharding.sharding_type} with even ranges only"
-            )
+        require(
+            ranges == expected,
+            f"the plan has rows {list(ranges.values())[:4]} of table {name!r} on ranks; "
+            f"TorchRec runs {sharding.sharding_type} with even ranges only",
+        )
         placements.append(placement)
     return placements

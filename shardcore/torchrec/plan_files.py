@@ -16,7 +16,7 @@ from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.validation import MOST_DEVICES, short_repr
+from shardcore.core.validation import MOST_DEVICES, require, short_repr
 from shardcore.io import schema, writing
 from shardcore.io.envelope import document, read_record
 from shardcore.step.kinds import layouts_of_torchrec
@@ -82,11 +82,11 @@ def _require_same_tables(plan: ShardingPlan, module: nn.Module, what: str) -> No
     planned = {path: set(shardings) for path, shardings in shardings_by_module(plan).items()}
     # Both directions: tables that only one of the two has would train unsharded.
     for path in sorted({*planned, *tables}):
-        if path not in tables:
-            raise ShardCoreError(
-                f"{what} shards module {path!r}, which is no collection of the model; those are "
-                f"{sorted(tables)[:5]}: export with --module"
-            )
+        require(
+            path in tables,
+            f"{what} shards module {path!r}, which is no collection of the model; those are "
+            f"{sorted(tables)[:5]}: export with --module",
+        )
         if differing := sorted(tables[path] ^ planned.get(path, set())):
             raise ShardCoreError(f"{what} and the model differ in tables {differing[:5]} of module {path!r}")
 
@@ -138,10 +138,10 @@ def _decode_sharding(value: Any, what: str) -> ParameterSharding:
     for name, kinds in (("sharding_type", ShardingType), ("compute_kernel", EmbeddingComputeKernel)):
         # Quantised kernels are for inference: no collection of a training plan has them.
         known = [kind.value for kind in kinds if not kind.value.startswith("quant")]
-        if getattr(sharding, name) not in known:
-            raise ShardCoreError(
-                f"{what}, {name} is {short_repr(getattr(sharding, name))}; TorchRec knows {', '.join(known)}"
-            )
+        require(
+            getattr(sharding, name) in known,
+            f"{what}, {name} is {short_repr(getattr(sharding, name))}; TorchRec knows {', '.join(known)}",
+        )
     # TorchRec uses ranks and shards in different places, so they have to agree.
     ranks, spec = sharding.ranks, sharding.sharding_spec
     if wrong := [rank for rank in ranks or () if not 0 <= rank < MOST_DEVICES]:
@@ -169,10 +169,10 @@ def _require_shard_ranges(kind: str, shards: Sequence[ShardMetadata], what: str)
         (False, True): (len(rows) == 1, "all rows in each shard"),
         (False, False): (len(shards) == 1, "one shard"),
     }[layout.divides_rows, kind != layout.torchrec_type(cut=False)]
-    if not holds:
-        raise ShardCoreError(
-            f"{what} is {kind} in {len(shards)} shards of other rows or columns; it needs {needed}"
-        )
+    require(
+        holds,
+        f"{what} is {kind} in {len(shards)} shards of other rows or columns; it needs {needed}",
+    )
 
 
 def encode_setting(value: Any, what: str) -> Any:
@@ -226,8 +226,10 @@ def decode_setting(kind: Any, value: Any, what: str) -> Any:
         return _decode_record(kind, value, what)
     if kind in (int, float, str, bool):
         plain = schema.convert_value(value, kind, what)
-        if kind in (int, float) and plain < 0:
-            raise ShardCoreError(f"{what} is {value}; it needs to be 0 or more")
+        require(
+            kind not in (int, float) or plain >= 0,
+            f"{what} is {value}; it needs to be 0 or more",
+        )
         return plain
     if kind is Any and not isinstance(value, list | Mapping):
         return value
@@ -267,11 +269,11 @@ class _ShardOfSpec:
     placement: str
 
     def __post_init__(self) -> None:
-        if not _PLACEMENT.fullmatch(self.placement):
-            raise ShardCoreError(
-                f"a shard has placement {short_repr(self.placement)}; it needs a rank and a device, "
-                "such as rank:0/cuda:0"
-            )
+        require(
+            _PLACEMENT.fullmatch(self.placement) is not None,
+            f"a shard has placement {short_repr(self.placement)}; it needs a rank and a device, "
+            "such as rank:0/cuda:0",
+        )
 
 
 def _decode_sharding_spec(shards: Any, what: str) -> Any:

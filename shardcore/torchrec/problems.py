@@ -14,7 +14,7 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.job import Job
 from shardcore.core.topology import Topology
 from shardcore.core.types import Problem, Table
-from shardcore.core.validation import require_type
+from shardcore.core.validation import require, require_type
 from shardcore.step.kinds import LAYOUTS, even_row_share, layout_of_kind, possible_groups
 from shardcore.tables.hot_rows import with_hot_rows
 from shardcore.tables.public import DEFAULT_ACCESS
@@ -82,10 +82,10 @@ def problem_for(
     # Whole tables, as hot rows are divided from them below.
     model_tables = tables_of_model(module, whole=True)
     require_type(global_batch, int, "global_batch", "a whole number, the samples of a step")
-    if not model_tables:
-        raise ShardCoreError(
-            "the model has no EmbeddingBagCollection or EmbeddingCollection; there is nothing to place"
-        )
+    require(
+        bool(model_tables),
+        "the model has no EmbeddingBagCollection or EmbeddingCollection; there is nothing to place",
+    )
     for key, table in model_tables.items():
         # Settings of tables are checked before lookups are read, which takes long.
         fields.unpriced_record_lines(table.config, f"config of table {key!r}")
@@ -200,10 +200,10 @@ def _kinds_allowed_in_wrappers(
             raise ShardCoreError(
                 f"{what}; constraints have it run by {', '.join(allowed[name])}: allow {', '.join(sorted(able))}"
             )
-        if len(topology) == 1 and all(layout_of_kind(kind).divides_rows for kind in kinds):
-            raise ShardCoreError(
-                f"{what}; the topology has {len(topology)} device, and it needs 2 or more to divide rows"
-            )
+        require(
+            len(topology) != 1 or not all(layout_of_kind(kind).divides_rows for kind in kinds),
+            f"{what}; the topology has {len(topology)} device, and it needs 2 or more to divide rows",
+        )
         rows, n = table.config.num_embeddings, len(topology)
         if not any(possible_groups(layout_of_kind(kind), rows, topology, None) for kind in kinds):
             right = next(more for more in count(rows) if even_row_share(more, n))

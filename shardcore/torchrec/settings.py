@@ -15,6 +15,7 @@ from shardcore.core.job import Job
 from shardcore.core.payloads import PAYLOADS, payload_of
 from shardcore.core.tiers import TIERS
 from shardcore.core.types import Problem, Setting
+from shardcore.core.validation import require
 from shardcore.step.collectives import COLLECTIVES, carried_payload
 from shardcore.step.kinds import layout_of_torchrec
 from shardcore.torchrec import plan_files
@@ -66,10 +67,10 @@ def sharding_with_settings(settings: Mapping[str, Any], what: str) -> ParameterS
     # Placement follows from the plan, so a setting of it would contradict.
     if placed := sorted(set(settings) & set(PLACEMENT)):
         raise ShardCoreError(f"{what} has {placed[0]!r} among its settings, which follows from the plan")
-    if "compute_kernel" not in settings:
-        raise ShardCoreError(
-            f"{what} has settings {sorted(settings)} and no compute_kernel; it needs one, such as 'fused'"
-        )
+    require(
+        "compute_kernel" in settings,
+        f"{what} has settings {sorted(settings)} and no compute_kernel; it needs one, such as 'fused'",
+    )
     return plan_files.decode_setting(ParameterSharding, {"sharding_type": "", **settings}, what)
 
 

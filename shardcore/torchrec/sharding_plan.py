@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.topology import Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
+from shardcore.core.validation import require
 from shardcore.step.kinds import Layout, layout_of_kind, layout_of_torchrec, shards_by_device
 from shardcore.step.lower import require_full_cover
 from shardcore.step.memory import MIB, private_cache_mib
@@ -137,11 +138,11 @@ def to_torchrec(
         # Another table of the collection is cut: join its op.
         if (table.path, if_cut) in cut:
             sharding = replace(sharding, sharding_type=if_cut)
-        if table.sharding_types and sharding.sharding_type not in table.sharding_types:
-            raise ShardCoreError(
-                f"plan shards table {name!r} {sharding.sharding_type}; TorchRec shards module {table.path!r}, "
-                f"{table.wrapper_name}, {' or '.join(table.sharding_types)} only: plan it so (constraints.kinds)"
-            )
+        require(
+            not table.sharding_types or sharding.sharding_type in table.sharding_types,
+            f"plan shards table {name!r} {sharding.sharding_type}; TorchRec shards module {table.path!r}, "
+            f"{table.wrapper_name}, {' or '.join(table.sharding_types)} only: plan it so (constraints.kinds)",
+        )
         old = earlier.get(name)
         if like and table.path in like.plan:
             old = shardings_by_module(like)[table.path].get(table.name)
@@ -164,17 +165,17 @@ def _tables_named_in_problem(problem: Problem, path: str) -> dict[str, ModelTabl
     Raises ShardCoreError for a path that no module of a model has, or that no table is in, and for tables that
     TorchRec does not build in one collection.
     """
-    if not _PATH.fullmatch(path):
-        raise ShardCoreError(
-            f"module is {path!r}; it needs the path of the collection in the model, such as "
-            "sparse_arch.embedding_bag_collection"
-        )
+    require(
+        _PATH.fullmatch(path) is not None,
+        f"module is {path!r}; it needs the path of the collection in the model, such as "
+        "sparse_arch.embedding_bag_collection",
+    )
     named = list(dict.fromkeys(t.collection for t in problem.tables))
-    if "" not in named and path not in named:
-        raise ShardCoreError(
-            f"module is {path!r}; all tables of problem {problem.name!r} name their "
-            f"collections, which are {', '.join(map(repr, named[:5]))}: give one of them"
-        )
+    require(
+        "" in named or path in named,
+        f"module is {path!r}; all tables of problem {problem.name!r} name their "
+        f"collections, which are {', '.join(map(repr, named[:5]))}: give one of them",
+    )
     hot = {t.name: t.collection or path for t in problem.tables if is_hot_table(t, problem)}
     # Hot rows name their collection, in which the others then lie as `cold`.
     divided = set(hot.values())
@@ -215,10 +216,10 @@ def torchrec_sharding(placements: Sequence[Placement], topology: Topology) -> Ta
     Raises ShardCoreError if it cannot.
     """
     table, kinds = placements[0].shard.table, sorted({p.kind for p in placements})
-    if len(kinds) > 1:
-        raise ShardCoreError(
-            f"plan places table {table.name!r} by {' and '.join(kinds)}; TorchRec shards a table by one of them"
-        )
+    require(
+        len(kinds) <= 1,
+        f"plan places table {table.name!r} by {' and '.join(kinds)}; TorchRec shards a table by one of them",
+    )
     # Ranks are numbered host by host, devices as the problem lists them.
     layout, rank_of = layout_of_kind(kinds[0]), {d: rank for rank, d in enumerate(topology.ranks)}
     if layout.dense_gradient:
@@ -246,10 +247,10 @@ def _require_sequence_support(
             raise ShardCoreError(
                 f"plan cuts {what} by rows over one host; TorchRec does so for EmbeddingBagCollections alone"
             )
-        if sharding.layout.dense_gradient and compute_device == "cpu":
-            raise ShardCoreError(
-                f"plan replicates {what}; on a CPU TorchRec cannot, for its dense kernel pools there"
-            )
+        require(
+            not sharding.layout.dense_gradient or compute_device != "cpu",
+            f"plan replicates {what}; on a CPU TorchRec cannot, for its dense kernel pools there",
+        )
         # Only cut tables need equal widths.
         is_cut = len(sharding.shards) > 1 and sharding.layout.cuts_columns
         for _, shard in sharding.shards if is_cut else ():
@@ -382,8 +383,10 @@ def from_torchrec(sharding_plan: ShardingPlan, problem: Problem, module: nn.Modu
         else:
             by_path[table.path][table.name] = ours[name]
     for path, tables in by_path.items():
-        if path not in modules:
-            raise ShardCoreError(f"the TorchRec plan has no module {path!r}; it has {sorted(modules)[:5]}")
+        require(
+            path in modules,
+            f"the TorchRec plan has no module {path!r}; it has {sorted(modules)[:5]}",
+        )
         placements += placements_from_torchrec(modules[path], tables, problem.topology)
     settings = {
         name: of_table

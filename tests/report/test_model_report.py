@@ -76,14 +76,6 @@ FIGURES = {
         lambda: model_report.replay_scatter_figure(REPLAYS[:1], "title"),
         "regret 0.0%",
     ),
-    "rivals": (
-        lambda: model_report.replayed_cost_figure(replay_metrics.compare_sharders(REPLAYS), "title"),
-        "over portfolio's, mean over 2",
-    ),
-    "rivals on one problem": (
-        lambda: model_report.replayed_cost_figure(replay_metrics.compare_sharders(REPLAYS[:3]), "title"),
-        "1.200",
-    ),
 }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from shardcore.core.errors import ShardCoreError
+from shardcore.core.validation import require
 from shardcore.torchrec.modules import Collection, collections_of_model
 from shardcore.torchrec.moves.rows import DenseOptimizer
 
@@ -39,12 +39,12 @@ def replica_parameter_group(
     if collection.is_replicated(table):
         own = optimizer.parameter_group(collection.table_modules[table].weight)
         groups = [] if own is None else [own]
-    if len(groups) != 1:
-        raise ShardCoreError(
-            f"table {table!r} of {collection.path!r} is or becomes a replica, and {len(groups)} groups of the "
-            "optimizer's parameters may have it; give an optimizer that has replicas, one group in all, or one without "
-            "parameters"
-        )
+    require(
+        len(groups) == 1,
+        f"table {table!r} of {collection.path!r} is or becomes a replica, and {len(groups)} groups of the "
+        "optimizer's parameters may have it; give an optimizer that has replicas, one group in all, or one without "
+        "parameters",
+    )
     return groups[0]
 
 

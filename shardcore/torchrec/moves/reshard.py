@@ -290,11 +290,11 @@ class _OldCollection:
             tables = [t.name for t in kernel._config.embedding_tables]
             names = [key_name((self.path, t)) for t in tables]
             groups = [counts.groups[name] for name in names if name in counts.groups]
-            if any(g != groups[0] for g in groups):
-                raise ShardCoreError(
-                    f"tables {quote_first_names(tables)} of {self.path!r} would share a fused op, and have other "
-                    f"learning rates: {[g.get('lr') for g in groups][:5]}"
-                )
+            require(
+                not any(g != groups[0] for g in groups),
+                f"tables {quote_first_names(tables)} of {self.path!r} would share a fused op, and have other "
+                f"learning rates: {[g.get('lr') for g in groups][:5]}",
+            )
             if groups:
                 kernel.fused_optimizer.param_groups[0].update(groups[0])
                 kernel.emb_module.set_learning_rate(groups[0]["lr"])

@@ -192,11 +192,11 @@ def _parts_of_model(
     """
     dense = DenseOptimizer(optimizer)
     collections = [c for c in collections_of_model(model, refuses_others=False) if c.wrapper is None]
-    if not collections:
-        raise ShardCoreError(
-            f"a {type(model).__name__} has no EmbeddingBagCollection and no EmbeddingCollection that nothing wraps; "
-            "there are no rows to save or load"
-        )
+    require(
+        bool(collections),
+        f"a {type(model).__name__} has no EmbeddingBagCollection and no EmbeddingCollection that nothing wraps; "
+        "there are no rows to save or load",
+    )
     for collection in collections:
         owner = collection.divider
         outer = collection.path.removesuffix(INSIDE) if owner else collection.path
@@ -259,10 +259,10 @@ class _Manifest:
 def _read_manifest(folder: Path) -> dict[Path, _File]:
     """Files of rows that complete.json lists, by path. Raises ShardCoreError if one is missing or not listed."""
     path, names = folder / "complete.json", {p.name for p in folder.glob("rows-*.safetensors")}
-    if not path.exists():
-        raise ShardCoreError(
-            f"{folder} has {len(names)} files of rows and no complete.json; it needs a folder that save_rows finished"
-        )
+    require(
+        path.exists(),
+        f"{folder} has {len(names)} files of rows and no complete.json; it needs a folder that save_rows finished",
+    )
     files = read_record(_Manifest, path, _COMPLETE).files
     if differ := sorted(names ^ set(files)):
         raise ShardCoreError(
@@ -296,11 +296,11 @@ def _read_rows_file(path: Path, file: _File) -> Part:
     part = Part(("", file.table), file.rows or (0, 0), file.columns, tensors, file.step, ids=ids)
     n = part.rows[1] - part.rows[0] if ids is None else len(ids)
     for name, tensor in tensors.items():
-        if not tensor.is_floating_point() or tuple(tensor.shape) not in ((n,), (n, part.width)):
-            raise ShardCoreError(
-                f"{path} has {short_repr(name)} {tensor.dtype} {list(tensor.shape)} for {n} rows and {part.width} "
-                "columns; it needs numbers of rows or cells"
-            )
+        require(
+            tensor.is_floating_point() and tuple(tensor.shape) in ((n,), (n, part.width)),
+            f"{path} has {short_repr(name)} {tensor.dtype} {list(tensor.shape)} for {n} rows and {part.width} "
+            "columns; it needs numbers of rows or cells",
+        )
     return part
 
 

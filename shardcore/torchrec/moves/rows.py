@@ -20,6 +20,7 @@ from torch import nn
 
 from shardcore.core.catalog import OPTIMIZERS
 from shardcore.core.errors import ShardCoreError
+from shardcore.core.validation import require
 from shardcore.torchrec.modules import Collection
 
 WEIGHTS, _STEP = "weights", "step"
@@ -156,11 +157,11 @@ def dense_state_granularity(
     Raises ShardCoreError for an optimizer whose state is not known.
     """
     kind = type(optimizer).__name__
-    if kind not in _DENSE or group.get("momentum") or group.get("amsgrad"):
-        raise ShardCoreError(
-            f"replicas train under {kind}{' with momentum or amsgrad' if kind in _DENSE else ''}; rows with state "
-            f"are known of {', '.join(_DENSE)}, without momentum and amsgrad"
-        )
+    require(
+        kind in _DENSE and not group.get("momentum") and not group.get("amsgrad"),
+        f"replicas train under {kind}{' with momentum or amsgrad' if kind in _DENSE else ''}; rows with state "
+        f"are known of {', '.join(_DENSE)}, without momentum and amsgrad",
+    )
     return _DENSE[kind]
 
 
@@ -173,8 +174,10 @@ def fused_state_granularity(optimizer: str) -> tuple[tuple[str, str], ...]:
     """
     # By FBGEMM's names, as ops report them.
     known = {o.theirs: o.states for o in OPTIMIZERS.values()}
-    if optimizer not in known:
-        raise ShardCoreError(f"tables train under {optimizer}; known are {', '.join(known)}")
+    require(
+        optimizer in known,
+        f"tables train under {optimizer}; known are {', '.join(known)}",
+    )
     states = known[optimizer]
     return tuple(zip(_NAMES[len(states)], states, strict=True)) if states else ()
 
@@ -185,11 +188,11 @@ def movable_kernels(collection: Collection) -> Iterator[Any]:
     """
     for kernel in collection.kernels():
         name = kernel._config.compute_kernel.value
-        if name not in _KERNELS:
-            raise ShardCoreError(
-                f"tables {', '.join(t.name for t in kernel._config.embedding_tables[:5])} have kernel {name}; rows "
-                f"can be read and written of {', '.join(_KERNELS)}"
-            )
+        require(
+            name in _KERNELS,
+            f"tables {', '.join(t.name for t in kernel._config.embedding_tables[:5])} have kernel {name}; rows "
+            f"can be read and written of {', '.join(_KERNELS)}",
+        )
         yield kernel
 
 
