@@ -69,7 +69,7 @@ def folder(files, tmp_path, monkeypatch, capsys) -> Path:
     """A copy of these files. Searches in it are short."""
     shutil.copytree(files, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("shardcore.search.portfolio.DEFAULT_EVALS", QUICK.evals)
+    monkeypatch.setattr("shardcore.search.budget.MOST_EVALS", QUICK.evals)
     monkeypatch.setattr(shardcore, "Budget", lambda **given: QUICK)
     capsys.readouterr()
     return tmp_path

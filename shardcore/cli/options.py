@@ -152,6 +152,15 @@ def _parse_duration(text: str) -> float:
     return float(found[1]) * {"s": 1, "min": 60, "h": 3600}[found[2]]
 
 
+def _parse_share(text: str) -> float:
+    """Parse a share such as 1% or 0.01."""
+    number, percent = (text[:-1], 100.0) if text.endswith("%") else (text, 1.0)
+    share = _value_parser(float, ())(number) / percent
+    if not 0 <= share <= 1:
+        raise argparse.ArgumentTypeError(f"it is {text}; it needs to be a share from 0% to 100%, such as 1%")
+    return share
+
+
 def parse_path(text: str) -> Path:
     # Python takes an empty path (a shell's unset variable) for the current folder.
     if not text or "\0" in text:
@@ -188,6 +197,7 @@ Positive = Annotated[int, within(1, MOST_INT)]
 Amount = Annotated[float, within(0, MOST_INT)]
 PositiveFloat = Annotated[float, within(0, MOST_INT, above=True)]
 Duration = Annotated[float, Parser(_parse_duration)]
+Share = Annotated[float, Parser(_parse_share), "P%"]
 Gib = Annotated[float, within(0, MOST_GIB)]
 PositiveGib = Annotated[float, within(0, MOST_GIB, above=True)]
 ProblemFile = Annotated[Path, "PROBLEM.json"]
@@ -208,20 +218,23 @@ class SearchOptions:
     budget_s: seconds for all searches together
     budget_evals: plans to price in each search; the same seed then gives the same plan. A search makes one plan to
       start from in any case; on thousands of devices further ones count as plans, too
-    threads: cores that searches use, instead of all; with --budget-evals it changes no plan
+    within: share of the cost, such as 1%: the search ends once more trials would make the plan cheaper by less; without
+      a budget 0.1%
+    threads: cores that searches use, instead of all; save with --budget-s it changes no plan
     """
 
     EXCLUSIVE: ClassVar[tuple[tuple[str, ...], ...]] = (("budget_s", "budget_evals"),)
     budget_s: PositiveFloat | None = None
     budget_evals: Positive | None = None
+    within: Share | None = None
     threads: Positive | None = None
     seed: Natural = 0
 
     def budget(self) -> Budget:
-        """Search budget of --budget-evals, --budget-s and --threads."""
+        """Search budget of --budget-evals, --budget-s, --within and --threads."""
         from shardcore.search.budget import Budget
 
-        return Budget(self.budget_evals, self.budget_s, self.threads)
+        return Budget(self.budget_evals, self.budget_s, self.threads, self.within)
 
 
 @dataclass(frozen=True, kw_only=True)

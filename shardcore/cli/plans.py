@@ -134,9 +134,15 @@ def _print_plan_summary(
         print(f"{decisions_report.ledger_text(found.ledger)}\n")
     sure = f" with {args.confidence:.0%} confidence in each op" if args.confidence else ""
     by = found.plan.provenance["algorithm"] if groups else args.algorithm
+    within = found.plan.provenance.get("within")
+    ended = (
+        ""
+        if within is None
+        else (f", which ended once three quarters of its trials had brought less than {100 * within:.3g}%")
+    )
     print(
         f"{args.out or args.out_problem or args.problem}: {f'{groups.description}: ' if groups else ''}"
-        f"{found.ms:.3f} ms predicted{sure}{deciding.error_band_text(found, model)}, found in {seconds:.2f} s by {by}"
+        f"{found.ms:.3f} ms predicted{sure}{deciding.error_band_text(found, model)}, found in {seconds:.2f} s by {by}{ended}"
         f"{deciding.changes_from_start_text(args, found, decisions, original, cautious)}"
     )
     print(f"under {known_errors.model_label(model)}, model {found.plan.provenance['model_digest'][:8]}")

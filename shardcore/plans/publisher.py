@@ -37,7 +37,6 @@ from shardcore.search.anneal.reshard import rebind_tables
 from shardcore.search.budget import Budget, usable_cores
 from shardcore.search.explain import Explanation, explain
 from shardcore.search.learned.policy import Policy
-from shardcore.search.portfolio import DEFAULT_EVALS
 from shardcore.search.state.shards import CONCESSION
 
 _logger = logging.getLogger(__name__)
@@ -63,7 +62,7 @@ class PublishConfig(Record):
 
     algorithm: sharder of the published plans (docs/plan.md#search). Baselines are other sharders.
     seed: seed of the search.
-    budget_evals: plans that the search may price.
+    budget_evals: plans that the search may price. null: until more would bring less than 0.1%.
     threshold: least share by which a new plan must be cheaper to replace the published one. In any case its
       gain has to exceed the model's error of the difference (see gain).
     keep_versions: number of decisions per problem that keep their versions.
@@ -78,7 +77,7 @@ class PublishConfig(Record):
 
     algorithm: str = DEFAULT_SHARDER
     seed: Seed = 0
-    budget_evals: Count = DEFAULT_EVALS
+    budget_evals: Count | None = None
     threshold: Annotated[float, within(0, 1, such_as="0.01")] = 0.0
     keep_versions: Annotated[int, within(store.FEWEST_KEPT, MOST_COUNT)] = 20
     max_moved_tables: Annotated[int | None, within(0, MOST_COUNT)] = None

@@ -16,6 +16,10 @@ from shardcore.core.validation import Record, within
 from shardcore.io.schema import MOST_INT
 
 MOST_THREADS = 1024
+WITHIN, MOST_EVALS = 1e-3, 20_000_000
+"""The end of a search without a budget: its `within`, and its evaluations at the latest."""
+FEWEST_EVALS, LATE_SHARE = 500_000, 0.75
+"""A search ends by `within` after so many evaluations at the earliest, and by what this share of all brought."""
 _KNOWN = 0.1
 """Share of the evaluations after which their rate is known."""
 
@@ -37,8 +41,9 @@ class Budget(Record):
     evals: plans priced, or changes of plans tried.
     seconds: wall time. Compiling is not counted.
     threads: cores that a search may use. None: all that this process may.
+    within: share of the cost. A search by annealing ends once three quarters of its evaluations brought less.
 
-    A search returns its best plan once either limit is reached.
+    A search returns its best plan once any limit is reached.
     It always returns one, however small the budget.
     Only a budget in evals makes a run repeatable, with any number of threads.
     """
@@ -46,10 +51,17 @@ class Budget(Record):
     evals: Annotated[int | None, within(1, MOST_INT)] = None
     seconds: Annotated[float | None, within(0, MOST_INT, above=True)] = None
     threads: Annotated[int | None, within(1, MOST_THREADS)] = None
+    within: Annotated[float | None, within(0, 1)] = None
 
     def with_default_evals(self, evals: int) -> Budget:
         """The budget itself if it has a limit, else one with a default number of evaluations."""
         return self if self.evals or self.seconds else replace(self, evals=evals)
+
+    def with_default_end(self) -> Budget:
+        """The budget itself if it limits evaluations or seconds, else one that ends by `within`."""
+        if self.evals or self.seconds:
+            return self
+        return replace(self, evals=MOST_EVALS, within=WITHIN if self.within is None else self.within)
 
     @property
     def max_threads(self) -> int:
@@ -117,7 +129,8 @@ class Meter:
         # Seconds are the nearer limit: what is left is known, not estimated.
         if self.budget.seconds is not None and self.share_used() * self.budget.seconds <= self.elapsed_s():
             return max(0.0, self.budget.seconds - self.elapsed_s())
-        if self.budget.evals is None or not self.evals:
+        # A search that ends by its gains ends long before its last evaluation.
+        if self.budget.evals is None or self.budget.within is not None or not self.evals:
             return None
         # Evaluations are. Their rate leaves out what came before the first ones, as that comes only once.
         self.counted_from = self.counted_from or (self.elapsed_s(), self.evals)

@@ -8,7 +8,8 @@
 5. NeuroShard's beam, once annealing has taken about as long as the beam takes. Annealing improves its plan.
 
 A budget in evaluations only says where this sequence ends. So a larger one never gives a dearer plan. A
-budget in seconds also limits how many plans annealing starts from.
+budget in seconds also limits how many plans annealing starts from. Without a budget the sequence ends once
+three quarters of all evaluations have made the best plan less than 0.1% cheaper.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from shardcore.cost.model import CostModel, group_op_ms, is_less
 from shardcore.search import greedy
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.search.beam import Beam
-from shardcore.search.budget import Budget, Meter
+from shardcore.search.budget import FEWEST_EVALS, LATE_SHARE, Budget, Meter
 from shardcore.search.neuroshard import GreedyGrid, NeuroShardConfig
 from shardcore.search.state.column_parts import even_cut_columns, may_cut_table
 from shardcore.search.state.feasible import find_fitting_plan
@@ -43,8 +44,6 @@ from shardcore.step.ways import searched_tables
 if TYPE_CHECKING:
     from shardcore.search.anneal.sharder import Search
 
-DEFAULT_EVALS = 1_000_000
-"""The budget where none is given."""
 _BEAM = NeuroShardConfig()
 _HOT, _LEVELS = 0.5, (2.0, 4.0, 1.0)
 """Least load of a hot table, in mean loads of a host, or of a device for sequences. Parts for each such load.
@@ -61,7 +60,7 @@ of all rounds before."""
 def search_with_portfolio(
     problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None
 ) -> Plan:
-    """Find the cheapest plan of several searches in turn, within the budget (none: DEFAULT_EVALS).
+    """Find the cheapest plan of several searches in turn, within the budget (none: until more trials bring less than 0.1%).
 
     Raises Infeasible if no search finds a plan, and SettingMismatch.
     """
@@ -77,7 +76,7 @@ def search_with_annealing(
     space: str = "all",
     reshard: Reshard | None = None,
 ) -> Plan:
-    """Find the cheapest plan by annealing within the budget (none: DEFAULT_EVALS).
+    """Find the cheapest plan by annealing within the budget (none: until more trials bring less than 0.1%).
 
     space: see anneal.sharder.SPACES.
     reshard: a plan to improve, and how much may move.
@@ -97,7 +96,8 @@ class _Anytime:
         problem.require_setting(model.setting)
         self.problem, self.model, self.name, self.seed = problem, model, name, seed
         # Rounds have no end of their own, so there is always some limit.
-        self.meter = (budget or Budget()).with_default_evals(DEFAULT_EVALS).start()
+        self.meter = (budget or Budget()).with_default_end().start()
+        self._curve: list[tuple[int, float]] = []  # evaluations, and the best cost, after each round
         self.best: Plan | None = None
         self.found_by = name
         self.error: Infeasible | None = None  # of the first plan that did not fit
@@ -128,6 +128,7 @@ class _Anytime:
             "space": space,
             "evals": self.meter.evals,
             **({"found_by": self.found_by} if self.found_by != self.name else {}),
+            **({"within": self.meter.budget.within} if self._has_levelled_off() else {}),
             **self.best.provenance,
         }
         return replace(self.best, provenance=provenance)
@@ -161,7 +162,18 @@ class _Anytime:
                 if has_time and (plan := self._add_search("neuroshard", self._beam_plan)):
                     # Annealing starts from it in its next round.
                     search.add_plan(plan.placements, space)
+            self._curve.append((self.meter.evals, self.best_ms))
+            if self._has_levelled_off():
+                break
         self._keep_annealed_plan(search)
+
+    def _has_levelled_off(self) -> bool:
+        """Tell if a late share of all evaluations has made the best plan cheaper by less than the budget's `within`."""
+        within, evals = self.meter.budget.within, self.meter.evals
+        if within is None or evals < FEWEST_EVALS:
+            return False
+        earlier_ms = [ms for at, ms in self._curve if at <= (1 - LATE_SHARE) * evals]
+        return bool(earlier_ms) and earlier_ms[-1] <= (1 + within) * self.best_ms
 
     def _keep_annealed_plan(self, search: Search) -> None:
         # Pricing a plan takes long with very many tables, so only a new one is priced.

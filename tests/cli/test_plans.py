@@ -53,6 +53,25 @@ def test_plan_improves_a_plan_that_there_is(stored, model, capsys):
     )
 
 
+def test_a_search_without_a_budget_says_why_it_ended(stored, model, capsys, monkeypatch):
+    monkeypatch.setattr("shardcore.search.portfolio.FEWEST_EVALS", 20_000)
+    asked = f"plan {stored}/problem.json --model {model} --out {stored}/plan.json".split()
+    said = "which ended once three quarters of its trials had brought less than"
+    assert main([*asked, "--within", "1%"]) == 0 and f"{said} 1%" in capsys.readouterr().out
+    assert main([*asked, "--within", "0.02"]) == 0 and f"{said} 2%" in capsys.readouterr().out
+    assert main([*asked, "--budget-evals", "500"]) == 0 and said not in capsys.readouterr().out
+    for text, message in (
+        ("101%", "it is 101%; it needs to be a share from 0% to 100%, such as 1%"),
+        ("-1", "it is -1; it needs to be a share"),
+        ("nan", "it is nan; it needs to be a share"),
+        ("a%", "'a' is not a number"),
+        ("", "'' is not a number"),
+    ):
+        with pytest.raises(SystemExit):
+            main([*asked, f"--within={text}"])
+        assert f"argument --within: {message}" in capsys.readouterr().err
+
+
 def test_a_plan_goes_on_where_tables_grew_and_a_device_is_gone(stored, model, problem, capsys):
     """Tables that grew are the same tables, and the device that is gone is one in the middle."""
     old, new, path, now = (stored / n for n in ("old.json", "new.json", "problem.json", "now.json"))

@@ -64,6 +64,23 @@ def test_time_left_follows_the_limit_that_ends_first():
     )
 
 
+def test_a_search_that_ends_by_its_gains_does_not_know_when():
+    meter = used(Budget(evals=1000, within=0.01), evals=500, seconds=50)
+    meter.counted_from = (0.0, 1)
+    assert meter.remaining_s() is None
+    assert 949 <= used(Budget(seconds=1000.0, within=0.01), seconds=50).remaining_s() <= 950
+
+
+def test_only_a_budget_without_an_end_gets_one():
+    for given in (Budget(evals=5), Budget(seconds=5.0), Budget(evals=5, within=0.2)):
+        assert given.with_default_end() is given
+    ended = Budget(threads=2).with_default_end()
+    assert (ended.evals, ended.within, ended.threads) == (budgets.MOST_EVALS, budgets.WITHIN, 2)
+    assert Budget(within=0.2).with_default_end().within == 0.2
+    with pytest.raises(ShardCoreError, match="within 1.5; it needs 0 to 1"):
+        Budget(within=1.5)
+
+
 def test_the_rate_of_evaluations_leaves_out_what_came_before_them_and_is_unknown_at_first():
     meter = used(Budget(evals=1000), evals=0, seconds=500)
     assert meter.remaining_s() is None

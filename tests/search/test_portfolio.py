@@ -146,6 +146,33 @@ def test_a_table_that_stays_whole_may_have_replicas(unsplit, memory_mib):
     assert cost(plan) == pytest.approx(least_ms)
 
 
+def test_a_search_without_a_budget_ends_once_more_trials_bring_little(monkeypatch):
+    monkeypatch.setattr("shardcore.search.portfolio.FEWEST_EVALS", 20_000)
+    problem = draw_random_problem(0, 12, [8 * MIB] * 3)
+    model = small_problem_model(problem)
+    plans = [
+        search_with_portfolio(problem, model, budget=budget)
+        for budget in (None, Budget(threads=3), Budget(within=0.001), Budget(seconds=1000.0, within=0.001))
+    ]
+    assert plans[0].placements == plans[1].placements == plans[2].placements
+    evals = [plan.provenance["evals"] for plan in plans]
+    assert all(20_000 <= n < 2_000_000 for n in evals) and {p.provenance["within"] for p in plans} == {0.001}
+    # That is what it says: a quarter of the evaluations already led to within 0.1% of this cost.
+    quarter = search_with_portfolio(problem, model, budget=Budget(evals=evals[0] // 4))
+    assert cost(plans[0]) <= cost(quarter) <= 1.001 * cost(plans[0])
+    # Where evaluations end first, they do.
+    short = search_with_portfolio(problem, model, budget=Budget(evals=5_000, within=1.0))
+    assert short.provenance["evals"] <= 5_000 and "within" not in short.provenance
+    hasty = search_with_portfolio(problem, model, budget=Budget(evals=10**8, within=0.5))
+    assert hasty.provenance["within"] == 0.5 and hasty.provenance["evals"] <= evals[0]
+
+
+def test_one_device_or_nothing_to_search_needs_no_trials():
+    problem = draw_random_problem(0, 3, [80 * MIB])
+    plan = search_with_portfolio(problem, small_problem_model(problem))
+    assert plan.provenance["evals"] == 0 and "within" not in plan.provenance
+
+
 @pytest.mark.long
 def test_no_other_search_is_cheaper():
     """The default budget suffices for the beam, too."""
