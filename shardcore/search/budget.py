@@ -18,7 +18,7 @@ from shardcore.io.schema import MOST_INT
 MOST_THREADS = 1024
 WITHIN, MOST_EVALS = 1e-3, 20_000_000
 """The end of a search without a budget: its `within`, and its evaluations at the latest."""
-FEWEST_EVALS, LATE_SHARE = 500_000, 0.75
+FEWEST_EVALS, LATE_SHARE = 800_000, 0.75
 """A search ends by `within` after so many evaluations at the earliest, and by what this share of all brought."""
 _KNOWN = 0.1
 """Share of the evaluations after which their rate is known."""
