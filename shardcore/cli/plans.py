@@ -142,7 +142,8 @@ def _print_plan_summary(
     )
     print(
         f"{args.out or args.out_problem or args.problem}: {f'{groups.description}: ' if groups else ''}"
-        f"{found.ms:.3f} ms predicted{sure}{deciding.error_band_text(found, model)}, found in {seconds:.2f} s by {by}{ended}"
+        f"{found.ms:.3f} ms predicted{sure}{deciding.error_band_text(found, model)}, found in {seconds:.2f} s "
+        f"by {by}{ended}"
         f"{deciding.changes_from_start_text(args, found, decisions, original, cautious)}"
     )
     print(f"under {known_errors.model_label(model)}, model {found.plan.provenance['model_digest'][:8]}")

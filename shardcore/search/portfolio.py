@@ -60,7 +60,9 @@ of all rounds before."""
 def search_with_portfolio(
     problem: Problem, model: CostModel, *, seed: int = 0, budget: Budget | None = None
 ) -> Plan:
-    """Find the cheapest plan of several searches in turn, within the budget (none: until more trials bring less than 0.1%).
+    """Find the cheapest plan of several searches in turn.
+
+    budget: of all searches. None: until more trials bring less than 0.1%.
 
     Raises Infeasible if no search finds a plan, and SettingMismatch.
     """
@@ -76,8 +78,9 @@ def search_with_annealing(
     space: str = "all",
     reshard: Reshard | None = None,
 ) -> Plan:
-    """Find the cheapest plan by annealing within the budget (none: until more trials bring less than 0.1%).
+    """Find the cheapest plan by annealing.
 
+    budget: of all rounds. None: until more trials bring less than 0.1%.
     space: see anneal.sharder.SPACES.
     reshard: a plan to improve, and how much may move.
 
