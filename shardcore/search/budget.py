@@ -53,15 +53,11 @@ class Budget(Record):
     threads: Annotated[int | None, within(1, MOST_THREADS)] = None
     within: Annotated[float | None, within(0, 1)] = None
 
-    def with_default_evals(self, evals: int) -> Budget:
-        """The budget itself if it has a limit, else one with a default number of evaluations."""
-        return self if self.evals or self.seconds else replace(self, evals=evals)
-
-    def with_default_end(self) -> Budget:
-        """The budget itself if it limits evaluations or seconds, else one that ends by `within`."""
+    def with_default_end(self, evals: int = MOST_EVALS, within: float | None = WITHIN) -> Budget:
+        """The budget itself if it limits evaluations or seconds, else one with default limits."""
         if self.evals or self.seconds:
             return self
-        return replace(self, evals=MOST_EVALS, within=WITHIN if self.within is None else self.within)
+        return replace(self, evals=evals, within=within if self.within is None else self.within)
 
     @property
     def max_threads(self) -> int:

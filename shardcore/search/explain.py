@@ -137,7 +137,7 @@ def explain(
     searcher = algorithm if algorithm in SHARDERS else FALLBACK
     evals = plan.provenance.get("evals") if searcher == algorithm else None
     # As much effort as the plan had, so that a difference is the alternative's.
-    budget = (budget or Budget()).with_default_evals(evals or DEFAULT_EVALS)
+    budget = (budget or Budget()).with_default_end(evals or DEFAULT_EVALS, None)
 
     def search_alternative(
         what: str, problem: Problem, algorithm: str = searcher, kept_ms: float | None = None
