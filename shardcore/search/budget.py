@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Annotated
 
 from shardcore.core import progress
-from shardcore.core.validation import Record, within
+from shardcore.core.validation import Record
+from shardcore.core.validation import within as in_range
 from shardcore.io.schema import MOST_INT
 
 MOST_THREADS = 1024
@@ -48,10 +49,10 @@ class Budget(Record):
     Only a budget in evals makes a run repeatable, with any number of threads.
     """
 
-    evals: Annotated[int | None, within(1, MOST_INT)] = None
-    seconds: Annotated[float | None, within(0, MOST_INT, above=True)] = None
-    threads: Annotated[int | None, within(1, MOST_THREADS)] = None
-    within: Annotated[float | None, within(0, 1)] = None
+    evals: Annotated[int | None, in_range(1, MOST_INT)] = None
+    seconds: Annotated[float | None, in_range(0, MOST_INT, above=True)] = None
+    threads: Annotated[int | None, in_range(1, MOST_THREADS)] = None
+    within: Annotated[float | None, in_range(0, 1)] = None
 
     def with_default_end(self, evals: int = MOST_EVALS, within: float | None = WITHIN) -> Budget:
         """The budget itself if it limits evaluations or seconds, else one with default limits."""
