@@ -156,8 +156,8 @@ class Starts:
             if start := self._cheapest_start(space, cuts):
                 any_fits = True
                 yield start
-        if (divided := _divide_devices_among_runs(space)) and (
-            start := self._cheapest_start(divided, series[0][::3])
+        if (divided := _divide_devices_among_runs(space, sum(usable_bytes(self.problem)))) and (
+            start := self._cheapest_start(divided, [cut for cuts in series for cut in cuts[::3]])
         ):
             yield Start(self, space, start.state, space.problem_with_moves_among_groups(start.state.group))
         # With unequal hosts, exchanges are far from linear.
@@ -529,23 +529,30 @@ class Starts:
         return replace(space, fixed=space.fixed._replace(rates=self._rates[space.cache.runs]))
 
 
-def _divide_devices_among_runs(space: SearchSpace) -> SearchSpace | None:
-    """Search space in which ops of each layout get devices in proportion to their cost. None for a single layout, or
-    too few shards.
+def _divide_devices_among_runs(space: SearchSpace, n_bytes: int) -> SearchSpace | None:
+    """Search space in which ops of each layout get devices in proportion to their cost, and the memory that they need.
+    None for a single layout, or too few shards.
 
     A device launches an op for each of its runs. Fewer launches may be worth exchanges of fewer devices.
+
+    n_bytes: that all devices may use.
     """
     fixed, run_of_strip, host = space.fixed, space.fixed.strips[:, RUN], space.fixed.host
     ms = np.bincount(run_of_strip, fixed.alone[fixed.options_of_whole_strips(), ADDED_MS])
-    # Devices with one or two strips have few launches to save.
-    if np.count_nonzero(ms) < 2 or len(run_of_strip) < 3 * len(host):
+    # Devices with one strip have few launches to save.
+    if np.count_nonzero(ms) < 2 or len(run_of_strip) < 2 * len(host):
         return None
     # [D] places of devices in a row: hosts take turns, so that each run has devices on many.
     by_host = np.argsort(host, kind="stable")
     turn = np.arange(len(host)) - np.searchsorted(host[by_host], host[by_host])
     place = np.argsort(by_host[np.lexsort((host[by_host], turn))])
+    # [R] devices that each run needs for its memory, whole ones beyond the first. Cost decides on the others.
+    need = np.bincount(run_of_strip, space.whole_strip_bytes) * len(host) / n_bytes
+    need = np.where(need > 1, np.ceil(need), need)
+    wish = np.maximum(ms * len(host) / ms.sum() - need, 1e-9)
+    share = need + max(0.0, len(host) - need.sum()) * wish / wish.sum()
     # [R, 1] where each run's share of the row ends. It has the devices whose middle lies within its share.
-    ends = (np.cumsum(ms) * len(host) / ms.sum())[:, None]
+    ends = (np.cumsum(share) * (len(host) / share.sum()))[:, None]
     begins = np.insert(ends[:-1], 0, 0.0, axis=0)
     has = (begins <= place + 0.5) & (place + 0.5 < ends)
     # A small share may have no device's middle. Its run shares the device where it begins.
