@@ -69,7 +69,7 @@ def test_fit_moves_the_rates_that_timings_depend_on(here, capsys):
         ("show absent.json", "absent.json"),
         (
             f"new a/b --from {CARD} --out x.json",
-            "a profile has name 'a/b'; it needs a folder's name: letters",
+            "profile 'a/b' has name 'a/b'; it needs a folder's name: letters",
         ),
         ("new mine --from h100 --out x.json", "profile 'h100' is not known; known are "),
         ("fit t.csv --from h100 --out x.json", "profile 'h100' is not known; known are "),

@@ -7,7 +7,7 @@ import pytest
 
 from shardcore.core.gc_pause import infrequent_gc
 from shardcore.core.topology import Device, Topology
-from shardcore.core.types import Problem, Table
+from shardcore.core.types import Problem, Setting, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.search import SHARDERS
 
@@ -26,17 +26,16 @@ def test_every_search_asks_for_it():
     class Asked(Exception):
         pass
 
-    class Asking:
-        """A setting of which a search asks the hardware."""
+    class Asking(Problem):
+        """A problem that a search asks for its setting."""
 
-        @property
-        def hardware(self):
+        def require_setting(self, *asked):
             found.append(gc.get_threshold())
             raise Asked
 
-    problem = Problem("p", (Table("t", 10, 8, 1.0),), Topology((Device(1 << 30),)), 4)
+    problem = Asking("p", (Table("t", 10, 8, 1.0),), Topology((Device(1 << 30),)), 4)
     for sharder in SHARDERS.values():
         with pytest.raises(Asked):
-            sharder(problem, AnalyticModel(Asking()))
+            sharder(problem, AnalyticModel(Setting("gpu", 4)))
     assert len(found) == len(SHARDERS) and all(threshold[0] > 100 * before[0] for threshold in found)
     assert gc.get_threshold() == before

@@ -131,5 +131,5 @@ def test_it_is_off_by_default_and_then_leaves_an_empty_folder(metrics):
 
 
 def test_an_unknown_policy_is_refused():
-    with pytest.raises(ShardCoreError, match="train_policy config has algorithm 'alphashard'; known are"):
+    with pytest.raises(ShardCoreError, match="train policy config has algorithm 'alphashard'; known are"):
         TrainPolicyConfig(algorithm="alphashard")
