@@ -109,15 +109,22 @@ def require_reachable(address: str, what: str) -> None:
 
 
 def make_empty_database() -> None:
-    """Make the database with which temporary servers start, once for an installation (install.py)."""
-    part = _EMPTY_DATABASE.with_suffix(".part")
-    subprocess.run(
-        [sys.executable, "-m", "prefect", "server", "database", "upgrade", "--yes"],
-        env={**os.environ, "PREFECT_SERVER_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{part}"},
-        stdout=subprocess.DEVNULL,
-        check=True,
-    )
-    part.rename(_EMPTY_DATABASE)
+    """Make the database with which temporary servers start, once for an installation (install.py).
+
+    Without it each server makes its own. So it is left out where Prefect cannot make it.
+    """
+    with (
+        suppress(OSError, subprocess.CalledProcessError),
+        tempfile.TemporaryDirectory(dir=sys.prefix) as folder,
+    ):
+        part = Path(folder, "prefect.db")
+        subprocess.run(
+            [sys.executable, "-m", "prefect", "server", "database", "upgrade", "--yes"],
+            env={**os.environ, "PREFECT_SERVER_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{part}"},
+            stdout=subprocess.DEVNULL,
+            check=True,
+        )
+        part.replace(_EMPTY_DATABASE)
 
 
 @contextmanager

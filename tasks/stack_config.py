@@ -36,8 +36,9 @@ def _database_url(*schemes: str) -> Rule:
 
 def _is_short_path(text: str) -> bool:
     path = Path(os.path.abspath(text))
-    longest_name = max(len(os.fsencode(name)) for name in path.parts)
-    return len(os.fsencode(path)) <= _LONGEST_PATH and longest_name <= _LONGEST_NAME
+    # Text that no file system can name is refused by another rule.
+    lengths = [len(name.encode(errors="replace")) for name in (str(path), *path.parts)]
+    return lengths[0] <= _LONGEST_PATH and max(lengths[1:]) <= _LONGEST_NAME
 
 
 def _first_wrong_host(names: Sequence[str]) -> str | None:

@@ -694,7 +694,7 @@ COMMANDS: Mapping[str, tuple[str, type]] = {
     "heat": ("problems", HeatOptions),
     "hot-drift": ("problems", HotDriftOptions),
     "measure": ("measure", MeasureOptions),
-    "train": ("measurements", TrainOptions),
+    "train": ("train", TrainOptions),
     "report": ("measurements", ReportOptions),
     "train-policy": ("policies", TrainPolicyOptions),
     "profile list": ("profiles", ListOptions),

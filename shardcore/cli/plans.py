@@ -134,7 +134,8 @@ def _print_plan_summary(
         print(f"{decisions_report.ledger_text(found.ledger)}\n")
     sure = f" with {args.confidence:.0%} confidence in each op" if args.confidence else ""
     by = found.plan.provenance["algorithm"] if groups else args.algorithm
-    within = found.plan.provenance.get("within")
+    # A plan that is kept says how the search ended that found it.
+    within = None if args.start else found.plan.provenance.get("within")
     ended = (
         ""
         if within is None

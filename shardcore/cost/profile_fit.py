@@ -248,7 +248,7 @@ def _parse_timing(row: Mapping[str, str], what: str) -> Timing | str:
     shapes = [_parse_numbers(row[column]) for column in ("E", "D", "L")]
     if any(len(x) not in (1, tables) for x in shapes) or len(_parse_numbers(row["B"])) != 1:
         return "shapes of its tables are not stated one by one"
-    if any(int(width) % 4 for width in shapes[1]):
+    if any(float(width) % 4 for width in shapes[1]):
         return "a width is no multiple of 4"
     cached = _parse_number(row, "cached", what, 1) if row.get("cached") else 0.0
     if mode == "uvm_caching" and not 0 < cached < 1:

@@ -435,6 +435,7 @@ _PROVENANCE = {
     "setting": str,
     "space": str,
     "predicted_ms": float | None,
+    "within": float | None,
     "model": str,
     "model_version": str,
     "tower_ratio": float,

@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from shardcore.core.errors import ShardCoreError
+from shardcore.core.errors import ShardCoreError, Unreachable
 from shardcore.core.step_cost import PARTS
 from shardcore.core.types import Plan, Problem, Setting
 from shardcore.core.validation import MOST_MS, describe_differences, require, short_repr, within
@@ -391,6 +391,8 @@ def _read_body(folder: Path) -> _Body:
     path = folder / REPLAYS_JSON
     try:
         body = read_document(path, SCHEMA)
+    except Unreachable:  # nothing is wrong with the file
+        raise
     except ShardCoreError as error:
         raise type(error)(f"{error}; remove {folder} to replay its plans again") from None
     digest = files.digest(body)

@@ -176,7 +176,7 @@ class _Anytime:
         if within is None or evals < FEWEST_EVALS:
             return False
         earlier_ms = [ms for at, ms in self._curve if at <= (1 - LATE_SHARE) * evals]
-        return bool(earlier_ms) and earlier_ms[-1] <= (1 + within) * self.best_ms
+        return self.best is not None and bool(earlier_ms) and earlier_ms[-1] <= (1 + within) * self.best_ms
 
     def _keep_annealed_plan(self, search: Search) -> None:
         # Pricing a plan takes long with very many tables, so only a new one is priced.

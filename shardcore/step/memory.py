@@ -197,7 +197,7 @@ def memory_by_part(plan: Plan, problem: Problem) -> list[DeviceMemory]:
     require_type(plan, Plan, "plan", "a Plan, as a sharder gives")
     require_type(problem, Problem, "problem", "a Problem")
     batches = local_batch_shares(merged_placements(plan.placements), problem)
-    account = Account.from_batches(batches, problem)
+    (names, by_part), runs = phases_by_part(tuple(batches), problem), list(batches)
     # Terms of a local batch are equal on all devices, so they are computed once.
     of_all, of_devices, devices = local_batch_terms(batches, problem), _shards_of_devices(plan, problem), []
     # All devices share one index of caches, so that their counts have the same meaning.
@@ -205,13 +205,13 @@ def memory_by_part(plan: Plan, problem: Problem) -> list[DeviceMemory]:
     for held in of_devices:
         terms = of_all.copy()
         for run, sums in _sums_of_runs(held, problem).items():
-            terms[account.runs[run]] = sums
-        by_phase = account.by_part @ terms
+            terms[sums_of_run(runs.index(run))] = sums
+        by_phase = by_part @ terms
         largest = int(by_phase.sum(1).argmax())
         parts: dict[str, float] = dict(zip(PARTS, by_phase[largest].tolist(), strict=True))
         # The cache is as wide as its widest shard: what resident_bytes does not count is padding.
         parts["weights"] += float(caches.padding_bytes(caches.total_counts(held))) if len(caches) else 0.0
-        devices.append(DeviceMemory(account.names[largest], _rounded_parts(parts)))
+        devices.append(DeviceMemory(names[largest], _rounded_parts(parts)))
     return devices
 
 
@@ -583,9 +583,7 @@ class Account:
     Terms K are FIXED and those after it, then those of each run (`columns_of_run`).
 
     runs: columns of each run's sums among the terms, in the order in which TorchRec runs them.
-    names: [N] of the phases of a step, in their order.
-    by_part: [N, Q, K] bytes in a phase for a unit of each term.
-    terms: [P, K] the same of all parts together. Only phases that can be a device's peak.
+    terms: [P, K] bytes in a phase for a unit of each term. Only phases that can be a device's peak.
     limits: [D, P] bytes that a device may have, with its local batch.
     phases: number of the first columns of P that are phases. Others are lookups and features of each run's op,
       which FBGEMM limits. They exist only where a plan may have too many.
@@ -594,8 +592,6 @@ class Account:
 
     problem: Problem
     runs: Mapping[Layout, slice]
-    names: tuple[str, ...]
-    by_part: np.ndarray
     terms: np.ndarray
     limits: np.ndarray
     phases: int
@@ -629,9 +625,12 @@ class Account:
         return load
 
 
-@lru_cache(maxsize=64)
-def account_without_batch(runs: tuple[Layout, ...], problem: Problem) -> Account:
-    """The memory account of plans with these layouts, in the order in which TorchRec runs them, and no local batch."""
+@lru_cache(maxsize=4)
+def phases_by_part(runs: tuple[Layout, ...], problem: Problem) -> tuple[tuple[str, ...], np.ndarray]:
+    """Names [N] of a step's phases in their order, and bytes [N, Q, K] of each part in a phase for a unit of each term.
+
+    runs: in the order in which TorchRec runs them.
+    """
     of_runs, n_terms = run_stages(runs, problem), columns_of_run(len(runs)).start
     looks_up_ahead = PIPELINES[problem.job.pipeline].looks_up_ahead
     slots = np.zeros((*of_runs.slots.shape[:-1], n_terms))
@@ -656,11 +655,17 @@ def account_without_batch(runs: tuple[Layout, ...], problem: Problem) -> Account
     names = phase_names(of_runs.stages)
     by_part = np.zeros((len(names), len(PARTS), n_terms))
     fill_phases(range(len(runs)), slots, of_runs.phases, moments, by_part)
+    return names, by_part
+
+
+@lru_cache(maxsize=64)
+def account_without_batch(runs: tuple[Layout, ...], problem: Problem) -> Account:
+    """The memory account of plans with these layouts, in the order in which TorchRec runs them, and no local batch."""
     # Equal phases are one for the purpose of a maximum.
-    peaks = np.unique(by_part.sum(1), axis=0)
-    # less[a, b]: a has no more of any term than b. Then a is never the peak. A phase below none but itself stays.
-    less = (peaks[:, None] <= peaks[None]).all(2)
-    terms = peaks[less.sum(1) == 1]
+    peaks = np.unique(phases_by_part(runs, problem)[1].sum(1), axis=0)
+    # A phase that has no more of any term than another one is never the peak. Phases below none but themselves stay.
+    # One by one: all pairs of many runs' phases would take gigabytes.
+    terms = peaks[[(peak <= peaks).all(1).sum() == 1 for peak in peaks]]
     # One limit a device, repeated for all phases: the peak is the largest of them.
     limits, phases = np.tile(np.array(usable_bytes(problem), float)[:, None], len(terms)), len(terms)
     # FBGEMM's limits are extra columns: searches then check them by the same comparison as memory.
@@ -668,13 +673,13 @@ def account_without_batch(runs: tuple[Layout, ...], problem: Problem) -> Account
         # Load and limit are both scaled by OF_OP, so an excess of one id reads as 1 KiB too much.
         of_ops = [n for run in runs for n in (MOST_IDS, max_op_features(run.op_batch(problem)))]
         limits = np.append(limits, np.tile(OF_OP * np.array(of_ops, float), (len(limits), 1)), axis=1)
-        terms = np.append(terms, np.zeros((len(of_ops), n_terms)), axis=0)
+        terms = np.append(terms, np.zeros((len(of_ops), terms.shape[1])), axis=0)
         for r in range(len(runs)):
             # Each op counts its own run's lookups and features only.
             of_run = terms[phases + 2 * r : phases + 2 * r + 2, sums_of_run(r)]
             of_run[0, Sums._fields.index("lookups")] = of_run[1, Sums._fields.index("features")] = OF_OP
     columns = {run: sums_of_run(r) for r, run in enumerate(runs)}
-    return Account(problem, columns, names, by_part, terms, limits, phases, np.zeros(len(terms)))
+    return Account(problem, columns, terms, limits, phases, np.zeros(len(terms)))
 
 
 def local_batch_terms(batches: Mapping[Layout, RunBatch], problem: Problem) -> np.ndarray:

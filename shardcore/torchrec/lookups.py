@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -206,7 +207,7 @@ def _pooling_and_access_from_data(
         for feature in features:
             require(
                 feature in data.ids,
-                f"feature {feature!r} of table {name!r} is not in the data; there are {list(data.ids)[:5]}",
+                f"feature {feature!r} of table {name!r} is not in the data; there are {list(islice(data.ids, 5))}",
             )
             n = data.samples[feature]
             # Fewer samples would show too little reuse of ids in a batch.

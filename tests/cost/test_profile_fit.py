@@ -161,6 +161,7 @@ def test_files_of_timings_are_read(tmp_path):
         ({"D": "1,2,3"}, "not stated one by one"),
         ({"D": ",".join(["9999x1"] * 18_000)}, "not stated one by one"),  # 180 million numbers
         ({"D": "6"}, "no multiple of 4"),
+        ({"D": "64.5"}, "no multiple of 4"),
         ({"weights_precision": "fp8"}, "weights are 'fp8'"),
         ({"optimizer": "magic"}, "optimizer 'magic'"),
         ({"mode": "uvm_caching"}, "share of rows that its cache holds"),

@@ -111,8 +111,13 @@ def items_and_runs(
     """Items of a problem, which are tables of a run that plans place together: bundles, and single tables. And the runs
     that they may have: by columns, and by each kind in `shared` (None: by all). Runs without options are left out.
     """
-    longest = with_highest_load_factors(problem.tables, problem.global_batch, len(problem.topology))
-    encoder = _LongestCaches(model, dict(zip(problem.tables, longest, strict=True)))
+    longest = dict[Table, Table]()
+    # Tables share a cache in one collection only, pooled or not.
+    for group in {(t.collection, t.sequence) for t in problem.tables}:
+        tables = [t for t in problem.tables if (t.collection, t.sequence) == group]
+        held = with_highest_load_factors(tables, problem.global_batch, len(problem.topology))
+        longest |= dict(zip(tables, held, strict=True))
+    encoder = _LongestCaches(model, longest)
     options = Options(problem, encoder, map(Shard.whole, problem.tables))
     every = considers_all_widths(problem)
     widths = [(s, n) for s in range(len(options)) for n in _possible_units(options, s, every)]
