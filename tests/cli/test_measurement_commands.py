@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 from laws import SETTING, comm_samples, compute_samples, linear_law, pool
 
-from shardcore.cli import main, measurements
+from shardcore.cli import main, measurements, train
 from shardcore.cli.progress_line import ProgressLine
 from shardcore.core import progress
 from shardcore.cost import known_errors, neural
@@ -25,7 +25,8 @@ def heard(monkeypatch):
             progress.report(phase)
             yield ProgressLine(sys.stderr, silent_s=3600)
 
-    monkeypatch.setattr(measurements, "showing_progress", listened)
+    for command in (measurements, train):
+        monkeypatch.setattr(command, "showing_progress", listened)
     return phases
 
 
