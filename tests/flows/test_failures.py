@@ -128,14 +128,14 @@ PYTHON = Path(sys.executable).name
         f"{PYTHON} -m tasks.services",
         f"{PYTHON} -m prefect server",
         f"{PYTHON} -m flows.measure",
-        f"{PYTHON} -I -S",
+        f"{PYTHON} -P",
     ],
 )
 def test_of_a_killed_flow_nothing_is_left_and_while_it_ran_it_was_closed_to_others(killed, victim):
     """The flow starts a Prefect server and a Ray."""
     project = killed
     shutil.rmtree(project.folder / "data/measurements", ignore_errors=True)
-    goes_on = victim == f"{PYTHON} -I -S"  # without its guardian
+    goes_on = victim == f"{PYTHON} -P"  # without its guardian
     project.set_params("measure", compute_samples=1000, comm_samples=0, step_samples=0)
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="t") as temporary:
         with project.started("flows.measure", PREFECT_API_URL="", TMPDIR=temporary) as run:
