@@ -115,7 +115,8 @@ def make_empty_database() -> None:
     """
     with (
         suppress(OSError, subprocess.CalledProcessError),
-        tempfile.TemporaryDirectory(dir=sys.prefix) as folder,
+        # In the same folder, so that the whole file gets its name at once.
+        tempfile.TemporaryDirectory(dir=_EMPTY_DATABASE.parent) as folder,
     ):
         part = Path(folder, "prefect.db")
         subprocess.run(
