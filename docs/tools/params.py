@@ -2,7 +2,7 @@
 
     python -m docs.tools.params          # a test fails where a comment is another
 
-What a key is stands once: in the docstring of its config, with the words that its rule knows. A file chooses keys and
+The help of a key stands once, in the docstring of its config. Its rule lists the allowed words. A file chooses keys and
 values. A key whose value is not the default shows the default.
 """
 
@@ -60,7 +60,7 @@ def _summary(config: type) -> str:
 
 
 def key_text(config: type, field: Field, value: str) -> str:
-    """What a key is, with the words that it knows, and its default where a file has another value."""
+    """Text of a key: its help, its allowed words, and its default where a file has another value."""
     text = re.sub(r"\bNone\b", "null", field_texts(config)[field.name]).rstrip(".")
     known = next((rule.known for rule in field.rules if rule.known), ())
     words = [f"one of {', '.join(map(str, known))}"] * bool(known)

@@ -224,7 +224,7 @@ def _record(place: str) -> Iterator[str]:
 
 
 def field_texts(cls: type) -> dict[str, str]:
-    """What each field of a class is, from its docstring and those of its bases."""
+    """Help texts of a class's fields by name, from its docstring and those of its bases."""
     return {
         name: " ".join(text.split())
         for base in reversed(cls.__mro__)

@@ -64,7 +64,7 @@ class PublishConfig(Record):
     seed: seed of the search.
     budget_evals: plans that the search may price. null: until more would bring less than 0.1%.
     threshold: least share by which a new plan must be cheaper to replace the published one. In any case its
-      gain has to exceed the model's error of the difference (see gain).
+      gain has to exceed the model's error of the difference (plans/gain.py).
     keep_versions: number of decisions per problem that keep their versions.
     max_moved_tables: tables that may move from a published plan that still fits. null: any number. Needs an
       algorithm that anneals.

@@ -46,7 +46,7 @@ class Budget(Record):
 
     A search returns its best plan once any limit is reached.
     It always returns one, however small the budget.
-    Only a budget in evals makes a run repeatable, with any number of threads.
+    Without a limit in seconds a run is repeatable, with any number of threads.
     """
 
     evals: Annotated[int | None, in_range(1, MOST_INT)] = None

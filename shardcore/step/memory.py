@@ -516,7 +516,7 @@ def sums_of_run(r: int) -> slice:
 
 @dataclass(frozen=True, eq=False)
 class RunStages:
-    """What runs hold in the four stages of a step, for each unit of their terms.
+    """Bytes that runs hold in the four stages of a step, for a unit of each of their terms.
 
     slots: [R, 4, slots, Q, 10] bytes by part. Runs with fewer phases have zeros in the slots that they lack.
     phases: [R, 4] number of phases.
@@ -548,7 +548,7 @@ def moments_beyond_resident(problem: Problem) -> np.ndarray:
 
 @lru_cache(maxsize=64)
 def run_stages(runs: tuple[Layout, ...], problem: Problem) -> RunStages:
-    """What runs of the given layouts hold in each stage of a step."""
+    """Bytes that runs of the given layouts hold in each stage of a step."""
     stages, part = tuple(run.memory_stages for run in runs), PARTS.index
     phases = np.array([[len(buffers.phases) for buffers in of] for of in stages], np.int64).reshape(-1, 4)
     slots = np.zeros((len(runs), 4, SLOT_PHASES + phases.max(initial=0), len(PARTS), OF_LOOKUPS + 1))

@@ -291,9 +291,7 @@ def test_a_plan_kept_under_fresh_statistics_is_published_anew_for_them_and_nothi
             for t, p in ((t, next(p for p in plan.placements if p.shard.table == t)) for t in problem.tables)
         ),
     )
-    drifted = publish(
-        tmp_path, skewed, model, config=replace(CONFIG, max_moved_tables=2, budget_evals=1_000)
-    ).decision
+    drifted = publish(tmp_path, skewed, model, config=replace(CONFIG, max_moved_tables=2)).decision
     assert drifted.outcome == "better" and drifted.candidate_ms < drifted.previous_ms
     assert 1 <= len(diff_plans(now, store.load_plan(tmp_path, "published")[0]).moves) <= 2
 

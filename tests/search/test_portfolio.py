@@ -129,8 +129,7 @@ def test_plans_by_columns_are_improved_as_long_as_they_may_become_the_best():
     by_all, by_columns = (
         cost(SHARDERS[name](problem, model, budget=budget)) for name in ("portfolio", "anneal_columns")
     )
-    # Two seeds differ by 2%.
-    assert by_all <= 1.03 * by_columns
+    assert by_all <= 1.01 * by_columns
 
 
 @pytest.mark.parametrize("memory_mib", [0.6, 100])

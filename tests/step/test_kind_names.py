@@ -51,7 +51,7 @@ OTHER_MEANINGS = {
 }
 """Words that mean something else: by word, in which files. None: in all."""
 HOMES = {"shardcore/step/kinds.py", "shardcore/core/job.py"}
-"""Where the rows stand."""
+"""The modules that have the rows. Names there do not count."""
 
 
 def names_of_rows(source: str) -> Iterator[str]:

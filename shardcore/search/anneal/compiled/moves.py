@@ -26,7 +26,6 @@ from shardcore.step.engine.arrays import (
 from shardcore.step.engine.cost import (
     copy_vector,
     device_count,
-    exchanged_bytes,
     is_less,
     smooth_cost_ms,
 )
@@ -79,31 +78,26 @@ def draw_other_device_with_strip(st, s, a):
 def propose_move(fx, st):
     """Draw a move between two devices: (a, b, number of edits). 0 edits: the draw is no move."""
     n = device_count(st)
-    # Choose device a. Only a change on a device that decides the cost makes a step shorter: the slowest one, or the
-    # one that carries most in an exchange.
+    # Choose device a: half of the time the slowest one. Only a change there lowers the maximum.
     u = draw_uniform(st)
-    x = -1  # the exchange, -1 for none
-    if u < 0.35:
+    if u < 0.5:
         a = st.number[WORST]
     elif u < 0.65:
-        # Mostly the first exchange of outputs, else another one of kinds. These are the first runs, of outputs and ids.
-        x = 0 if u <= 0.53 else 1 + draw_integer_below(st, 2 * fx.n_kinds - 1)
-        x += len(fx.runs) - fx.n_kinds if x >= fx.n_kinds else 0
-        a = st.number[WIDEST + x]
+        # Mostly the one with most columns, else the one that carries most in another exchange of strips.
+        # Kinds are the first runs, among the exchanges of outputs and among those of ids.
+        x = 0 if u <= 0.6 else 1 + draw_integer_below(st, 2 * fx.n_kinds - 1)
+        a = st.number[WIDEST + x + (len(fx.runs) - fx.n_kinds if x >= fx.n_kinds else 0)]
     else:
         a = draw_integer_below(st, n)
     if st.count[a] == 0:
         return 0, 0, 0
-    # Choose a strip that a holds, and device b. Of two draws the one that has less of what chose `a` mostly wins.
+    # Choose a strip that a holds, and device b. The less loaded of two draws mostly wins.
     s = int64(st.strips[a, draw_integer_below(st, st.count[a])])
     units, size = int(st.held[s, a]), fx.strips[s, SIZE]
     b = draw_integer_below(st, n)
     c = draw_integer_below(st, n)
-    if draw_uniform(st) < 0.7:
-        of_b = st.devices[b, LOAD] if x < 0 else exchanged_bytes(st, b, x)
-        of_c = st.devices[c, LOAD] if x < 0 else exchanged_bytes(st, c, x)
-        if is_less(of_c, of_b):
-            b = c
+    if draw_uniform(st) < 0.7 and is_less(st.devices[c, LOAD], st.devices[b, LOAD]):
+        b = c
     # One wide shard costs less than two narrow ones: prefer a device with the same strip.
     if units < size and draw_uniform(st) < 0.25:
         c = draw_other_device_with_strip(st, s, a)
