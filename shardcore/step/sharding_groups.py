@@ -79,12 +79,11 @@ def possible_groupings(problem: Problem, sync_every: int, among: Iterable[int]) 
 
     Layouts of one group, and of groups of one device, are the same. They are listed once.
     """
-    n = len(problem.topology)
     return tuple(
         Grouping(size, layout, sync_every)
         for size in among
         # Contiguous stands for both where they coincide.
-        for layout in (GROUP_LAYOUTS if 1 < size < n else GROUP_LAYOUTS[:1])
+        for layout in (GROUP_LAYOUTS if 1 < size < len(problem.topology) else GROUP_LAYOUTS[:1])
     )
 
 

@@ -63,7 +63,6 @@ def test_a_gang_is_spread_over_its_hosts_evenly_in_order_serves_again_and_ends(a
 
 
 def test_the_rank_that_fails_is_named_not_the_one_that_lost_it(monkeypatch):
-    monkeypatch.setattr(local_ranks, "_GRACE_S", 0.2)
     monkeypatch.setattr(ray_transport, "_LOOK_EVERY_S", 0.1)
     with RayTransport() as transport:
         assert run(transport, behave, "", "ok") == {0: [0], 1: [0]}
@@ -76,6 +75,8 @@ def test_the_rank_that_fails_is_named_not_the_one_that_lost_it(monkeypatch):
             (("loses", ""), "^gang: rank 0 does not answer the others .*; rank 0: connection closed$"),
             (("", "dies"), "^gang: rank 1 of 2 failed: its process died"),
         ):
+            # A rank that reports has as long as a busy machine needs; one that hangs would take all of it.
+            monkeypatch.setattr(local_ranks, "_GRACE_S", 0.2 if "hangs" in how else 60.0)
             if how == ("", "hangs"):  # by ranks that have started, which may take long on a busy machine
                 run(transport, behave, "", "ok", timeout_s=120.0)
             with pytest.raises(ShardCoreError, match=message):

@@ -22,9 +22,11 @@ from shardcore.cost.model import CommCost, step_ms
 from shardcore.search.anneal.reshard import Reshard
 from shardcore.step.engine.arrays import (
     ADDED_MS,
+    ANY,
     ARRIVED,
     ENTERED,
     FETCHED,
+    HALVES,
     JOINT,
     LAYOUT_OF,
     LOAD,
@@ -190,7 +192,7 @@ def search_space(
         **search_problem_fields(cache, everywhere or bool(by_rows)),
         may_split=may_split,
         may_share=may_share.reshape(-1, len(cache)),
-        halves=halves,
+        cut=HALVES if halves else ANY,
         heads=np.array([head.parameters, *([head.fetched] if cache.problem.job.fetches_ahead else [])]),
     )
     return SearchSpace(cache, fixed, np.array(divided, dtype=np.int64))

@@ -42,7 +42,7 @@ from shardcore.search.state.column_parts import ColumnParts, parts_of_plan, with
 from shardcore.search.state.feasible import feasible_shards, find_fitting_plan
 from shardcore.search.state.shards import CONCESSION, priced_plan
 from shardcore.search.ties import sort_by_cost
-from shardcore.step.engine.arrays import ADDED_MS, LOAD, LOG, OVER
+from shardcore.step.engine.arrays import ADDED_MS, LOAD, LOG, OVER, SHIFTS
 from shardcore.step.engine.pointers import pack_record
 
 SPACES = ("all", "columns", "halves")
@@ -357,18 +357,18 @@ def simplify_plan(plan: Plan, problem: Problem, model: CostModel, seed: int, met
     """Plan with its tables in fewer parts, at most CONCESSION dearer. The same plan if none is found.
 
     At first all tables that cost little become whole. Then the narrowest part of all joins the widest of its table.
-    Each time parts and tables move, without being cut, until the plan costs little enough again. If it does not, the
-    tables stay as they are.
+    Each time whole parts and tables move, and columns go from one part of a table to another, until the plan costs
+    little enough again. If it does not, the tables stay as they are.
 
     meter: has the trials and seconds that this may take.
     """
     search, limit_ms = Search(problem, model, meter, seed), (1 + CONCESSION) * plan.provenance["predicted_ms"]
     with suppress(OutOfTime, ShardCoreError), meter.enforced_deadline():
         start = best = search.starts.start_from_plan(plan.placements, "columns")
-        uncut, cache = start.fixed._replace(may_split=np.zeros_like(start.fixed.may_split)), start.space.cache
+        joined, cache = start.fixed._replace(cut=SHIFTS), start.space.cache
         # [S] whether the whole table costs little.
         is_cheap = (
-            uncut.alone[uncut.options_of_whole_strips(), ADDED_MS]
+            joined.alone[joined.options_of_whole_strips(), ADDED_MS]
             < _CHEAP * start.state.devices[: len(problem.topology), LOAD].mean()
         )
         # Parts of a sequence have to stay equally wide.
@@ -388,14 +388,14 @@ def simplify_plan(plan: Plan, problem: Problem, model: CostModel, seed: int, met
                 s, d = np.divmod([np.where(narrower, columns, np.inf).argmin()], n_devices)
             state, units = copy_state(best.state), best.state.held[s, d]
             compiled.place_shards(
-                uncut, state, np.stack([s, d, -units, s, widest[s], units], 1, dtype=np.int64).reshape(-1, 3)
+                joined, state, np.stack([s, d, -units, s, widest[s], units], 1, dtype=np.int64).reshape(-1, 3)
             )
-            compiled.refresh_state(search.head, uncut, state)
+            compiled.refresh_state(search.head, joined, state)
             search.best, stays[s] = None, number > 0
             if len(s) and state.value[OVER] == 0:
                 trials = _TRIALS_JOINED if number else meter.affordable_repeats(3 * _TRIALS_WHOLE, 1) // 3
                 search._run_chains(
-                    search._make_chain(replace(start, state=state, fixed=uncut), trials, _WARM)
+                    search._make_chain(replace(start, state=state, fixed=joined), trials, _WARM)
                 )
             if search.best is not None and search.best.ms <= limit_ms:
                 best, stays[s] = search.best, False

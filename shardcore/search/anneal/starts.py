@@ -40,6 +40,7 @@ from shardcore.step.engine.arrays import (
     ENTERED,
     FREE,
     GROUP_RUN,
+    HALVES,
     HOST_BUSIEST,
     LAYOUT_OF,
     OWN,
@@ -320,7 +321,7 @@ class Starts:
         space, fixed, group = start.space, start.space.fixed, start.state.group
         # Few plans, each made in two orders: they take a tenth of the seconds that are left, at most.
         if (
-            fixed.halves
+            fixed.cut == HALVES
             or is_large_problem(space.cache)
             or not self.meter.has_time(80 * _RECUT * (self._greedy_s or 0.0))
         ):

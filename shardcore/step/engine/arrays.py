@@ -69,6 +69,8 @@ MOST_ENTERED, MOST_LOOKUPS, MOST_FEATURES = range(3)
 that FBGEMM runs."""
 SPEED, FREE = range(2)
 """Columns of SearchProblem.devices: the speed factor, and bytes that embeddings may have."""
+ANY, HALVES, SHIFTS = range(3)
+"""SearchProblem.cut: into any parts, into halves, or only so that columns go from one part of a table to another."""
 LAYOUT_OF, FIRST, LAST, GROUP_RUN = range(4)
 """Columns of SearchProblem.groups: number of the layout, the first and the last device, and the layout's run.
 
@@ -97,7 +99,7 @@ class SearchProblem(NamedTuple):
     n_kinds: int64  # K
     hides_ids_ms: float64  # for which ids travel without making the step longer
     dense_ms: float64
-    halves: boolean  # whether columns may only be halved
+    cut: int64  # how columns may be cut: see ANY
     heads: float64[
         :, ::1
     ]  # [A, P] parameters of ms, and those that give the chain of fetches where rows are fetched ahead

@@ -12,6 +12,7 @@ from shardcore.step.engine.arrays import (
     ADDED_MS,
     FIRST,
     GROUP_RUN,
+    HALVES,
     LAYOUT_OF,
     LOAD,
     LOG,
@@ -19,6 +20,7 @@ from shardcore.step.engine.arrays import (
     N_SHARED,
     OVER,
     RUN,
+    SHIFTS,
     SIZE,
     WIDEST,
     WORST,
@@ -107,8 +109,12 @@ def propose_move(fx, st):
         return 0, 0, 0
     # How much moves: all that a holds, half of it, or any number of units.
     given = units
-    if fx.may_split[s] and units > 1 and draw_uniform(st) < 0.4:
-        given = units // 2 if fx.halves or draw_uniform(st) < 0.3 else 1 + draw_integer_below(st, units - 1)
+    if fx.may_split[s] and units > 1 and (fx.cut != SHIFTS or st.held[s, b] > 0) and draw_uniform(st) < 0.4:
+        given = (
+            units // 2
+            if fx.cut == HALVES or draw_uniform(st) < 0.3
+            else 1 + draw_integer_below(st, units - 1)
+        )
     # Now the kind of move: a trade for several strips, a swap for one, or a plain move.
     # int64, as elsewhere: numba compiles a function again for each constant, and each type.
     write_edit(st, int64(0), s, a, units - given)
@@ -124,8 +130,13 @@ def propose_move(fx, st):
             return 0, 0, 0
         # The other strip moves whole, or partly where it may be cut.
         back = int(st.held[r, b])
-        if fx.may_split[r] and back > 1 and draw_uniform(st) < 0.2:
-            back = back // 2 if fx.halves else 1 + draw_integer_below(st, back - 1)
+        if (
+            fx.may_split[r]
+            and back > 1
+            and (fx.cut != SHIFTS or st.held[r, a] > 0)
+            and draw_uniform(st) < 0.2
+        ):
+            back = back // 2 if fx.cut == HALVES else 1 + draw_integer_below(st, back - 1)
         write_edit(st, int64(2), r, b, st.held[r, b] - back)
         write_edit(st, int64(3), r, a, st.held[r, a] + back)
         return a, b, 4
