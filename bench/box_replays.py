@@ -96,8 +96,11 @@ def with_box_rates(
 
 def box_tables() -> list[Table]:
     """Pool of tables that fit into the memory of one rank."""
-    widest = (dataclasses.replace(t, dim=MAX_DIM) for t in generate_pool())
-    return [t for t in widest if t.bytes <= MOST_BYTES]
+    return [
+        widest
+        for table in generate_pool()
+        if (widest := dataclasses.replace(table, dim=MAX_DIM)).bytes <= MOST_BYTES
+    ]
 
 
 def draw_box_problem(

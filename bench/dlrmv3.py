@@ -59,9 +59,13 @@ Row = dict[str, Any]
 def full_size_problem(devices: int, alpha: float) -> Problem:
     topology = load_profile(PROFILE).topology(devices // PER_HOST, PER_HOST)
     limits = Constraints(reserved_bytes=default_reserved_bytes(topology.devices))
-    batch = SAMPLES * devices
     return Problem(
-        LIST, public_pool(LIST, alpha), topology, batch, public_optimizer(LIST), constraints=limits
+        LIST,
+        public_pool(LIST, alpha),
+        topology,
+        SAMPLES * devices,
+        public_optimizer(LIST),
+        constraints=limits,
     )
 
 

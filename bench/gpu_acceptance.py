@@ -80,8 +80,11 @@ def profile_of_card() -> Profile | None:
 
 def card(_: argparse.Namespace) -> Verdict:
     device, profile = device_by_name("cuda"), profile_of_card()
-    name = profile.name if profile else "none"
-    return True, {"name": hardware.hardware_name("cuda"), "profile": name, **device.software_versions()}
+    return True, {
+        "name": hardware.hardware_name("cuda"),
+        "profile": profile.name if profile else "none",
+        **device.software_versions(),
+    }
 
 
 def events(args: argparse.Namespace) -> Verdict:

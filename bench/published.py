@@ -3,7 +3,7 @@
     python -m bench.published                       # errors, from the timings in bench/published_timings.csv
     python -m bench.published --ask OTHER.csv       # errors of the shipped profiles on other timings
     python -m bench.published --write               # fit all profiles to all timings, and write them
-    python -m bench.published --reduce RAW.csv      # make bench/published_timings.csv of a table of timings
+    python -m bench.published --reduce RAW.csv...   # make bench/published_timings.csv of tables of timings
     python -m bench.published --plans INPUTS        # plans for 8 to 128 H100: ours and TorchRec's
 
 Whole sources are either fitted or asked, never rows of one source both. The shipped profiles are fitted to
@@ -19,7 +19,9 @@ from __future__ import annotations
 import csv
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from io import StringIO
 from pathlib import Path
+from statistics import median_high
 from tempfile import TemporaryDirectory
 
 import numpy as np
@@ -78,34 +80,38 @@ def reduce_columns(rows: Iterable[Mapping[str, str]]) -> list[dict[str, str]]:
     steps: dict[str, list[Mapping[str, str]]] = {}
     for raw in rows:
         row = {column: raw.get(column) or "" for column in _KEPT}
+        if row["op"] == "allreduce" and raw.get("busbw_GBps") and not row["time_us"]:
+            # nccl-tests' PERFORMANCE.md: an all-reduce moves 2 (n - 1) / n of its bytes over the bus.
+            passes = 2 * (1 - 1 / int(row["ranks"]))
+            row["time_us"] = f"{passes * int(row['msg_bytes_per_rank']) / float(raw['busbw_GBps']) / 1e3:.6g}"
         row["cached"] = next(
             (share for words, share in _CACHED.items() if words in row["notes"]), row["cached"]
         )
         if row["op"] == published_plans.STEP:
             steps.setdefault(row["source"].rsplit("/", 1)[0], []).append(row)
         elif row["op"].startswith(_PAIR):
-            key = row["source"], row["impl"], row["B"], row["D"]
-            pairs.setdefault(key, []).append(row)
+            pairs.setdefault((row["source"], row["impl"], row["B"], row["D"]), []).append(row)
         else:
             made.append(row)
     for pair in pairs.values():
         both_us = f"{sum(float(row['time_us']) for row in pair):g}"
         made.append(pair[0] | ({"op": _SUM, "time_us": both_us} if len(pair) > 1 else {}))
     for source, runs in steps.items():
-        times = sorted(float(run["time_us"]) for run in runs)
-        made.append({**runs[0], "source": source, "time_us": f"{times[len(times) // 2]:g}"})
+        time_us = f"{median_high(float(run['time_us']) for run in runs):g}"
+        made.append({**runs[0], "source": source, "time_us": time_us})
     for row in made:
         if "hip_" in row["notes"] and "default kernels" not in row["notes"]:
             row["op"] = f"{row['op'].removesuffix(_FLAGGED)}{_FLAGGED}"
     return made
 
 
-def write_reduced_timings(raw: Path, path: Path = TIMINGS) -> None:
-    """Write published timings, reduced to the needed columns."""
-    with open(raw, encoding="utf-8") as lines:
-        rows = reduce_columns(csv.DictReader(lines))
+def write_reduced_timings(raw: Sequence[Path], path: Path = TIMINGS) -> None:
+    """Write published timings of several tables, reduced to the needed columns."""
+    rows = reduce_columns(
+        row for of in raw for row in csv.DictReader(StringIO(of.read_text(encoding="utf-8")))
+    )
     writing.write_csv(path, rows)
-    common.print_progress(f"{len(rows)} timings of {raw}")
+    common.print_progress(f"{len(rows)} timings of {', '.join(map(str, raw))}")
 
 
 # --- TorchRec's constants -----------------------------------------------------------------------------------
@@ -296,10 +302,10 @@ def main() -> None:
     parser = common.bench_parser(
         __doc__,
         ask=(Path, "another CSV file of published timings"),
-        reduce=(Path, "a CSV file of published timings"),
         write=(False, "write the profiles"),
         regrets=(False, "show what plans lose where a profile's rates are off"),
     )
+    parser.add_argument("--reduce", type=Path, nargs="+", help="CSV files of published timings")
     args = parser.parse_args()
     if args.reduce:
         write_reduced_timings(args.reduce)
@@ -310,7 +316,7 @@ def main() -> None:
     path, folder = TIMINGS, TemporaryDirectory()
     if args.ask:
         path = Path(folder.name) / args.ask.name
-        write_reduced_timings(args.ask, path)
+        write_reduced_timings([args.ask], path)
     timings, reasons = read_timings(path)
     if args.write:
         made = fitted_profiles(timings)

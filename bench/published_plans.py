@@ -135,8 +135,9 @@ def _regret_cells(problem: Problem, profile: Profile) -> tuple[str, ...]:
     rng = np.random.default_rng(0)
 
     def default_plan(of: Profile) -> Plan:
-        model = of.model().for_problem(problem)
-        return SHARDERS[DEFAULT_SHARDER](problem, model, budget=Budget(evals=_EVALS))
+        return SHARDERS[DEFAULT_SHARDER](
+            problem, of.model().for_problem(problem), budget=Budget(evals=_EVALS)
+        )
 
     default, draws = default_plan(profile), [profile.sample(rng) for _ in range(_DRAWS)]
     plans: Sequence[Plan] = [default, *map(default_plan, draws)]

@@ -323,10 +323,14 @@ def timings_of_card(timings: Iterable[Timing], profile: Profile) -> list[Timing]
 # --- fit ----------------------------------------------------------------------------------------------------
 
 
-def fit_profile(timings: Sequence[Timing], start: Profile, error: float = 0.1) -> Profile:
+def fit_profile(
+    timings: Sequence[Timing], start: Profile, error: float = 0.1, of_network: float = math.inf
+) -> Profile:
     """Fit a hardware profile's rates to timings, as a maximum of the posterior around the starting profile.
 
     error: relative error that the law is expected to have.
+    of_network: most of the data sheet's network bandwidth that collectives between hosts may reach. Infinite: the
+      network may be another than the data sheet's.
 
     Uncertainties come from the curvature of the fit and its residuals. That of compute_factor and
     exchange_factor is what the law leaves unexplained.
@@ -359,7 +363,7 @@ def fit_profile(timings: Sequence[Timing], start: Profile, error: float = 0.1) -
         robust = np.sign(scaled) * np.sqrt(2 * (np.sqrt(1 + scaled**2) - 1))
         return np.concatenate([robust, steps / prior])
 
-    most = [_max_log_step(name, values) for name in names]
+    most = [_max_log_step(name, values, of_network) for name in names]
     result = least_squares(residuals, np.zeros(len(names)), bounds=(-np.inf, most))
     left = log_errors(result.x)
     # Residuals beyond the expected error widen all.
@@ -385,10 +389,13 @@ def fit_profile(timings: Sequence[Timing], start: Profile, error: float = 0.1) -
     return replace(start, rates=rates)
 
 
-def _max_log_step(name: str, values: Rates) -> float:
-    """The largest increase of a rate's logarithm in a fit: no gather is faster than its card's memory."""
-    in_memory = name in ("read_gbps", "stream_gbps", "update_gbps", "dense_gbps")
-    return max(0.01, math.log(_OF_PEAK * values["hbm_gbps"] / values[name])) if in_memory else math.inf
+def _max_log_step(name: str, values: Rates, of_network: float) -> float:
+    """The largest increase of a rate's logarithm in a fit: no rate exceeds that of its card's memory or network."""
+    if name in ("read_gbps", "stream_gbps", "update_gbps", "dense_gbps"):
+        most = _OF_PEAK * values["hbm_gbps"]
+    else:
+        most = of_network * values["network_gbps"] if name.endswith(f"{FAR}_gbps") else math.inf
+    return max(0.01, math.log(most / values[name]))
 
 
 def _sensitivities(predictor: Predictor, values: Rates, names: Sequence[str]) -> np.ndarray:

@@ -261,8 +261,11 @@ def collective_terms(
         once_us = rates[f"{collective}_{level}_latency_us"] + rounds * rates[f"{collective}_round_us"]
     else:
         once_us = latency_ms / MS_PER_US
-    # Protocols for large messages cost more once. Between hosts that grows with the number of devices.
-    more = (n / _RAMP_DEVICES) ** 0.5 if level == FAR else 1.0
+    # Protocols for large messages cost more once. Between hosts that grows with the number of devices: in a ring with
+    # its rounds, and with the bytes of each device's part. All-reduces also go through trees.
+    in_rounds = level == FAR and ring and collective != "all_reduce"
+    size = n / _RAMP_DEVICES if in_rounds else 1.0
+    more = (n - 1) / (_RAMP_DEVICES - 1) if in_rounds else (n / _RAMP_DEVICES) ** 0.5 if level == FAR else 1.0
     factor = rates["exchange_factor"]
     shares = _ring_shares(rates, collective, units, links) if ring else [1.0] * len(LEVELS)
     levels = [dict[str, Any]() for _ in LEVELS]
@@ -275,7 +278,7 @@ def collective_terms(
         once_ms=factor * exchanges * once_us * MS_PER_US,
         levels=levels,
         ramp_ms=factor * more * rates[f"{collective}_{level}_ramp_us"] * MS_PER_US,
-        ramp_bytes=rates[f"{collective}_{level}_ramp_bytes"],
+        ramp_bytes=size * rates[f"{collective}_{level}_ramp_bytes"],
         sharpness=_SHARPNESS,
     )
 

@@ -11,7 +11,7 @@ from shardcore.cost.profile import load_profile
 ROW = {
     "source": "someone", "gpu": "H100", "op": "fwd", "B": "65536", "T": "1", "E": "1000000", "D": "128", "L": "20",
     "weights_precision": "fp32", "optimizer": "sgd", "mode": "device", "time_us": "900", "quality": "A", "notes": "",
-    "ranks": "", "hosts": "", "interconnect": "", "msg_bytes_per_rank": "",
+    "ranks": "", "hosts": "", "interconnect": "", "msg_bytes_per_rank": "", "busbw_GBps": "",
 }  # fmt: skip
 STEP = ROW | {
     "op": published_plans.STEP, "time_us": "3500", "ranks": "8", "hosts": "1", "B": "55296",
@@ -51,6 +51,21 @@ def test_asked_rows_are_judged_alone_and_named_so(ask):
 def test_kernels_behind_a_flag_are_left_out_by_name(ask):
     out = ask(ROW, ROW | {"gpu": "MI350", "notes": "hip_warp flag"})
     assert "1 rows of" in out and "kernels behind a flag" in out and "amd-mi350" not in out
+
+
+def test_an_all_reduce_may_have_its_bus_bandwidth_in_place_of_its_time(tmp_path):
+    """Tables of nccl-tests that are published often have no times: 1 GiB at 350 GB/s over 8 ranks takes 5.369 ms."""
+    far = ROW | {
+        "op": "allreduce", "ranks": "8", "hosts": "1", "msg_bytes_per_rank": str(1 << 30), "busbw_GBps": "350"
+    }  # fmt: skip
+    paths = [tmp_path / "one.csv", tmp_path / "other.csv"]
+    for path, row in zip(paths, (ROW, far | {"time_us": ""}), strict=True):
+        with path.open("w") as file:
+            csv.DictWriter(file, ROW).writeheader()
+            csv.DictWriter(file, ROW).writerow(row)
+    published.write_reduced_timings(paths, tmp_path / "made.csv")
+    with (tmp_path / "made.csv").open() as file:
+        assert [row["time_us"] for row in csv.DictReader(file)] == ["900", "5368.71"]
 
 
 def test_each_card_is_priced_by_its_own_profile(ask):

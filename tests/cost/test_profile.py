@@ -49,7 +49,10 @@ def test_a_shipped_profile_has_each_rate_with_its_unit_and_source(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_bandwidths_stay_below_the_data_sheet(name):
     values = load_profile(name).values
-    for key, most in (("read", "hbm"), ("update", "hbm"), ("all_to_all_within_host", "nvlink")):
+    between_hosts = ((f"{name}_between_hosts", "network") for name in profiles.PROFILED_COLLECTIVES)
+    for key, most in (
+        ("read", "hbm"), ("update", "hbm"), ("all_to_all_within_host", "nvlink"), *between_hosts
+    ):  # fmt: skip
         assert values[f"{key}_gbps"] < values[f"{most}_gbps"], key
 
 

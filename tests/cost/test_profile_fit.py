@@ -88,6 +88,20 @@ def test_no_gather_beats_memory():
     assert fit_profile(fast, scale_profile(H100, "fast")).values["read_gbps"] < H100.values["hbm_gbps"]
 
 
+def test_a_network_is_as_fast_as_its_data_sheet_only_where_that_is_its():
+    n = (1 << 30,) * 16
+    far = [
+        dataclasses.replace(EXCHANGE, op=op, sent=n, hosts=2, time_us=us / 2)
+        for op in ("allgather", "alltoall")
+        for us in Predictor([dataclasses.replace(EXCHANGE, op=op, sent=n, hosts=2)]).times_us(H100.values)
+    ]
+    start = scale_profile(H100, "fast")
+    of_sheet, own = fit_profile(far, start, of_network=0.97).values, fit_profile(far, start).values
+    for name in ("all_gather_between_hosts_gbps", "all_to_all_between_hosts_gbps"):
+        assert of_sheet[name] <= max(0.971 * H100.values["network_gbps"], 1.02 * H100.values[name])
+        assert own[name] > H100.values["network_gbps"]
+
+
 def test_a_data_sheet_scales_what_follows_from_it():
     twice = scale_profile(
         H100, "twice", hbm_gbps=6700.0, nvlink_gbps=900.0, pcie_gbps=128.0, memory_bytes=1e11

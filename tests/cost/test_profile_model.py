@@ -13,6 +13,7 @@ from shardcore.core.tiers import Memory
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.cost.model import group_op_ms, predicted_total_ms, price
 from shardcore.cost.profile import load_profile
+from shardcore.cost.profile_law import collective_ms
 from shardcore.search import SHARDERS, Budget
 from shardcore.step.kinds import CHANNELS, Channel
 from shardcore.step.lower import lower
@@ -176,6 +177,23 @@ def test_networks_are_slower_than_hosts_and_given_links_count(collective):
     shared = transfers(collective, n, 2, between_hosts=5.0, shared=True)[0]
     assert shared > 5 * transfers(collective, n, 2, between_hosts=5.0)[0]
     assert transfers(collective, 8, 2, latency_ms=3.0)[0] == pytest.approx(3.0, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "collective, grows", [("all_gather", 127 / 15), ("reduce_scatter", 127 / 15), ("all_reduce", 8**0.5)]
+)
+def test_a_ring_starts_up_in_each_round(collective, grows):
+    """What large messages take once, over 16 hosts and over two."""
+    name = f"{collective}_between_hosts_ramp_us"
+
+    def ramp_ms(hosts):
+        units, n_bytes = H100.topology(hosts, 8).unit_numbers, np.full(hosts * 8, float(1 << 50))
+        more = H100.values | {name: 1e9}
+        return float(
+            np.ptp([collective_ms(rates, collective, n_bytes, units) for rates in (H100.values, more)])
+        )
+
+    assert ramp_ms(16) == pytest.approx(grows * ramp_ms(2), rel=0.01)
 
 
 def test_payloads_of_two_bytes_take_about_half():
