@@ -63,8 +63,7 @@ def search_with_neuroshard(
 
     One evaluation is one greedy pass priced. Raises Infeasible (see `feasible_shards`) and SettingMismatch.
     """
-    meter = (budget or Budget()).start()
-    beam = Beam(problem, model, GreedyGrid(config.scales), config, meter)
+    beam = Beam(problem, model, GreedyGrid(config.scales), config, (budget or Budget()).start())
     return beam.plan(algorithm="neuroshard", seed=seed, config=asdict(config))
 
 

@@ -68,8 +68,10 @@ _ROUNDS_AHEAD = 6
 """Plans by columns are improved while they would be the best after so many more rounds like their last one."""
 _CHEAP, _TRIALS_WHOLE = 0.3, 20_000
 """Tables that cost less than this share of a device's mean load become whole at once. Trials after it, at most."""
-_JOINED, _TRIALS_JOINED = 32, 2_000
-"""Joins of parts, at most, and trials after each."""
+_JOINED, _TRIALS_JOINED = 32, 6_000
+"""Joins of parts, at most, and trials of each chain after one."""
+_JOINED_HOT = (_WARM, _HOT) * 4
+"""Temperatures of the chains after a join. Chains end in different plans, and one that costs little enough suffices."""
 _STAGES, _STAGE = 24, 100
 """Stages of a cooling, at most, and the fewest trials of one. After each, the budget is checked."""
 _LOG = 1 << 20
@@ -395,7 +397,10 @@ def simplify_plan(plan: Plan, problem: Problem, model: CostModel, seed: int, met
             if len(s) and state.value[OVER] == 0:
                 trials = _TRIALS_JOINED if number else meter.affordable_repeats(3 * _TRIALS_WHOLE, 1) // 3
                 search._run_chains(
-                    search._make_chain(replace(start, state=state, fixed=joined), trials, _WARM)
+                    *(
+                        search._make_chain(replace(start, state=state, fixed=joined), trials, hot)
+                        for hot in _JOINED_HOT[: None if number else 1]
+                    )
                 )
             if search.best is not None and search.best.ms <= limit_ms:
                 best, stays[s] = search.best, False
