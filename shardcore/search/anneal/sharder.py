@@ -68,10 +68,11 @@ _ROUNDS_AHEAD = 6
 """Plans by columns are improved while they would be the best after so many more rounds like their last one."""
 _CHEAP, _TRIALS_WHOLE = 0.3, 20_000
 """Tables that cost less than this share of a device's mean load become whole at once. Trials after it, at most."""
-_JOINED, _TRIALS_JOINED = 32, 6_000
-"""Joins of parts, at most, and trials of each chain after one."""
-_JOINED_HOT = (_WARM, _HOT) * 4
-"""Temperatures of the chains after a join. Chains end in different plans, and one that costs little enough suffices."""
+_JOINS = ((32, 2_000, (_WARM,)), (32, 6_000, (_WARM, _HOT) * 4))
+"""Passes over cut tables: joins of parts, at most; trials and temperatures of the chains after each.
+
+Chains end in different plans, and one that costs little enough suffices.
+"""
 _STAGES, _STAGE = 24, 100
 """Stages of a cooling, at most, and the fewest trials of one. After each, the budget is checked."""
 _LOG = 1 << 20
@@ -358,7 +359,8 @@ class Search:
 def simplify_plan(plan: Plan, problem: Problem, model: CostModel, seed: int, meter: Meter) -> Plan:
     """Plan with its tables in fewer parts, at most CONCESSION dearer. The same plan if none is found.
 
-    At first all tables that cost little become whole. Then the narrowest part of all joins the widest of its table.
+    At first all tables that cost little become whole. Then the narrowest part of all joins the widest of its table,
+    again and again. Parts that stay are tried once more, with more trials.
     Each time whole parts and tables move, and columns go from one part of a table to another, until the plan costs
     little enough again. If it does not, the tables stay as they are.
 
@@ -374,38 +376,42 @@ def simplify_plan(plan: Plan, problem: Problem, model: CostModel, seed: int, met
             < _CHEAP * start.state.devices[: len(problem.topology), LOAD].mean()
         )
         # Parts of a sequence have to stay equally wide.
-        stays = np.array([cache.table(s).sequence for s in range(len(cache))])
+        is_sequence = np.array([cache.table(s).sequence for s in range(len(cache))])
         n_devices = len(problem.topology)
-        for number in range(1 + _JOINED):
-            # [S, D] columns of tables that are cut. Row ranges are strips on one device each.
-            columns = best.state.held * cache.unit[:, None]
-            columns[((columns > 0).sum(1) < 2) | stays] = 0
-            # [S] device of each table's widest part. Equal parts take turns, or all tables would meet on device 0.
-            widest = (columns + np.indices(columns.shape).sum(0) % n_devices / (2 * n_devices)).argmax(1)
-            narrower = (columns > 0) & (np.arange(n_devices) != widest[:, None])
-            if search._ended or not narrower.any():
-                break
-            s, d = np.nonzero(narrower & is_cheap[:, None])
-            if number:
-                s, d = np.divmod([np.where(narrower, columns, np.inf).argmin()], n_devices)
-            state, units = copy_state(best.state), best.state.held[s, d]
-            compiled.place_shards(
-                joined, state, np.stack([s, d, -units, s, widest[s], units], 1, dtype=np.int64).reshape(-1, 3)
-            )
-            compiled.refresh_state(search.head, joined, state)
-            search.best, stays[s] = None, number > 0
-            if len(s) and state.value[OVER] == 0:
-                trials = _TRIALS_JOINED if number else meter.affordable_repeats(3 * _TRIALS_WHOLE, 1) // 3
-                search._run_chains(
-                    *(
-                        search._make_chain(replace(start, state=state, fixed=joined), trials, hot)
-                        for hot in _JOINED_HOT[: None if number else 1]
-                    )
+        whole_trials = meter.affordable_repeats(3 * _TRIALS_WHOLE, 1) // 3
+        for joins, trials, temperatures in ((0, whole_trials, (_WARM,)), *_JOINS):
+            stays = is_sequence.copy()
+            for _ in range(max(1, joins)):
+                # [S, D] columns of tables that are cut. Row ranges are strips on one device each.
+                columns = best.state.held * cache.unit[:, None]
+                columns[((columns > 0).sum(1) < 2) | stays] = 0
+                # [S] device of each table's widest part. Equal parts take turns, or all tables would meet on device 0.
+                widest = (columns + np.indices(columns.shape).sum(0) % n_devices / (2 * n_devices)).argmax(1)
+                narrower = (columns > 0) & (np.arange(n_devices) != widest[:, None])
+                if search._ended or not narrower.any():
+                    break
+                s, d = np.nonzero(narrower & is_cheap[:, None])
+                if joins:
+                    s, d = np.divmod([np.where(narrower, columns, np.inf).argmin()], n_devices)
+                state, units = copy_state(best.state), best.state.held[s, d]
+                compiled.place_shards(
+                    joined,
+                    state,
+                    np.stack([s, d, -units, s, widest[s], units], 1, dtype=np.int64).reshape(-1, 3),
                 )
-            if search.best is not None and search.best.ms <= limit_ms:
-                best, stays[s] = search.best, False
-                # Of a cheaper plan, fewer parts may not cost what it has saved.
-                limit_ms = min(limit_ms, (1 + CONCESSION) * best.ms)
+                compiled.refresh_state(search.head, joined, state)
+                search.best, stays[s] = None, joins > 0
+                if len(s) and state.value[OVER] == 0:
+                    search._run_chains(
+                        *(
+                            search._make_chain(replace(start, state=state, fixed=joined), trials, hot)
+                            for hot in temperatures
+                        )
+                    )
+                if search.best is not None and search.best.ms <= limit_ms:
+                    best, stays[s] = search.best, False
+                    # Of a cheaper plan, fewer parts may not cost what it has saved.
+                    limit_ms = min(limit_ms, (1 + CONCESSION) * best.ms)
         if best is not start:
             return priced_plan(best.placements, problem, model, fits=True, **plan.provenance)
     return plan
