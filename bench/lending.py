@@ -34,13 +34,15 @@ from shardcore.io.measurements import CollectiveSample, Spread
 WAYS = ("own", "one factor", "lending", "exchanges: own", "exchanges: lending")
 
 
-def slowed_measurements(some: Measurements, small: float, large: float, exchanges: float) -> Measurements:
-    """Measurements as on a slower machine. small, large, exchanges: factors of times of ops and exchanges."""
-    ms = np.log([s.total_ms for s in some.compute])
+def slowed_measurements(
+    measured: Measurements, small_ops: float, large_ops: float, exchanges: float
+) -> Measurements:
+    """Measurements as on a slower machine. small_ops, large_ops, exchanges: factors of their times."""
+    ms = np.log([s.total_ms for s in measured.compute])
     low, high = np.quantile(ms, (0.1, 0.9))
-    factors = small * (large / small) ** np.clip((ms - low) / (high - low), 0, 1)
-    compute = [rescale_sample(s, x, x) for s, x in zip(some.compute, factors.tolist(), strict=True)]
-    return Measurements(compute, [slowed_exchange(s, exchanges) for s in some.comm], [])
+    factors = small_ops * (large_ops / small_ops) ** np.clip((ms - low) / (high - low), 0, 1)
+    compute = [rescale_sample(s, x, x) for s, x in zip(measured.compute, factors.tolist(), strict=True)]
+    return Measurements(compute, [slowed_exchange(s, exchanges) for s in measured.comm], [])
 
 
 def slowed_exchange(sample: CollectiveSample, factor: float) -> CollectiveSample:

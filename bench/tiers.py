@@ -114,7 +114,7 @@ def our_ms(problem: Problem, model: CostModel) -> Sequence[float]:
     return [decide(problem, model, [MemoryTiers()], SHARDERS["portfolio"], budget=Budget(EVALS)).ms]
 
 
-def easy_rec_ms(problem: Problem, model: CostModel) -> Sequence[float]:
+def easyrec_planner_ms(problem: Problem, model: CostModel) -> Sequence[float]:
     kernels = "fused", "fused_uvm", "fused_uvm_caching"
     return _rival_ms(problem, model, lambda: [DynamicProgram(), UniformProposer()], kernels, [TYPES])
 
@@ -170,7 +170,7 @@ def largest_to_host_ms(problem: Problem, model: CostModel) -> Sequence[float]:
 
 ARMS = {
     "ours": our_ms,
-    "TorchEasyRec's dynamic program": easy_rec_ms,
+    "TorchEasyRec's dynamic program": easyrec_planner_ms,
     "TorchRec's scale-up": scale_up_ms,
     "largest to host": largest_to_host_ms,
 }

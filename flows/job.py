@@ -194,7 +194,7 @@ def corrected_profile_path(out: Path) -> Path | None:
 @task(task_run_name="log-steps")
 @registry.one_line_errors()
 def log_steps(folder: Path, out: Path, steps: JobSteps, notes: Sequence[str]) -> Path:
-    """Record a job's traced steps as read in MLflow, and write the job's HTML page. Returns the page's file.
+    """Record in MLflow what was read from a job's traces, and write the job's HTML page. Returns the page's file.
 
     Call it last: until then a rerun reads the steps again.
     """

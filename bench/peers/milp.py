@@ -94,7 +94,7 @@ class MilpConfig:
 
 @dataclass
 class _Limits:
-    """Time and programs that are left.
+    """Seconds and integer programs that are left.
 
     programs: how many there are.
     nodes: for each.
@@ -333,7 +333,7 @@ def _solve_assignment(
     # Bytes are scaled to 1: large numbers would make the program ill-conditioned.
     scale = 1 / max(1, free.max())
     load = load * (_LARGEST / at_most)
-    allowed = may & (needs[:, None] <= free) & ~_symmetric_pairs(load, may, free)
+    allowed = may & (needs[:, None] <= free) & ~_pairs_redundant_by_symmetry(load, may, free)
     # One binary variable for each allowed pair; the last variable is the largest load.
     i, d = np.nonzero(allowed)
     (n_bundles, n_devices), n = load.shape, len(i)
@@ -370,7 +370,7 @@ def _solve_assignment(
     return chosen.argmax(1), nodes
 
 
-def _symmetric_pairs(load: np.ndarray, may: np.ndarray, free: np.ndarray) -> np.ndarray:
+def _pairs_redundant_by_symmetry(load: np.ndarray, may: np.ndarray, free: np.ndarray) -> np.ndarray:
     """Mask [B, D] of bundle-device pairs redundant by symmetry of equal devices.
 
     Of equal devices, the first takes the costliest of its bundles earliest, and so on.

@@ -219,7 +219,7 @@ class Topology(KeptHash, Record, noun="topology"):
 
     @property
     def row_unit(self) -> str:
-        """Kind of unit over which tables' rows are divided, a key of ROWS_OVER: `rows_over`, or the default."""
+        """Kind of unit (host, pod) over which rows of tables are divided, of ROWS_OVER: `rows_over`, or the default."""
         return self.rows_over or DEFAULT_ROWS_OVER
 
     @cached_property

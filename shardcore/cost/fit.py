@@ -478,7 +478,10 @@ def _fit_linear_laws(known: _Groups, terms: Sequence[np.ndarray]) -> tuple[np.nd
 
 
 def _fit_one_direction(known: _Groups, terms: np.ndarray, way: int) -> np.ndarray:
-    """[K + 1] launch and rates of ops in one direction, from terms [S, K + 1]. On a CPU, few sequences get a prior."""
+    """[K + 1] launch time and rates of forward or backward ops, from terms [S, K + 1].
+
+    On a CPU, a prior holds the rates of sequences where few were measured.
+    """
     measured, column = known.measured[:, way], ("launch", *features.DRIVERS).index
     pooled = terms[:, column("unpooled_cells")] == 0
     prior = np.zeros((len(_PRIOR), terms.shape[1]))

@@ -51,7 +51,7 @@ class LinearHead:
         return launch * np.minimum(1.0, sums[..., :1]) + sums @ np.swapaxes(self.terms[..., 1:], -1, -2)
 
     def compiled(self) -> Compiled:
-        """The head for one op at a time, compiled."""
+        """Compiled function that applies the head to the features of one op."""
         from shardcore.cost import compiled  # numba compiles on import
 
         return Compiled(
@@ -106,7 +106,7 @@ class ContendedHead:
         return ms
 
     def compiled(self) -> Compiled:
-        """The head for one op at a time, compiled."""
+        """Compiled function that applies the head to the features of one op."""
         from shardcore.cost import compiled  # numba compiles on import
 
         w = self.weights
@@ -133,7 +133,7 @@ class ContendedHead:
         return float(np.sum(self.weights["launch"]))
 
     def rates(self, least: np.ndarray) -> np.ndarray:
-        """[..., F] lower bounds of the ms that a unit of each feature adds to an op: 0 for features that are not times.
+        """[..., F] least ms that a unit of each entry of an encoding adds to an op; 0 for entries that are not ms.
 
         Contention grows with the drivers, so its value at `least` is a lower bound.
         """

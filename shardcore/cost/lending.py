@@ -112,7 +112,9 @@ def train_with_lenders(
         if s.error is None and split_of_sample(s.id) != "test"
     ]
     # Without own exchanges, the lender's level is all that is known.
-    comm = min([[], *offers] if known else offers, key=partial(_exchange_error, known), default=())
+    comm = min(
+        [[], *offers] if known else offers, key=partial(_cross_validated_exchange_error, known), default=()
+    )
     best = replace(best, comm=comm)
     trained = fit.train(own.compute, own.comm, setting, config, progress, best)
     model = replace(
@@ -203,7 +205,9 @@ def _mean_percent_error(logs: np.ndarray) -> float:
     return float(100 * np.abs(np.exp(-logs) - 1).mean())
 
 
-def _exchange_error(own: Sequence[CollectiveSample], lent: Sequence[CollectiveSample]) -> float:
+def _cross_validated_exchange_error(
+    own: Sequence[CollectiveSample], lent: Sequence[CollectiveSample]
+) -> float:
     """Cross-validated error in percent on own collectives, with a lender's samples joined."""
 
     def fold_log_ratios(some: Sequence[CollectiveSample], rest: Sequence[CollectiveSample]) -> np.ndarray:

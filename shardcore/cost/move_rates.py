@@ -30,7 +30,7 @@ Gbps = Annotated[float, _GBPS]
 
 @dataclass(frozen=True)
 class MoveRates(Record, noun="a set of move rates"):
-    """Rates of a machine's moves.
+    """Rates of a machine at moving a running job's tables.
 
     move_s: seconds of any move: votes, a process group, a collection of garbage.
     collection_s: seconds of each collection that changes: TorchRec shards it anew.

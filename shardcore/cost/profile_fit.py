@@ -311,7 +311,7 @@ def _parse_numbers(text: str) -> tuple[float, ...]:
 
 
 def timings_of_card(timings: Iterable[Timing], profile: Profile) -> list[Timing]:
-    """Timings of a profile's card whose quality suffices for a fit."""
+    """Those timings of a profile's GPU that are good enough to be fitted."""
     return [
         t
         for t in timings

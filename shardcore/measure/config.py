@@ -93,7 +93,7 @@ class CollectiveConfig(Record, noun="comm config"):
 
 @dataclass(frozen=True)
 class PairConfig(Record, noun="pairs"):
-    """Settings of measured pairs.
+    """Settings for measuring messages between pairs of ranks.
 
     message_kib: size of the messages whose times show which ranks are near each other
     sweeps: sweeps over all pairs. The fastest counts, as a disturbance rarely meets a pair in all sweeps.

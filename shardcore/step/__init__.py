@@ -1,1 +1,1 @@
-"""One training step of a plan: the axes that it has, each a table of rows."""
+"""One training step of a plan. Each of its choices (kind, collective, memory tier, pipeline) is a catalog of rows."""

@@ -148,7 +148,7 @@ def require_pod_environment(topology: Topology, placements: Iterable[Placement])
 
 
 def row_division_note(topology: Topology) -> str:
-    """Line on the unit over which rows are divided; "" if the environment states the unit."""
+    """Line that says whether row-wise sharding spans a host or a pod; "" if the environment states it."""
     if POD_SIZE in os.environ or not any(
         topology.joins_devices(level) for level in list(ROWS_OVER.values())[1:]
     ):

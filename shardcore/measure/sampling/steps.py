@@ -113,7 +113,7 @@ def fitting_tables(
 def _draw_step_plan(
     drawn: Problem, sharing: Sequence[Layout], small: Sequence[Table], rng: np.random.Generator
 ) -> Plan:
-    """Draw a random plan with some tables of the kinds of `sharing`, and the remaining tables cut by columns.
+    """Draw a random plan: some tables are sharded by the kinds in `sharing`, the others cut by columns.
 
     small: tables of which up to three are replicated, if a kind of `sharing` replicates.
     """

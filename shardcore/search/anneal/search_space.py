@@ -99,7 +99,7 @@ class SearchSpace:
 
     @property
     def whole_strip_bytes(self) -> np.ndarray:
-        """[S] estimated bytes of each strip uncut."""
+        """[S] estimated bytes of each strip (columns of a table) as one shard."""
         return self.cache.peak_bytes[self.fixed.options_of_whole_strips()]
 
     @property

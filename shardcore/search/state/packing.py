@@ -1,4 +1,4 @@
-"""Packing: plans that fit, at any cost. For problems where a search's order of placing finds none.
+"""Packing: plans that fit, whatever their step takes. For problems where a search's order of placing finds none.
 
 With a way to run chosen for each table, the memory of a device in a phase of a step is a sum of bytes: of its shards,
 and of a local batch, which is the same on all devices (step/memory.py). So shards are vectors of bytes, to be

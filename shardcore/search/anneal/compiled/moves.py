@@ -1,4 +1,5 @@
-"""Moves that annealing tries: between two devices, as edits (step/engine/trial.py), and of tables that groups share.
+"""Moves that annealing tries: of shards between two devices, as edits (step/engine/trial.py), and of tables whose rows
+are shared by a group of devices.
 
 The latter go into a group, out of it, or between groups. Each changes every device of a group. So they cost more than
 other moves and are tried less often.
