@@ -4,7 +4,7 @@
     python -m bench.published --ask OTHER.csv       # errors of the shipped profiles on other timings
     python -m bench.published --write               # fit all profiles to all timings, and write them
     python -m bench.published --reduce RAW.csv...   # make bench/published_timings.csv of tables of timings
-    python -m bench.published --plans INPUTS        # plans for 8 to 128 H100: ours and TorchRec's
+    python -m bench.published --regrets             # what plans lose where a profile's rates are off
 
 Whole sources are either fitted or asked, never rows of one source both. The shipped profiles are fitted to
 all. No row leaves without a reason. Qualities are those of the table: A, card and shape stated; B, one of

@@ -261,8 +261,8 @@ def collective_terms(
         once_us = rates[f"{collective}_{level}_latency_us"] + rounds * rates[f"{collective}_round_us"]
     else:
         once_us = latency_ms / MS_PER_US
-    # Protocols for large messages cost more once. Between hosts that grows with the number of devices: in a ring with
-    # its rounds, and with the bytes of each device's part. All-reduces also go through trees.
+    # Protocols for large messages cost more once. Between hosts that grows with the root of the number of devices.
+    # Rings pay it in each round, for a device's part of the bytes. All-reduces may go through trees instead.
     in_rounds = level == FAR and ring and collective != "all_reduce"
     size = n / _RAMP_DEVICES if in_rounds else 1.0
     more = (n - 1) / (_RAMP_DEVICES - 1) if in_rounds else (n / _RAMP_DEVICES) ** 0.5 if level == FAR else 1.0

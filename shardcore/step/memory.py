@@ -474,7 +474,7 @@ class Sums(NamedTuple):
 
 
 def shard_sums(run: Layout, shard: Shard, problem: Problem) -> Sums:
-    """What a shard adds to its device's sums (weights, optimizer state, buffers), from which memory follows."""
+    """Sums that a shard adds to its device (weights, optimizer state, buffers), from which memory follows."""
     table, memory = shard.table, problem.topology.memory
     arrived, entered, lookups = exchanged_amounts(run, shard, problem)
     return Sums(

@@ -483,7 +483,7 @@ class Options(Generic[Model]):
 
 
 def _sums_of_op(run: Layout, shard: Shard, problem: Problem) -> tuple[float, ...]:
-    """What a shard adds to the vector of its op: the first entries, bytes and counts without those of caches."""
+    """Entries that a shard adds to the vector of its op: bytes and counts, without those of caches."""
     of = shard_sums(run, shard, problem)
     return of.always_bytes(run, problem), of.arrived, of.entered, of.lookups, of.features, of.on_host
 

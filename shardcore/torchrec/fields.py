@@ -24,7 +24,7 @@ UNKNOWN = object()
 
 @dataclass(frozen=True)
 class Treatment:
-    """What ShardCore does with a TorchRec field that is set to another value than its default.
+    """Treatment of a TorchRec field that is set to another value than its default: obeyed, priced or refused.
 
     how: HONOURED (the plan obeys it, or neither plan nor price depends on it), PRICED (price or memory counts
         it) or REFUSED.

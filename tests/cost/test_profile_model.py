@@ -183,7 +183,7 @@ def test_networks_are_slower_than_hosts_and_given_links_count(collective):
     "collective, grows", [("all_gather", 127 / 15), ("reduce_scatter", 127 / 15), ("all_reduce", 8**0.5)]
 )
 def test_a_ring_starts_up_in_each_round(collective, grows):
-    """What large messages take once, over 16 hosts and over two."""
+    """Time that large messages take once, over 16 hosts and over two."""
     name = f"{collective}_between_hosts_ramp_us"
 
     def ramp_ms(hosts):

@@ -379,6 +379,7 @@ def simplify_plan(plan: Plan, problem: Problem, model: CostModel, seed: int, met
         is_sequence = np.array([cache.table(s).sequence for s in range(len(cache))])
         n_devices = len(problem.topology)
         whole_trials = meter.affordable_repeats(3 * _TRIALS_WHOLE, 1) // 3
+        # The first pass has no joins: all tables that cost little become whole.
         for joins, trials, temperatures in ((0, whole_trials, (_WARM,)), *_JOINS):
             stays = is_sequence.copy()
             for _ in range(max(1, joins)):
