@@ -4,7 +4,6 @@
     python -m bench.published --ask OTHER.csv       # errors of the shipped profiles on other timings
     python -m bench.published --write               # fit all profiles to all timings, and write them
     python -m bench.published --reduce RAW.csv...   # make bench/published_timings.csv of tables of timings
-    python -m bench.published --regrets             # what plans lose where a profile's rates are off
 
 Whole sources are either fitted or asked, never rows of one source both. The shipped profiles are fitted to
 all. No row leaves without a reason. Qualities are those of the table: A, card and shape stated; B, one of
@@ -27,15 +26,23 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from bench import common, published_plans
-from bench.published_cards import SHIPPED, card_of_timing, fitted_profiles, shipped_profile_of_card
+from bench.published_cards import (
+    NETWORKS,
+    SHIPPED,
+    card_of_timing,
+    fitted_networks,
+    fitted_profiles,
+    network_of_timing,
+    shipped_profile_of_card,
+)
 from shardcore import report
 from shardcore.core.types import PRECISION_BYTES, Table
-from shardcore.cost.profile import Profile, load_profile, write_profile
+from shardcore.cost.profile import Network, Profile, load_network, load_profile, write_profile
 from shardcore.cost.profile_fit import EXCHANGES, OPS, QUALITIES, Predictor, Timing, read_timings
 from shardcore.io import writing
 
 TIMINGS = Path(__file__).parent / "published_timings.csv"
-PROFILES = Path(__file__).parents[1] / "shardcore" / "cost" / "profiles"
+RECORDS = Path(__file__).parents[1] / "shardcore" / "cost"
 ASKED = (
     "benchmark_results.json@6ac3d68a",
     "aws-samples/awsome-distributed-training",
@@ -147,7 +154,8 @@ def torchrec_planner_us(timing: Timing) -> float:
 class Asked:
     """A timing, and what profiles say of it.
 
-    card: name of the profile. part: "fitted", or "asked" for rows that it was not fitted to.
+    card: name of the profile, and of the network if it is another than the profile's.
+    part: "fitted", or "asked" for rows that it was not fitted to.
     error: relative, of the prediction. band: that the profile expects. torchrec: error of TorchRec's
       constants.
     """
@@ -169,12 +177,22 @@ class Asked:
 
 
 def profile_errors(
-    made: Mapping[str, Profile], timings: Sequence[Timing], sources: Sequence[str] = ASKED
+    made: Mapping[str, Profile],
+    networks: Mapping[str, Network],
+    timings: Sequence[Timing],
+    sources: Sequence[str] = ASKED,
 ) -> list[Asked]:
-    """Prediction errors of hardware profiles on published timings. sources: parts of the sources' names to include."""
-    asked = []
-    for name, profile in made.items():
-        own = [t for t in timings if (card_of_timing(t) or shipped_profile_of_card(t.gpu)) == name]
+    """Prediction errors of hardware profiles and networks on published timings.
+
+    sources: parts of the names of sources that were not fitted.
+    """
+    asked, of = [], dict[tuple[str, str | None], list[Timing]]()
+    for t in timings:
+        if (card := card_of_timing(t) or shipped_profile_of_card(t.gpu)) in made:
+            of.setdefault((card, network_of_timing(t, networks)), []).append(t)
+    for (card, network), own in of.items():
+        profile = made[card].on_network(networks[network]) if network else made[card]
+        name = f"{card} on {network}" if network else card
         predictor = Predictor(own)
         predicted = predictor.times_us(profile.values)
         bands = profile.error_band(
@@ -276,26 +294,22 @@ def error_tables(asked: Sequence[Asked]) -> Iterator[tuple[str, str]]:
 
 
 def calibration_rows(asked: Sequence[Asked]) -> Iterator[tuple[str, ...]]:
-    """Calibration rows: share of errors within one and two error bands, and mean band."""
-    for part in ("fitted", "asked"):
-        for words, known in (("ops", OPS), ("collectives", EXCHANGES)):
-            some = [
-                a
-                for a in asked
-                if a.part == part
-                and a.timing.op in known
-                and a.timing.quality in QUALITIES
-                and "slingshot" not in a.card
-            ]
-            if some:
-                off = [abs(np.log1p(a.error)) / a.band for a in some]
-                yield (
-                    f"{part} | {words}",
-                    str(len(some)),
-                    f"{np.mean([a.band for a in some]):.0%}",
-                    f"{np.mean([x <= 1 for x in off]):.0%} (68%)",
-                    f"{np.mean([x <= 2 for x in off]):.0%} (95%)",
-                )
+    """Calibration of bands by class of ops and collectives: share of errors within one band and within the 90% band."""
+    groups: dict[str, list[Asked]] = {}
+    for a in asked:
+        links = ("between hosts, " if a.timing.hosts > 1 else "within a host, ") * (a.timing.op in EXCHANGES)
+        words = links + a.op_or_size_text.removeprefix("collectives, ")
+        if a.timing.quality in QUALITIES:
+            groups.setdefault(f"{a.part} | {words}", []).append(a)
+    for title, some in sorted(groups.items()):
+        off = np.array([abs(np.log1p(a.error)) / a.band for a in some])
+        mean_band = np.mean([a.band for a in some])
+        yield (
+            title,
+            str(len(some)),
+            f"{mean_band:.0%}",
+            *(f"{np.mean(off <= most):.0%}" for most in (1, 1.645)),
+        )
 
 
 def main() -> None:
@@ -303,15 +317,11 @@ def main() -> None:
         __doc__,
         ask=(Path, "another CSV file of published timings"),
         write=(False, "write the profiles"),
-        regrets=(False, "show what plans lose where a profile's rates are off"),
     )
     parser.add_argument("--reduce", type=Path, nargs="+", help="CSV files of published timings")
     args = parser.parse_args()
     if args.reduce:
         write_reduced_timings(args.reduce)
-        return
-    if args.regrets:
-        print(published_plans.regrets_table())
         return
     path, folder = TIMINGS, TemporaryDirectory()
     if args.ask:
@@ -321,16 +331,18 @@ def main() -> None:
     if args.write:
         made = fitted_profiles(timings)
         for name in SHIPPED:
-            write_profile(PROFILES / f"{name}.json", made[name])
+            write_profile(RECORDS / "profiles" / f"{name}.json", made[name])
+        for name, network in fitted_networks(timings, made).items():
+            write_profile(RECORDS / "networks" / f"{name}.json", network)
         return
     shipped = {name: load_profile(name) for name in SHIPPED}
     if args.ask:
-        asked = profile_errors(shipped, timings, sources=("",))
+        asked = profile_errors(shipped, {n: load_network(n) for n in NETWORKS}, timings, sources=("",))
     else:
         common.print_progress("fitting")
-        asked = profile_errors(
-            fitted_profiles([t for t in timings if not any(words in t.source for words in ASKED)]), timings
-        )
+        fitted = [t for t in timings if not any(words in t.source for words in ASKED)]
+        profiles = fitted_profiles(fitted)
+        asked = profile_errors(profiles, fitted_networks(fitted, profiles), timings)
     predicted = {a.timing for a in asked}
     reasons.update(
         f"no profile is of card {t.gpu!r}{f' with links {t.network!r}' if t.network else ''} (quality {t.quality})"
@@ -348,7 +360,8 @@ def main() -> None:
     print("## Calibration\n")
     print(
         report.markdown_table(
-            ("", "rows", "mean band", "within one band", "within two"), list(calibration_rows(judged))
+            ("", "rows", "mean band", "within it (68%)", "within the 90% band"),
+            list(calibration_rows(judged)),
         ),
         "\n",
     )

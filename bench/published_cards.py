@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardcore.cost.profile import PROFILED_COLLECTIVES, RATES, SPEC, Profile, Rate
-from shardcore.cost.profile_fit import QUALITIES, Timing, fit_profile, scale_profile
+from shardcore.cost.profile import PROFILED_COLLECTIVES, RATES, SPEC, Network, Profile, Rate
+from shardcore.cost.profile_fit import QUALITIES, Timing, fit_profile, network_rates, scale_profile
 from shardcore.cost.profile_law import FAR, NEAR
 
 MIB, GB = 1 << 20, 10**9
@@ -98,7 +98,6 @@ class Card:
     spec: what its data sheet has otherwise (profile.SPEC).
     devices: parts of torch.cuda.get_device_name().
     gpus: names that timings have for it.
-    networks: parts of the interconnects of its timings. (): any.
     error: relative error that the law is expected to have on its timings.
     rates: value, uncertainty and source of rates that do not scale.
     """
@@ -107,7 +106,6 @@ class Card:
     spec: Mapping[str, float]
     devices: tuple[str, ...] = ()
     gpus: tuple[str, ...] = ()
-    networks: tuple[str, ...] = ()
     exchanges: str = ""
     error: float = 0.08
     rates: Mapping[str, tuple[float, float, str]] = dataclasses.field(default_factory=dict)
@@ -124,6 +122,7 @@ def _card_spec(memory_gb: float, hbm: float, sm: float, l2_mib: float, **more: f
 
 
 _A100 = {"nvlink_gbps": 300, "network_gbps": 25, "pcie_gbps": 32, "switch_generation": 2}
+_PCIE = {"switch_generation": 1, "network_gbps": 25}
 _AMD = {"granule_bytes": 128, "pcie_gbps": 64, "network_gbps": 50, "switch_generation": 1}
 _CORE = "data sheet of AMD EPYC 7003, one core: 10 lines of 64 bytes on their way, 90 ns each"
 _GLOO = "gloo over the loopback of a host: copies through sockets, at a core's rate"
@@ -153,7 +152,6 @@ CARDS: Mapping[str, Card] = {
         _card_spec(40, 1555, 152.3, 40, **_A100),
         ("A100-SXM4-40GB", "A100-PCIE-40GB"),
         ("A100-40",),
-        ("NVSwitch",),
     ),
     "nvidia-h100-sxm": Card(
         "h100-96",
@@ -162,11 +160,11 @@ CARDS: Mapping[str, Card] = {
         ("H100",),
         exchanges="nvidia-a100-40",
     ),
-    "nvidia-a100-40-slingshot": Card(
-        "nvidia-a100-40", {"network_gbps": 12.5}, (), ("A100-40",), ("Slingshot",)
-    ),
     "nvidia-a100-80": Card(
-        "nvidia-a100-40", _card_spec(80, 2039, 152.3, 40), ("A100-SXM4-80GB", "A100 80GB", "A100")
+        "nvidia-a100-40",
+        _card_spec(80, 2039, 152.3, 40),
+        ("A100-SXM4-80GB", "A100 80GB", "A100"),
+        ("A100-80",),
     ),
     "nvidia-h200": Card("nvidia-h100-sxm", _card_spec(141, 4800, 231.7, 50), ("H200",), ("H200",)),
     "nvidia-b200": Card(
@@ -175,6 +173,31 @@ CARDS: Mapping[str, Card] = {
         ("B200",),
         ("B200",),
     ),
+    "nvidia-gb200": Card(
+        "nvidia-b200",
+        _card_spec(186, 8000, 290.8, 126, pcie_gbps=450),
+        ("GB200",),
+        ("GB200",),
+    ),
+    "nvidia-b300": Card(
+        "nvidia-b200", _card_spec(288, 8000, 290.8, 126, network_gbps=100), ("B300",), ("B300",)
+    ),
+    "nvidia-h20": Card("nvidia-h100-sxm", _card_spec(96, 4000, 154.4, 60), ("H20",), ("H20",)),
+    "nvidia-h100-pcie": Card(
+        "nvidia-h100-sxm",
+        _card_spec(80, 2039, 200.1, 50, nvlink_gbps=64, **_PCIE),
+        ("H100 PCIe",),
+        ("H100 PCIe",),
+    ),
+    **{
+        name: Card(
+            "nvidia-h100-sxm",
+            _card_spec(48, 864, sm, 96, nvlink_gbps=32, pcie_gbps=32, **_PCIE),
+            (gpu,),
+            (gpu,),
+        )
+        for name, gpu, sm in (("nvidia-l40", "L40", 353.6), ("nvidia-l40s", "L40S", 357.8))
+    },
     "nvidia-v100": Card(
         "nvidia-h100-sxm",
         _card_spec(32, 900, 122.4, 6, nvlink_gbps=150, network_gbps=6.25, pcie_gbps=16, switch_generation=1),
@@ -194,8 +217,79 @@ CARDS: Mapping[str, Card] = {
     "cpu": Card("base", _CPU_SPEC, rates=_CPU),
 }
 """In the order in which they are made."""
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A network, by its data sheet.
+
+    words: its links and set-up, for people.
+    card: the card that its timings are of.
+    gbps: links of a device between hosts, GB/s each way.
+    links: part of the interconnects of its timings. "": it has none.
+    sources: parts of its timings' sources. (): any.
+    """
+
+    words: str
+    card: str
+    gbps: float
+    links: str = ""
+    sources: tuple[str, ...] = ()
+
+
+_POLARIS = "a100-40 with 2 cards of 200 Gb/s for 4 devices, NCCL 2.18, tuned libfabric"
+NETWORKS: Mapping[str, Sheet] = {
+    "aws-efa-32x100g": Sheet(
+        "AWS EFA, 32 x 100 Gb/s a host of 8 (p5); all-reduces timed, NCCL's tuner unknown",
+        "nvidia-h100-sxm",
+        50,
+        "EFA 32 x 100G",
+    ),
+    "aws-efa-4x100g": Sheet(
+        "AWS EFA, 4 x 100 Gb/s a host of 8 (p4d, p4de); all-reduces timed, NCCL's tuner unknown",
+        "nvidia-a100-80",
+        6.25,
+        "EFA 4 x 100G",
+    ),
+    "slingshot-11-setup-4": Sheet(
+        f"HPE Slingshot 11 of Polaris, {_POLARIS}, set-up 4",
+        "nvidia-a100-40",
+        12.5,
+        "Slingshot",
+        ("setup 4",),
+    ),
+    "slingshot-11-setup-5": Sheet(
+        f"HPE Slingshot 11 of Polaris, {_POLARIS}, set-up 5",
+        "nvidia-a100-40",
+        12.5,
+        "Slingshot",
+        ("setup 5",),
+    ),
+    "slingshot-11": Sheet(
+        f"HPE Slingshot 11 of Polaris, {_POLARIS}, any set-up", "nvidia-a100-40", 12.5, "Slingshot"
+    ),
+    **{
+        name: Sheet(
+            f"InfiniBand {name.split('-')[1].upper()}, {n} x {gb} Gb/s a host of 8: not timed",
+            card,
+            n * gb / 64,
+        )
+        for name, card, n, gb in (
+            ("infiniband-hdr-4x200g", "nvidia-a100-40", 4, 200),
+            ("infiniband-hdr-8x200g", "nvidia-a100-40", 8, 200),
+            ("infiniband-ndr-4x400g", "nvidia-h100-sxm", 4, 400),
+            ("infiniband-ndr-8x400g", "nvidia-h100-sxm", 8, 400),
+            ("infiniband-xdr-8x800g", "nvidia-h100-sxm", 8, 800),
+        )
+    },
+}
+"""Networks between hosts. Those of some sources come before those of any."""
+_OF_NETWORK = 0.97
+"""Most of a network's data sheet that collectives reach: 48.5 of 50 GB/s, NVIDIA/nccl-tests issue 267."""
 _OTHER_NETWORKS = {f"{FAR}_gbps": 0.15, f"{FAR}_latency_us": 0.3, f"{FAR}_ramp_us": 0.3, "round_us": 0.3}
-"""Uncertainty added to rates between hosts: about what AWS's p5 hosts and a cluster with InfiniBand differ by."""
+"""Uncertainty added to a card's rates between hosts: about what AWS's p5 hosts and one with InfiniBand differ by."""
+_OTHER_SET_UPS = {f"{FAR}_gbps": 0.15, f"{FAR}_latency_us": 0.7, f"{FAR}_ramp_us": 0.7, "round_us": 0.7}
+"""Uncertainty added to a network's rates: about what two set-ups of Slingshot differ by."""
 EXCHANGE_RATES = tuple(name for name in RATES if name.startswith(PROFILED_COLLECTIVES))
 SHIPPED = tuple(name for name in CARDS if name != "h100-96")
 
@@ -205,50 +299,80 @@ def base_profile() -> Profile:
     return Profile("base", (), 80 * GB, rates)
 
 
+def _is_of_network(timing: Timing, sheet: Sheet) -> bool:
+    """True if a published timing is of a network."""
+    of_source = not sheet.sources or any(part in timing.source for part in sheet.sources)
+    return bool(sheet.links) and sheet.links in timing.network and of_source
+
+
+def network_of_timing(timing: Timing, names: Iterable[str] = NETWORKS) -> str | None:
+    """Name of the network that a published timing is of, among some names. None for others."""
+    return next((name for name in names if _is_of_network(timing, NETWORKS[name])), None)
+
+
 def card_of_timing(timing: Timing) -> str | None:
     """Name of the card that a published timing is of. None for other hardware."""
-    for name, card in CARDS.items():
-        if timing.gpu in card.gpus and (
-            not timing.network or not card.networks or any(part in timing.network for part in card.networks)
-        ):
-            return name
-    return None
+    return next((name for name, card in CARDS.items() if timing.gpu in card.gpus), None)
 
 
 def shipped_profile_of_card(gpu: str) -> str | None:
     """Name of the shipped profile for a GPU name. None if no profile is shipped."""
-    names = {
-        name: (*card.gpus, *card.devices, name.partition("-")[2].upper()) for name, card in CARDS.items()
-    }
-    return next((name for name in SHIPPED if gpu in names[name]), None)
-
-
-def _spec_of_profile(profile: Profile) -> dict[str, float]:
-    return {name: profile.rates[name].value for name in SPEC}
+    return next(
+        (
+            name
+            for name in SHIPPED
+            if gpu in (*CARDS[name].gpus, *CARDS[name].devices, name.partition("-")[2].upper())
+        ),
+        None,
+    )
 
 
 def fitted_profiles(timings: Sequence[Timing]) -> dict[str, Profile]:
     """Hardware profile of each card, fitted to published timings."""
-    made = {"base": base_profile()}
+    good, made = [t for t in timings if t.quality in QUALITIES], {"base": base_profile()}
     for name, card in CARDS.items():
         start = scale_profile(made[card.like], name, **card.spec)
         if card.exchanges:
-            exchanges = scale_profile(made[card.exchanges], name, **_spec_of_profile(start)).rates
+            sheet = {n: start.rates[n].value for n in SPEC}
+            exchanges = scale_profile(made[card.exchanges], name, **sheet).rates
             start = dataclasses.replace(
                 start, rates={**start.rates, **{n: exchanges[n] for n in EXCHANGE_RATES}}
             )
         given = {n: Rate(float(v), sure, RATES[n][0], source) for n, (v, sure, source) in card.rates.items()}
         start = dataclasses.replace(start, rates={**start.rates, **given})
-        own = [t for t in timings if card_of_timing(t) == name and t.quality in QUALITIES]
-        # 48.5 of 50 GB/s: NVIDIA/nccl-tests issue 267.
-        made[name] = fit_profile(own, start, card.error, of_network=0.97) if own else start
-    return {name: _with_network_uncertainty(made[name], CARDS[name]) for name in CARDS}
+        own = [t for t in good if card_of_timing(t) == name and not network_of_timing(t)]
+        made[name] = fit_profile(own, start, card.error, _OF_NETWORK) if own else start
+    return {
+        name: dataclasses.replace(
+            made[name], rates=_widened(made[name].rates, _OTHER_NETWORKS), device_names=card.devices
+        )
+        for name, card in CARDS.items()
+    }
 
 
-def _with_network_uncertainty(profile: Profile, card: Card) -> Profile:
-    """Profile with wider uncertainty of network rates, as users' clusters differ from the fitted clusters."""
-    rates = dict(profile.rates)
-    for name in EXCHANGE_RATES:
-        more = next((sure for end, sure in _OTHER_NETWORKS.items() if name.endswith(end)), 0.0)
-        rates[name] = dataclasses.replace(rates[name], uncertainty=math.hypot(rates[name].uncertainty, more))
-    return dataclasses.replace(profile, rates=rates, device_names=card.devices)
+def fitted_networks(timings: Sequence[Timing], profiles: Mapping[str, Profile]) -> dict[str, Network]:
+    """Networks fitted to published timings, and those that no timing is of, by their data sheets."""
+    made = {}
+    for name, sheet in NETWORKS.items():
+        own = [t for t in timings if t.quality in QUALITIES and _is_of_network(t, sheet)]
+        # A set-up without timings has no rates of its own.
+        if own or not sheet.sources:
+            start = scale_profile(profiles[sheet.card], name, network_gbps=sheet.gbps)
+            rates = network_rates(start, own, CARDS[sheet.card].error, _OF_NETWORK)
+            made[name] = Network(name, sheet.words, _widened(rates, {} if sheet.sources else _OTHER_SET_UPS))
+    return made
+
+
+def _widened(rates: Mapping[str, Rate], more: Mapping[str, float]) -> dict[str, Rate]:
+    """Rates of links with wider uncertainty, as users' clusters differ from those that were fitted. more: by the end
+    of a rate's name."""
+    return {
+        name: dataclasses.replace(
+            rate,
+            uncertainty=math.hypot(
+                rate.uncertainty,
+                *(sure for end, sure in more.items() if name in EXCHANGE_RATES and name.endswith(end)),
+            ),
+        )
+        for name, rate in rates.items()
+    }

@@ -23,7 +23,7 @@ from shardcore.core.types import Placement, Plan, Problem, Setting, Shard
 from shardcore.cost import fit, neural
 from shardcore.cost.model import CostModel, price
 from shardcore.cost.move_rates import MoveRates, write_move_rates
-from shardcore.cost.profile import load_profile, write_profile
+from shardcore.cost.profile import load_network, load_profile, write_profile
 from shardcore.io import dataset, files, job_folder, replays, traced_samples
 from shardcore.io.hot_ids import HotIds, write_hot_ids
 from shardcore.io.measurements import Spread, StepSample
@@ -193,6 +193,7 @@ def make(folder: Path) -> None:
     )
     (folder / ".dvc/tmp/lock").write_text(" 123")
     write_profile(folder / "profile.json", load_profile("cpu"))
+    write_profile(folder / "network.json", load_network("aws-efa-4x100g"))
     write_move_rates(
         folder / "move-rates.json", MoveRates(1.0, 0.1, 0.1, 1.0, 2.0, 3.0, 4.0, 5.0, {"within_host": 5.0})
     )

@@ -40,7 +40,7 @@ from shardcore.cost import accuracy, neural, ranges, replay_metrics, traced_trai
 from shardcore.cost.model import CostModel, group_op_ms, price
 from shardcore.cost.move_rates import read_move_rates
 from shardcore.cost.nccl_tests import read_nccl_logs
-from shardcore.cost.profile import load_profile, read_profile
+from shardcore.cost.profile import load_network, load_profile
 from shardcore.cost.profile_fit import Predictor, read_timings
 from shardcore.cost.profile_model import ProfileModel
 from shardcore.io import dataset, files, model_files, replays, schema, traced_samples
@@ -408,9 +408,15 @@ def use_rows(folder: Path, sound: Sound) -> None:
     assert same, "it loads other weights"
 
 
-@reads("profile", "shardcore/cost/profile.py:read_profile")
+@reads("profile", "shardcore/cost/profile.py:_read")
 def use_profile(folder: Path, sound: Sound) -> None:
-    profile = read_profile(folder / "profile.json")
+    profile = load_profile(folder / "profile.json")
+    _priced(sound.plan, sound.problem, ProfileModel(profile, sound.model.setting))
+
+
+@reads("network", "shardcore/cost/profile.py:_read")
+def use_network(folder: Path, sound: Sound) -> None:
+    profile = load_profile("cpu").on_network(load_network(folder / "network.json"))
     _priced(sound.plan, sound.problem, ProfileModel(profile, sound.model.setting))
 
 

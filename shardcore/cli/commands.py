@@ -412,7 +412,33 @@ class TrainPolicyOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ListOptions:
-    """List the profiles that come with ShardCore: of cards, and of links between them."""
+    """List the profiles of cards that come with ShardCore."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworksOptions:
+    """List the networks that come with ShardCore: rates of links between hosts, by which collectives are priced.
+
+    A problem's topology names one, or --hardware does (nvidia-h100-sxm@aws-efa-32x100g). Else the profile's own counts.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkOptions:
+    """Make your own network: rates of links, fitted to what nccl-tests or rccl-tests print on it.
+
+    name: name of the network
+    from_: profile of the card that the logs are of; with @NETWORK, the network to start from
+    from_nccl_tests: logs of all_reduce_perf, alltoall_perf and so on, as they print them; those of other cards are
+      left out
+    network_gbps: links of a device between hosts by the data sheet, each way
+    """
+
+    name: Argument[str]
+    from_: Annotated[str, "PROFILE"]
+    from_nccl_tests: list[Annotated[Path, "LOG"]] = field(metadata={"nargs": "+", "action": "extend"})
+    network_gbps: PositiveFloat | None = None
+    out: Annotated[Path, "NETWORK.json", Output()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -459,12 +485,11 @@ class FitOptions:
     """Fit the rates of a profile to timings. Rates that no timing depends on stay as they are.
 
     timings: folder of a dataset, whose test split is kept to judge the fit; or CSV with a line for each
-      timing, with the columns of docs/models.md; or logs of nccl-tests (all_reduce_perf, alltoall_perf and so on,
-      as they print them; only logs may be several), for the rates of links; those of other cards are left out
+      timing, with the columns of docs/models.md; those of other cards are left out
     from_: profile to start from
     """
 
-    timings: Argument[list[Annotated[Path, "DATASET|TIMINGS.csv|LOG"]]]
+    timings: Argument[Annotated[Path, "DATASET|TIMINGS.csv"]]
     from_: Annotated[str, "PROFILE"]
     out: Annotated[ProfileFile, Output()]
 
@@ -699,6 +724,8 @@ COMMANDS: Mapping[str, tuple[str, type]] = {
     "train-policy": ("policies", TrainPolicyOptions),
     "profile list": ("profiles", ListOptions),
     "profile show": ("profiles", ShowOptions),
+    "profile networks": ("profiles", NetworksOptions),
+    "profile network": ("profiles", NetworkOptions),
     "profile new": ("profiles", NewOptions),
     "profile fit": ("profiles", FitOptions),
     "topology measure": ("topologies", MeasurePairsOptions),

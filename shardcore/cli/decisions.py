@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from shardcore.cli import grouped
 from shardcore.cli.commands import PlanOptions
@@ -164,17 +165,20 @@ def pod_size_note(problem: Problem, plan: Plan) -> str:
     return f"rows are divided over pods of {size} hosts: the job needs {POD_SIZE}={size}" if size > 1 else ""
 
 
+_OUTCOME_TEXTS: Mapping[type[Decision], Callable[[Any, Found, Problem], Iterable[str]]] = {
+    Provision: lambda decision, found, _: decisions_report.cluster_lines(decision, found),
+    HotRows: lambda _, found, original: [decisions_report.hot_rows_table(original, found.problem)],
+    MemoryTiers: lambda _, found, __: [decisions_report.memory_tiers_text(found.problem)],
+    RowUnits: lambda _, found, __: [pod_size_note(found.problem, found.plan)],
+}
+"""Lines on the outcome of each kind of decision, from the decision, what was found and the original problem."""
+
+
 def decision_texts(decisions: Sequence[Decision], found: Found, original: Problem) -> Iterator[str]:
     """Text on the outcome of each decision of a search. Some texts may be empty."""
     for decision in decisions:
-        if isinstance(decision, Provision):
-            yield from decisions_report.cluster_lines(decision, found)
-        if isinstance(decision, HotRows):
-            yield decisions_report.hot_rows_table(original, found.problem)
-        if isinstance(decision, MemoryTiers):
-            yield decisions_report.memory_tiers_text(found.problem)
-        if isinstance(decision, RowUnits):
-            yield pod_size_note(found.problem, found.plan)
+        if text := _OUTCOME_TEXTS.get(type(decision)):
+            yield from text(decision, found, original)
 
 
 def extrapolation_sentences(found: Found, model: CostModel) -> list[str]:

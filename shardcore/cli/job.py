@@ -173,11 +173,10 @@ def _keyed_status_lines(args: FollowOptions) -> list[tuple[str, str]]:
         if isinstance(job, ShardCoreError):
             lines.append((str(job), str(job)))
             continue
-        changes = [(f"{job.job} {e}", f"  {follow_report.event_text(e)}") for e in job.events]
         # More steps since the last event are no news.
         key = f"{job.job} {job.current} {job.events[-1:]}"
         lines.append((key, follow_report.job_text(job, time.time())))
-        lines += changes
+        lines += [(f"{job.job} {e}", f"  {follow_report.event_text(e)}") for e in job.events]
         lines.append((f"{key} {decision.id}", f"  {follow_report.next_action_text(job, decision.current)}"))
     return lines
 

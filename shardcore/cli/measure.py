@@ -17,7 +17,6 @@ from shardcore.cost.profile import Profile, profile_of_device
 from shardcore.cost.profile_model import ProfileModel
 from shardcore.cost.profile_samples import check_profile, sample_timings
 from shardcore.io import dataset, files
-from shardcore.io.measurements import ComputeRequest
 from shardcore.measure import hardware
 from shardcore.measure.devices import device_by_name
 from shardcore.measure.tally import NAMES
@@ -60,7 +59,10 @@ def measure(args: MeasureOptions) -> None:
     there = len(dataset.read_timed_ids(args.out, "compute"))
     print(f"measuring for {setting} into {args.out}, {there} samples there already", flush=True)
     if profile:
-        print(_expected_time_text(profile, setting, wanted.reference_op_request()), flush=True)
+        reference = wanted.reference_op_request()
+        model = ProfileModel(profile, replace(setting, hardware=profile.name))
+        expected_ms = group_op_ms([reference.shards], model, reference.batch)[0]
+        print(f"profile {profile.name} expects the reference op to take {expected_ms:.3g} ms", flush=True)
     with showing_progress() as line:
         found = run.measure(wanted, args.out, PrintedProgress(line))
     print("measured {compute} groups, {comm} exchanges and {steps} steps of plans".format_map(found))
@@ -93,12 +95,6 @@ def published_profile_of_device(device: str) -> Profile | None:
     except ShardCoreError as error:
         print(error, file=sys.stderr)
         return None
-
-
-def _expected_time_text(profile: Profile, setting: Setting, reference: ComputeRequest) -> str:
-    model = ProfileModel(profile, replace(setting, hardware=profile.name))
-    expected_ms = group_op_ms([reference.shards], model, reference.batch)[0]
-    return f"profile {profile.name} expects the reference op to take {expected_ms:.3g} ms"
 
 
 def _print_profile_errors(profile: Profile, folder: Path, setting: Setting) -> None:

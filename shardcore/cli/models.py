@@ -11,7 +11,7 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Plan, Problem
 from shardcore.cost import composite
 from shardcore.cost.model import CostModel
-from shardcore.cost.profile import load_profile, profile_names
+from shardcore.cost.profile import load_profile, network_names, profile_names
 from shardcore.io import model_files
 
 
@@ -23,7 +23,8 @@ def model_source(args: ModelOptions, path: Path, plan: Plan) -> str | list[Path]
     if args.source:
         return args.source
     made_with = plan.provenance.get("model_digest")
-    name = next((n for n in profile_names() if load_profile(n).digest == made_with), None)
+    names = (f"{card}{on}" for on in ("", *(f"@{n}" for n in network_names())) for card in profile_names())
+    name = next((name for name in names if load_profile(name).digest == made_with), None)
     if name is None:
         raise ShardCoreError(
             f"{path} was not planned with a profile that ships with ShardCore; give --model or --hardware"

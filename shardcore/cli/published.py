@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
 from shardcore.cli.commands import DiffOptions, DriftOptions, HistoryOptions, ViewOptions
 from shardcore.cli.models import load_model_for_problem, model_source
-from shardcore.cli.options import (
-    require_writable_outputs,
-)
+from shardcore.cli.options import require_writable_outputs
 from shardcore.cli.progress_line import showing_progress
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.progress import report
@@ -52,23 +49,18 @@ def diff(args: DiffOptions) -> None:
     print(plan_report.moves_by_table_text(moves_of(old, new, problem)))
     if args.page:
         model = load_model_for_problem(model_source(args, args.new, new), problem)
-        _write_comparison_page(args.page, model, ((args.new, new), (args.old, old)), problem)
+        # Both for the problem of the new plan.
+        versions = [
+            _priced_version(str(path), rebind_tables(plan, problem), problem, model)
+            for path, plan in ((args.new, new), (args.old, old))
+        ]
+        writing.write_atomic(args.page, plan_page.plan_comparison_page(problem, *versions).encode())
         print(f"{args.page}: both plans, for a browser")
 
 
-def _write_comparison_page(
-    page: Path, model: CostModel, plans: Sequence[tuple[Path, Plan]], problem: Problem
-) -> None:
-    """Write an HTML page that compares two plans, both priced for `problem`, the problem of the new plan."""
-    versions = []
-    for path, made in plans:
-        plan = rebind_tables(made, problem)
-        versions.append(_priced_version(str(path), plan, with_towers_of_plan(plan, problem), model))
-    writing.write_atomic(page, plan_page.plan_comparison_page(problem, *versions).encode())
-
-
 def _priced_version(name: str, plan: Plan, problem: Problem, model: CostModel) -> Version:
-    """A plan priced by a model, with the effect of single moves. problem: result of towers.with_towers_of_plan."""
+    """A plan priced by a model, with the effect of single moves. problem: without towers, even if the plan has some."""
+    problem = with_towers_of_plan(plan, problem)
     priced = price_plan(plan, problem, model, fits=False)
     report("pricing moves")
     return Version(
@@ -97,22 +89,16 @@ def view(args: ViewOptions) -> None:
     else:
         require_writable_outputs(args, [] if args.problem else [args.plan.with_name("problem.json")])
         with showing_progress(f"reading {args.plan}"):
-            page = _unpublished_plan_html(args).encode()
+            plan, problem = _read_plan_and_problem(args.plan, args.problem)
+            model = load_model_for_problem(model_source(args, args.plan, plan), problem)
+            version = _priced_version(str(args.plan), plan, problem, model)
+            page = plan_page.unpublished_plan_page(problem, version).encode()
     if args.out is None:
         handle, path = tempfile.mkstemp(prefix=f"{args.plan.stem}-", suffix=".html")
         os.close(handle)
     out = args.out or Path(path)
     writing.write_atomic(out, page)
     print(f"{out}: the page{', in your browser' if open_page(out) else ', for a browser'}")
-
-
-def _unpublished_plan_html(args: ViewOptions) -> str:
-    """HTML page of an unpublished plan, priced by the model of the options."""
-    plan, problem = _read_plan_and_problem(args.plan, args.problem)
-    model = load_model_for_problem(model_source(args, args.plan, plan), problem)
-    return plan_page.unpublished_plan_page(
-        problem, _priced_version(str(args.plan), plan, with_towers_of_plan(plan, problem), model)
-    )
 
 
 def _read_plan_and_problem(path: Path, problem: Path | None) -> tuple[Plan, Problem]:

@@ -13,7 +13,6 @@ from shardcore.core.validation import require
 from shardcore.cost import accuracy, known_errors, neural, study, training
 from shardcore.cost.fit_config import FitConfig
 from shardcore.cost.profile import load_profile
-from shardcore.io import schema
 from shardcore.report.text import rounded_json
 from shardcore.stages import train as stage
 
@@ -37,9 +36,8 @@ def train(args: TrainOptions) -> None:
     data, start = training.read_training_data(args.datasets[0], chosen[0], args.datasets[1:]), None
     if args.start is not None:
         start = neural.load(args.start) if Path(args.start).is_dir() else load_profile(args.start)
-    config = schema.build_record(FitConfig, {"seed": args.seed}, "train")
     with showing_progress("training") as line:
-        trained = stage.train(data, config, PrintedProgress(line), start)
+        trained = stage.train(data, FitConfig(seed=args.seed), PrintedProgress(line), start)
         progress.report("judging the model")
         judged = study.judge_test_split(trained.model, data.known)
     neural.save(trained.model, args.out)

@@ -76,6 +76,7 @@ class Topology(KeptHash, Record, noun="topology"):
 
     devices: devices of all hosts, in the order of their numbers.
     hardware: the setting's name of a device ("nvidia-h200"); None: whatever the cost model was measured on.
+    network: name of the network between hosts, for hardware profiles; None: the one that comes with the profile.
     links: links of some levels. Those of others are as the cost model measured them.
     memory: memory of tiers below the devices, where tables may have rows.
     rows_over: unit over which TorchRec's table_row_wise divides rows, a key of ROWS_OVER. Pods need to be of
@@ -88,6 +89,7 @@ class Topology(KeptHash, Record, noun="topology"):
     links: tuple[Link, ...] = ()
     memory: tuple[Memory, ...] = ()
     rows_over: Annotated[str | None, one_of(ROWS_OVER)] = None
+    network: Annotated[str | None, require_path_name] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -189,7 +191,7 @@ class Topology(KeptHash, Record, noun="topology"):
         )
         words = [
             f"{len(self.devices)} devices on {len(self.hosts)} hosts{pods}, {memory} GiB each",
-            *([f"hardware {self.hardware}"] if self.hardware else []),
+            *(f"{what} {name}" for what in ("hardware", "network") if (name := getattr(self, what))),
             *(link.description for link in self.links),
             *(f"{x.bytes / GIB:.4g} GiB {x.tier} memory a host" for x in self.memory),
         ]
@@ -323,10 +325,12 @@ class Topology(KeptHash, Record, noun="topology"):
 
     def with_devices(self, devices: Iterable[Device]) -> Topology:
         """Topology of other devices, without links and row units that would not exist among the new devices."""
-        bare = Topology(tuple(devices), self.hardware, memory=self.memory)
-        links = tuple(x for x in self.links if x.level not in _OF_UNITS or bare.joins_devices(x.level))
-        rows_over = None if bare._why_no_row_division(self.rows_over) else self.rows_over
-        return replace(bare, links=links, rows_over=rows_over)
+        bare = Topology(tuple(devices), self.hardware, memory=self.memory, network=self.network)
+        return replace(
+            bare,
+            links=tuple(x for x in self.links if x.level not in _OF_UNITS or bare.joins_devices(x.level)),
+            rows_over=None if bare._why_no_row_division(self.rows_over) else self.rows_over,
+        )
 
     def __len__(self) -> int:
         return len(self.devices)

@@ -48,8 +48,9 @@ def error_warnings(model: CostModel) -> list[str]:
 
 def model_label(model: CostModel) -> str:
     """A model's setting and the digest of its training data, as text."""
-    if profile_of(model):
-        return f"{model.setting}, {NOT_MEASURED}"
+    if profile := profile_of(model):
+        on = f", network {profile.network}" if profile.network else ""
+        return f"{model.setting}{on}, {NOT_MEASURED}"
     data = (
         getattr(one, "meta", {}).get("provenance", {}).get("data", "unknown") for one in trained_models(model)
     )

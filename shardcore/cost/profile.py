@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import numpy as np
 
@@ -35,8 +35,6 @@ from shardcore.io import envelope, schema, writing
 if TYPE_CHECKING:
     from shardcore.cost.profile_model import ProfileModel
 
-_FOLDER = Path(__file__).parent / "profiles"
-SCHEMA = "profile"
 PROFILED_COLLECTIVES = ("all_to_all", "reduce_scatter", "all_gather", "all_reduce")
 """Collectives with rates. A reduce-scatter runs backward as an all-gather."""
 
@@ -92,11 +90,24 @@ RATES: Mapping[str, tuple[str, str]] = {
     )
 }
 """Unit of each rate of a profile, and words for it."""
+NETWORK_RATES = (
+    "nvlink_gbps",
+    "network_gbps",
+    "switch_generation",
+    "exchange_factor",
+    *(name for name in RATES if name.startswith(PROFILED_COLLECTIVES)),
+)
+"""Rates of links between devices. A network has some of them in place of a profile's."""
+BETWEEN_HOSTS = tuple(
+    n for n in RATES if n.endswith("_round_us") or "between_hosts" in n or n == "network_gbps"
+)
+"""Those between hosts, which each network has."""
 HOST_GBPS = ("host_read_gbps", "host_update_gbps", "host_cache_gbps")
 """Rates that scale with the link to host memory."""
 MOST_UNCERTAINTY = 3.0
 ENDS = (1e-9, 1e15)
 """The ends of a rate in its unit. Beyond them prices overflow."""
+_Of = TypeVar("_Of", "Profile", "Network")
 _STATED = Rule(lambda text: bool(text.strip()), "it needs one", found=lambda name, _: f"no {name}")
 _DEFAULT_BATCH = 65_536
 """Batch of a model that is of no problem yet."""
@@ -118,6 +129,35 @@ class Rate(Record, noun="a rate"):
     source: Annotated[str, _STATED]
 
 
+def _require_known_rates(what: str, rates: Mapping[str, Rate], known: Iterable[str]) -> None:
+    """Raise ShardCoreError for a rate that is not known, or in another unit than that of RATES."""
+    unknown = sorted(rates.keys() - set(known))
+    require(not unknown, f"{what} has an unknown rate {unknown[:1]}; known are {', '.join(known)}")
+    for name, rate in rates.items():
+        unit = RATES[name][0]
+        require(rate.unit == unit, f"{what} has {name} in {rate.unit!r}; it needs {unit!r}")
+
+
+@dataclass(frozen=True)
+class Network(Record, noun="network"):
+    """Rates of links between devices: of a kind of network, under one set-up of NCCL or its like.
+
+    name: name of the network, as in Topology.
+    words: its links and set-up, for people.
+    rates: some of NETWORK_RATES. A card's profile has the others.
+
+    Raises ShardCoreError naming a rate that is unknown or in another unit.
+    """
+
+    name: Annotated[str, require_path_name]
+    words: Annotated[str, _STATED]
+    rates: Mapping[str, Rate]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_known_rates(f"network {self.name!r}", self.rates, NETWORK_RATES)
+
+
 @dataclass(frozen=True)
 class Profile(Record, noun="profile"):
     """Rates of a card, and of the links between such cards.
@@ -126,6 +166,7 @@ class Profile(Record, noun="profile"):
     device_names: parts of torch.cuda.get_device_name() that mean this card.
     memory_bytes: memory of a device.
     rates: by name, one for each of RATES.
+    network: name of the network that rates between hosts are of. None: the one that was fitted with the card.
 
     Raises ShardCoreError naming a rate that is missing, unknown or not positive.
     """
@@ -134,22 +175,22 @@ class Profile(Record, noun="profile"):
     device_names: Annotated[tuple[str, ...], each(require_name)]
     memory_bytes: Annotated[int, within(1, MOST_BYTES)]
     rates: Mapping[str, Rate]
+    network: Annotated[str | None, require_path_name] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        p = f"profile {self.name!r}"
-        unknown = sorted(self.rates.keys() - RATES)
         missing = [name for name in RATES if name not in self.rates]
-        require(not unknown, f"{p} has an unknown rate {unknown[:1]}; known are {', '.join(RATES)}")
-        require(not missing, f"{p} lacks the rate {missing[:1]}")
-        for name, rate in self.rates.items():
-            unit = RATES[name][0]
-            require(rate.unit == unit, f"{p} has {name} in {rate.unit!r}; it needs {unit!r}")
+        _require_known_rates(f"profile {self.name!r}", self.rates, RATES)
+        require(not missing, f"profile {self.name!r} lacks the rate {missing[:1]}")
+
+    def on_network(self, network: Network) -> Profile:
+        """The profile with a network's rates in place of its own."""
+        return dataclasses.replace(self, rates={**self.rates, **network.rates}, network=network.name)
 
     @cached_property
     def digest(self) -> str:
         """16 hex digits that identify the content of a hardware profile."""
-        return envelope.digest(dataclasses.asdict(self))
+        return envelope.digest(_content(self))
 
     def covers_hardware(self, hardware: str) -> bool:
         """True if the profile is for a hardware, by its own name or a name of a measured device.
@@ -210,6 +251,7 @@ class Profile(Record, noun="profile"):
                 for name in host_names(hosts * devices_per_host, hosts, pods)
             ),
             hardware=self.name,
+            network=self.network,
             memory=(Memory(BELOW[0], host_memory_bytes, self.rates["host_read_gbps"].value),)
             if host_memory_bytes
             else (),
@@ -221,41 +263,73 @@ class Profile(Record, noun="profile"):
 
 def profile_names() -> list[str]:
     """Names of the profiles that ShardCore comes with."""
-    return sorted(path.stem for path in _FOLDER.glob("*.json"))
+    return _shipped_names(Profile)
+
+
+def network_names() -> list[str]:
+    """Names of the networks that ShardCore comes with."""
+    return _shipped_names(Network)
 
 
 def load_profile(name_or_path: str | Path) -> Profile:
     """Load a hardware profile by its name, or from a file.
 
-    name_or_path: such as "nvidia-h100-sxm" (`shardcore profile list` has all), or a path.
+    name_or_path: such as "nvidia-h100-sxm" (`shardcore profile list` has all), or a path. With the network between
+      hosts, where it is another than the profile's: "nvidia-h100-sxm@aws-efa-32x100g", or a path after the @.
 
     Raises ShardCoreError for an unknown name, with the known ones, and for a file that is no profile.
     """
-    if (known := str(name_or_path)) in profile_names():
-        return _load_shipped_profile(known)
-    require(
-        known.endswith(".json") or Path(known).is_file(),
-        f"profile {known!r} is not known; known are {', '.join(profile_names())}, or a path of a file; a trained "
-        "model's folder goes by --model",
-    )
-    return read_profile(name_or_path)
+    card, at, network = str(name_or_path).rpartition("@")
+    if at and not Path(name_or_path).is_file():
+        return load_profile(card).on_network(load_network(network))
+    return _load(Profile, name_or_path, "; a trained model's folder goes by --model")
 
 
-def read_profile(path: str | Path) -> Profile:
-    """Read a hardware profile from a file. Raises ShardCoreError for an invalid file."""
-    return schema.build_record(Profile, envelope.open_document(path, SCHEMA), str(path))
+def load_network(name_or_path: str | Path) -> Network:
+    """Load a network by its name (`shardcore profile networks` has all), or from a file.
+
+    Raises ShardCoreError for an unknown name, with the known ones, and for a file that is no network.
+    """
+    return _load(Network, name_or_path)
 
 
-def write_profile(path: str | Path, profile: Profile) -> None:
-    """Write a hardware profile to a file, whole or not at all."""
-    body = dataclasses.asdict(profile)
-    body["rates"] = {name: body["rates"][name] for name in RATES}  # in one order
-    writing.write_json(path, envelope.with_schema(SCHEMA, body))
+def write_profile(path: str | Path, profile: Profile | Network) -> None:
+    """Write a hardware profile, or a network, to a file, whole or not at all."""
+    writing.write_json(path, envelope.with_schema(profile.noun, _content(profile)))
+
+
+def _content(profile: Profile | Network) -> dict[str, Any]:
+    """Content of a file: fields that are given, and rates in one order."""
+    given = {name: value for name, value in dataclasses.asdict(profile).items() if value is not None}
+    return {**given, "rates": {name: given["rates"][name] for name in RATES if name in given["rates"]}}
+
+
+def _folder(cls: type[_Of]) -> Path:
+    return Path(__file__).parent / f"{cls.noun}s"
+
+
+def _shipped_names(cls: type[_Of]) -> list[str]:
+    return sorted(path.stem for path in _folder(cls).glob("*.json"))
 
 
 @lru_cache
-def _load_shipped_profile(name: str) -> Profile:
-    return read_profile(_FOLDER / f"{name}.json")
+def _load_shipped(cls: type[_Of], name: str) -> _Of:
+    return _read(cls, _folder(cls) / f"{name}.json")
+
+
+def _load(cls: type[_Of], name_or_path: str | Path, hint: str = "") -> _Of:
+    """A profile or network that ships with ShardCore, or of a file. hint: added to the error for other names."""
+    if (known := str(name_or_path)) in _shipped_names(cls):
+        return _load_shipped(cls, known)
+    require(
+        known.endswith(".json") or Path(known).is_file(),
+        f"{cls.noun} {known!r} is not known; known are {', '.join(_shipped_names(cls))}, or a path of a file{hint}",
+    )
+    return _read(cls, name_or_path)
+
+
+def _read(cls: type[_Of], path: str | Path) -> _Of:
+    return schema.build_record(cls, envelope.open_document(path, cls.noun), str(path))
 
 
 def profile_of_device(device_name: str) -> Profile:
@@ -263,13 +337,11 @@ def profile_of_device(device_name: str) -> Profile:
 
     Raises ShardCoreError for a card without a profile, with the known ones.
     """
-    names = [
-        (part.lower(), name) for name in profile_names() for part in _load_shipped_profile(name).device_names
-    ]
+    names = [(part.lower(), name) for name in profile_names() for part in load_profile(name).device_names]
     matches = [(len(part), name) for part, name in names if part in device_name.lower()]
     require(
         bool(matches),
         f"device {device_name!r} has no profile; known are {', '.join(profile_names())} (or make one from its data "
         "sheet: shardcore profile new)",
     )
-    return _load_shipped_profile(max(matches)[1])
+    return load_profile(max(matches)[1])

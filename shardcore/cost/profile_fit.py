@@ -39,7 +39,7 @@ from shardcore.core.validation import (
     within,
 )
 from shardcore.cost import profile_law
-from shardcore.cost.profile import HOST_GBPS, RATES, SPEC, Profile, Rate
+from shardcore.cost.profile import BETWEEN_HOSTS, HOST_GBPS, NETWORK_RATES, RATES, SPEC, Profile, Rate
 from shardcore.cost.profile_law import FAR, MS_PER_US, NEAR, Rates, Work
 from shardcore.io import schema
 
@@ -73,6 +73,8 @@ _BYTES_EACH = Rule(
 _LEAST_UNCERTAINTY = 0.02
 _OF_PEAK = 0.95
 """Most of its data sheet's bandwidth that a card's memory reaches."""
+_MEMORY_RATES = ("read_gbps", "stream_gbps", "update_gbps", "dense_gbps")
+"""Rates that are at most so much of it."""
 _LEAST_SENSITIVITY = 0.01
 """A timing that changes less than by this share of a rate's change does not depend on it."""
 
@@ -389,9 +391,26 @@ def fit_profile(
     return replace(start, rates=rates)
 
 
+def network_rates(
+    start: Profile, timings: Sequence[Timing], error: float = 0.1, of_network: float = math.inf
+) -> dict[str, Rate]:
+    """Rates of a network: all between hosts, and those within hosts that timings of collectives change.
+
+    start: profile of a card, scaled to the network's data sheet.
+    timings: collectives on the network. []: its rates are the data sheet's.
+    error, of_network: as in `fit_profile`.
+    """
+    made = fit_profile(timings, start, error, of_network) if timings else start
+    return {
+        name: rate
+        for name in NETWORK_RATES
+        if (rate := made.rates[name]) != start.rates[name] or name in BETWEEN_HOSTS
+    }
+
+
 def _max_log_step(name: str, values: Rates, of_network: float) -> float:
     """The largest increase of a rate's logarithm in a fit: no rate exceeds that of its card's memory or network."""
-    if name in ("read_gbps", "stream_gbps", "update_gbps", "dense_gbps"):
+    if name in _MEMORY_RATES:
         most = _OF_PEAK * values["hbm_gbps"]
     else:
         most = of_network * values["network_gbps"] if name.endswith(f"{FAR}_gbps") else math.inf
@@ -466,9 +485,10 @@ def scale_profile(profile: Profile, name: str, **spec: float) -> Profile:
             powers = ((bandwidth, power), ("sm_ghz", of_sm))
             more = always + each * sum(abs(p * math.log(ratio[sheet])) for sheet, p in powers)
             by = " and ".join(sheet for sheet, p in powers if p and ratio[sheet] != 1.0)
+            most = _OF_PEAK * rates["hbm_gbps"].value if key in _MEMORY_RATES else math.inf
             rates[key] = replace(
                 rate,
-                value=rate.value * ratio[bandwidth] ** power * ratio["sm_ghz"] ** of_sm,
+                value=min(most, rate.value * ratio[bandwidth] ** power * ratio["sm_ghz"] ** of_sm),
                 uncertainty=math.hypot(rate.uncertainty, more),
                 source=f"scaled from {profile.name} by {by}" if by else f"as {profile.name}",
             )

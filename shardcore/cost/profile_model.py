@@ -34,7 +34,7 @@ from shardcore.cost.model import (
     round_encodings,
     step_ms,
 )
-from shardcore.cost.profile import HOST_GBPS, RATES, Profile
+from shardcore.cost.profile import HOST_GBPS, RATES, Profile, load_network
 from shardcore.cost.profile_law import Rates
 from shardcore.step.collectives import carried_payload
 from shardcore.step.exchanges import ChannelTerms, OwnWork, Terms, with_payload_share
@@ -80,9 +80,9 @@ class ProfileModel(CostModel):
     at: Rates | None = None
 
     def for_problem(self, problem: Problem) -> ProfileModel:
-        """The model at a problem's batch, optimizer, precision and payloads.
+        """The model at a problem's batch, optimizer, precision and payloads, on its topology's network.
 
-        Raises SettingMismatch for a problem of other hardware.
+        Raises SettingMismatch for a problem of other hardware, or on another network than the profile's.
         """
         hardware = problem.topology.hardware or self.profile.name
         if not self.profile.covers_hardware(hardware):
@@ -90,11 +90,20 @@ class ProfileModel(CostModel):
                 f"problem {problem.name!r} is for hardware {hardware!r}, the profile for {self.profile.name!r}; give "
                 "a profile of that hardware, or a model trained on it by --model, or change the problem's topology"
             )
+        profile, network = self.profile, problem.topology.network
+        if network and network != profile.network:
+            if profile.network:
+                raise SettingMismatch(
+                    f"problem {problem.name!r} is on network {network!r}, the profile on {profile.network!r}; give "
+                    f"{profile.name} without a network, or change the problem's topology"
+                )
+            profile = profile.on_network(load_network(network))
         gbps = {memory.tier: memory.gbps for memory in problem.topology.memory}
         host_gbps = gbps.pop(BELOW[0], None)
         of_host = host_gbps or self.profile.values["host_read_gbps"]
         return dataclasses.replace(
             self,
+            profile=profile,
             setting=problem.setting(hardware),
             replica_optimizer=problem.replica_optimizer,
             host_gbps=host_gbps,

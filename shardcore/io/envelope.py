@@ -30,12 +30,13 @@ VERSIONS = {
     "traced": 1,
     "torchrec-plan": 2,
     "dmp-collection": 1,
+    "network": 1,
     "profile": 1,
     "move-rates": 1,
     "job-report": 1,
 }
 """Version of each schema. No other version is read."""
-UNSEALED = ("problem", "towers", "offers", "decision", "profile")
+UNSEALED = ("problem", "towers", "offers", "decision", "profile", "network")
 """Schemas whose files hold no digest: people write those, or the file's name is its digest."""
 
 

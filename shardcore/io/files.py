@@ -128,7 +128,7 @@ def problem_to_json(problem: Problem) -> dict[str, Any]:
                     for device, run in itertools.groupby(topology.devices)
                 ],
                 "hardware": topology.hardware,
-                **({"rows_over": topology.rows_over} if topology.rows_over else {}),
+                **{name: given for name in ("rows_over", "network") if (given := getattr(topology, name))},
                 **({"links": [_non_default_fields(x) for x in topology.links]} if topology.links else {}),
                 **({"memory": [_non_default_fields(x) for x in topology.memory]} if topology.memory else {}),
             },

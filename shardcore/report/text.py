@@ -50,8 +50,9 @@ def device_table(columns: Mapping[str, Sequence[float | str]], rank: Sequence[fl
         (d, *(f"{x:.3f}" if isinstance(x, float) else x for x in (column[d] for column in columns.values())))
         for d in sorted(highest)
     ]
-    left = len(rank) - len(rows)
-    return text_table(["device", *columns], rows) + f"\nand {left} more devices" * (left > 0)
+    return text_table(["device", *columns], rows) + f"\nand {len(rank) - len(rows)} more devices" * (
+        len(rank) > len(rows)
+    )
 
 
 def records_table(records: Sequence[Mapping[str, Any]]) -> str:
@@ -70,8 +71,8 @@ def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str
 
 def rounded_json(value: Any) -> str:
     """Indented JSON of a value, with floats rounded to seven significant digits."""
-    exact = json.dumps(value)
-    return json.dumps(json.loads(exact, parse_float=lambda text: float(f"{float(text):.7g}")), indent=1)
+    rounded = json.loads(json.dumps(value), parse_float=lambda text: float(f"{float(text):.7g}"))
+    return json.dumps(rounded, indent=1)
 
 
 def percent_change(new: float, old: float) -> str:

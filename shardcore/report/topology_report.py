@@ -39,20 +39,19 @@ def write_measured_topology(
 
 def measured_topology_lines(pairs: PairMeasurement) -> list[str]:
     """Lines for people on measured groups of ranks, links, and the order of ranks."""
-    arranged, text = order_ranks(pairs.levels, len(pairs.pair_ms)), []
-    for groups in pairs.levels:
-        shown = "; ".join(" ".join(map(str, group)) for group in groups[:8]) + "; ..." * (len(groups) > 8)
-        text.append(f"{len(groups)} groups of ranks: {shown}")
-    if not pairs.levels:
-        text.append("all ranks are equally near each other: they count as one host")
-    links = pairs.links
+    arranged, links = order_ranks(pairs.levels, len(pairs.pair_ms)), pairs.links
+    text = [
+        f"{len(groups)} groups of ranks: "
+        + "; ".join([*(" ".join(map(str, group)) for group in groups[:8]), *["..."] * (len(groups) > 8)])
+        for groups in pairs.levels
+    ]
     carried = [f"within {links.within_gbps:.3g} GB/s"] if links.within_gbps else []
     for groups, link in zip(pairs.levels, links.outward, strict=False):
         carried.append(f"between {len(groups)} groups {link.gbps:.3g} GB/s")
         if link.shared_gbps:
             carried.append(f"{link.shared_gbps:.3g} GB/s between them, shared by all ranks of one")
     return [
-        *text,
+        *(text or ["all ranks are equally near each other: they count as one host"]),
         f"links of a rank carry {' and '.join(carried)}; a collective takes {links.latency_ms:.3g} ms",
         f"order of ranks: {' '.join(map(str, arranged))}",
         "Device i of the new problem is that of the i-th rank in this order. Start ranks in it.",

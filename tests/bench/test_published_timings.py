@@ -38,12 +38,12 @@ def ask(tmp_path, monkeypatch, capsys):
 
 
 def test_asked_rows_are_judged_alone_and_named_so(ask):
-    out = ask(ROW, ROW | {"time_us": "800"}, ROW | {"quality": "M"}, ROW | {"gpu": "H20"})
+    out = ask(ROW, ROW | {"time_us": "800"}, ROW | {"quality": "M"}, ROW | {"gpu": "RTX 2080"})
     assert "2 rows of" in out and "other.csv are judged, 2 are left out for the reasons below" in out
     assert "| asked \\| nvidia-h100-sxm \\| fwd, device | 2 |" in out and "fitted" not in out.replace(
         "not fitted", ""
     )
-    assert "| no profile is of card 'H20' (quality A) | 1 |" in out and "| quality M | 1 |" in out
+    assert "| no profile is of card 'RTX 2080' (quality A) | 1 |" in out and "| quality M | 1 |" in out
     # The repository's own file has steps; this one has none.
     assert "The file has no steps." in out
 

@@ -5,7 +5,14 @@ import csv
 import pytest
 
 from shardcore.cli import main
-from shardcore.cost.profile import RATES, load_profile, profile_names, read_profile, write_profile
+from shardcore.cost.profile import (
+    RATES,
+    load_network,
+    load_profile,
+    network_names,
+    profile_names,
+    write_profile,
+)
 
 CARD = "nvidia-h100-sxm"
 OPS = "op,time_us,B,E,D,L,optimizer".split(",")
@@ -37,11 +44,17 @@ def test_list_has_all_profiles_and_show_all_rates_with_their_sources(capsys):
         assert f"\n{name} " in out and rate.source in out
 
 
+def test_networks_lists_all_that_ship_with_their_links(capsys):
+    assert main(["profile", "networks"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"\n{name} " in out and load_network(name).words in out for name in network_names())
+
+
 def test_new_scales_a_profile_that_commands_and_jobs_then_take(here, capsys):
     made = f"profile new mine --from {CARD} --hbm-gbps 6700 --memory-gib 100 --l2-mib 60 --device-name MINE"
     assert main([*made.split(), "--out", "mine.json"]) == 0
     out = capsys.readouterr().out
-    mine, card = read_profile("mine.json"), load_profile(CARD)
+    mine, card = load_profile("mine.json"), load_profile(CARD)
     assert (mine.name, mine.device_names, mine.memory_bytes) == ("mine", ("MINE",), 100 << 30)
     assert mine.rates["hbm_gbps"].value == 6700 and mine.rates["l2_bytes"].value == 60 << 20
     assert mine.rates["update_gbps"].value > card.rates["update_gbps"].value
@@ -57,7 +70,7 @@ def test_fit_moves_the_rates_that_timings_depend_on(here, capsys):
     write_csv(rows=[*ROWS, ("fwd", "", *ROWS[0][2:])])
     assert main(f"profile fit t.csv --from {CARD} --out fitted.json".split()) == 0
     assert "t.csv: 3 timings fitted, 1 left out\n     1  time_us is not stated\n" in capsys.readouterr().out
-    fitted, start = read_profile("fitted.json"), load_profile(CARD)
+    fitted, start = load_profile("fitted.json"), load_profile(CARD)
     moved = {name for name in RATES if fitted.rates[name] != start.rates[name]}
     assert "forward_op_us" in moved and not any(name.startswith("all_to_all") for name in moved)
 

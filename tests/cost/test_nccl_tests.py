@@ -6,7 +6,7 @@ import pytest
 from shardcore.cli import main
 from shardcore.core.errors import ShardCoreError
 from shardcore.cost.nccl_tests import read_nccl_logs
-from shardcore.cost.profile import load_profile, read_profile
+from shardcore.cost.profile import load_network, load_profile
 from shardcore.cost.profile_fit import Predictor, Timing
 
 PROFILE = load_profile("nvidia-h100-sxm")
@@ -187,7 +187,7 @@ def test_a_log_that_is_none_or_of_separate_processes_is_refused(tmp_path, text, 
         read(tmp_path, text)
 
 
-def test_a_profile_follows_the_links_that_logs_show(tmp_path, monkeypatch, capsys):
+def test_a_network_follows_the_links_that_logs_show(tmp_path, monkeypatch, capsys):
     """Between these hosts an all-to-all takes twice as long as the profile says."""
     monkeypatch.chdir(tmp_path)
     asked = [Timing("", "", "alltoall", 1.0, sent=(float(n),) * 16, hosts=2) for n in SIZES]
@@ -195,23 +195,33 @@ def test_a_profile_follows_the_links_that_logs_show(tmp_path, monkeypatch, capsy
     rows = "".join(row(n, round(us, 2)) for n, us in zip(SIZES, twice.tolist(), strict=True))
     (tmp_path / "a.log").write_text(log(rows=rows))
     (tmp_path / "b.log").write_text(log("broadcast_perf"))
-    assert main("profile fit a.log b.log --from nvidia-h100-sxm --out mine.json".split()) == 0
+    command = "profile network ours --from-nccl-tests a.log b.log --from nvidia-h100-sxm --out ours.json"
+    assert main(command.split()) == 0
     out = capsys.readouterr().out
     assert f"a.log, b.log: {len(SIZES)} timings fitted, 1 left out\n" in out
     assert (
         "all-to-all of 16 on 2 hosts: mean error 50% before, " in out
         and "broadcast_perf is no collective" in out
     )
-    fitted = read_profile("mine.json")
+    network, fitted = load_network("ours.json"), load_profile("nvidia-h100-sxm@ours.json")
+    assert (network.name, network.words) == ("ours", "a.log, b.log on nvidia-h100-sxm")
     assert np.abs(Predictor(asked).times_us(fitted.values) / twice - 1).mean() < 0.15
     assert fitted.rates["all_reduce_between_hosts_gbps"] == PROFILE.rates["all_reduce_between_hosts_gbps"]
     assert fitted.rates["all_to_all_between_hosts_gbps"].source == "fitted to a.log"
+    # By its data sheet, rates that no log depends on scale.
+    assert main(f"{command} --network-gbps 25".split()) == 0
+    halved = load_network("ours.json").rates
+    assert halved["network_gbps"].value == 25 and halved[
+        "all_reduce_between_hosts_gbps"
+    ].value == pytest.approx(PROFILE.rates["all_reduce_between_hosts_gbps"].value / 2)
 
 
 def test_logs_without_a_timing_of_the_card_say_why(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.log").write_text(log(ranks=ranks_of(card="Tesla V100-SXM2-32GB")))
-    assert main("profile fit a.log --from nvidia-h100-sxm --out mine.json".split()) == 1
+    assert (
+        main("profile network x --from-nccl-tests a.log --from nvidia-h100-sxm --out mine.json".split()) == 1
+    )
     error = capsys.readouterr().err
     assert (
         "of 1 left out, 1: it is of Tesla V100-SXM2-32GB" in error and not (tmp_path / "mine.json").exists()

@@ -9,10 +9,14 @@ import pytest
 from shardcore.core.errors import ShardCoreError
 from shardcore.cost import profile as profiles
 from shardcore.cost.profile import (
+    BETWEEN_HOSTS,
     RATES,
+    Network,
     Profile,
     Rate,
+    load_network,
     load_profile,
+    network_names,
     profile_names,
     profile_of_device,
     write_profile,
@@ -61,6 +65,34 @@ def test_a_file_holds_all_that_a_profile_has(tmp_path):
     assert load_profile(tmp_path / "own.json") == H100
 
 
+@pytest.mark.parametrize("name", network_names())
+def test_a_shipped_network_has_all_rates_between_hosts_below_its_data_sheet(name):
+    network = load_network(name)
+    assert network.name == name and network.words and set(BETWEEN_HOSTS) <= set(network.rates)
+    for key, rate in network.rates.items():
+        assert rate.source and (rate.uncertainty > 0 or key in profiles.SPEC), key
+        if key.endswith("_between_hosts_gbps"):
+            assert rate.value < network.rates["network_gbps"].value, key
+
+
+def test_a_profile_on_a_network_has_the_rates_of_the_network_and_all_others_of_the_card(tmp_path):
+    network = load_network("aws-efa-4x100g")
+    write_profile(tmp_path / "efa.json", network)
+    for given in ("aws-efa-4x100g", tmp_path / "efa.json"):
+        found = load_profile(f"nvidia-h100-sxm@{given}")
+        assert found == H100.on_network(network) and found.network == "aws-efa-4x100g"
+        assert found.rates == {**H100.rates, **network.rates} and found.digest != H100.digest
+    write_profile(tmp_path / "both.json", found)
+    assert load_profile(tmp_path / "both.json") == found
+    assert found.topology(2, 8).network == "aws-efa-4x100g" and H100.topology(2, 8).network is None
+
+
+def test_a_path_with_an_at_sign_is_a_path(tmp_path):
+    (tmp_path / "me@work").mkdir()
+    write_profile(tmp_path / "me@work" / "own.json", H100)
+    assert load_profile(tmp_path / "me@work" / "own.json") == H100
+
+
 @pytest.mark.parametrize(
     "device, name",
     [
@@ -72,6 +104,11 @@ def test_a_file_holds_all_that_a_profile_has(tmp_path):
         ("NVIDIA B200", "nvidia-b200"),
         ("AMD Instinct MI300X", "amd-mi300x"),
         ("AMD Instinct MI350X", "amd-mi350"),
+        ("NVIDIA GB200", "nvidia-gb200"),
+        ("NVIDIA B300 SXM6 AC", "nvidia-b300"),
+        ("NVIDIA H100 PCIe", "nvidia-h100-pcie"),
+        ("NVIDIA H20", "nvidia-h20"),
+        ("NVIDIA L40S", "nvidia-l40s"),
     ],
 )
 def test_a_device_is_known_by_its_name(device, name):
@@ -91,6 +128,18 @@ def _changed(**rate):
     [
         (lambda: load_profile("nvidia-x"), "profile 'nvidia-x' is not known; known are amd-mi300x"),
         (lambda: load_profile("absent.json"), "cannot read absent.json"),
+        (lambda: load_profile("nvidia-x@slingshot-11"), "profile 'nvidia-x' is not known"),
+        (lambda: load_profile("cpu@efa"), "network 'efa' is not known; known are aws-efa-32x100g"),
+        (lambda: load_profile("cpu@absent.json"), "cannot read absent.json"),
+        (lambda: Network("mine", "", {}), "network 'mine' has no words"),
+        (
+            lambda: Network("mine", "w", {"read_gbps": H100.rates["read_gbps"]}),
+            r"network 'mine' has an unknown rate \['read_gbps'\]; known are nvlink_gbps, network_gbps",
+        ),
+        (
+            lambda: Network("mine", "w", {"network_gbps": Rate(1.0, 0.1, "GiB/s", "s")}),
+            "network 'mine' has network_gbps in 'GiB/s'; it needs 'GB/s'",
+        ),
         (
             lambda: profile_of_device("GeForce 256"),
             "device 'GeForce 256' has no profile; known are amd-mi300x",

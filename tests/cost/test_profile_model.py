@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from shardcore.core.access_statistics import Zipf
+from shardcore.core.errors import SettingMismatch, ShardCoreError
 from shardcore.core.job import Job
 from shardcore.core.links import links_of
 from shardcore.core.tiers import Memory
@@ -285,3 +286,35 @@ def test_tables_of_an_op_share_the_cache():
         for tables in ([hot], [hot, *many])
     )
     assert among > 1.1 * alone
+
+
+@pytest.mark.parametrize("name", ["aws-efa-4x100g", "slingshot-11"])
+def test_the_network_that_a_topology_names_sets_the_rates_between_hosts(name):
+    """By the topology, or with the profile: one cost. Ops, and exchanges within a host, are the card's."""
+    model, named = H100.model(), load_profile(f"{H100.name}@{name}")
+    whole = Plan((Placement("column", Shard.whole(TABLE), (0,)),))
+
+    def cost(hosts, profile):
+        given = problem(hosts, 8 // hosts, profile=profile)
+        on_network = dataclasses.replace(given, topology=dataclasses.replace(given.topology, network=name))
+        costs = [price(lower(whole, on_network), m.for_problem(on_network)) for m in (model, named.model())]
+        assert costs[0] == costs[1]
+        return costs[0], price(
+            lower(whole, problem(hosts, 8 // hosts)), model.for_problem(problem(hosts, 8 // hosts))
+        )
+
+    (two, own), (one, same) = cost(2, H100), cost(1, H100)
+    assert two.compute_ms == own.compute_ms and two.total_ms > 1.3 * own.total_ms
+    assert one.total_ms == pytest.approx(same.total_ms, rel=1e-9)
+
+
+def test_another_network_than_the_profiles_is_refused():
+    other = problem(profile=load_profile(f"{H100.name}@slingshot-11"))
+    with pytest.raises(
+        SettingMismatch,
+        match="problem 'p' is on network 'slingshot-11', the profile on 'aws-efa-4x100g'; give nvidia",
+    ):
+        load_profile(f"{H100.name}@aws-efa-4x100g").model().for_problem(other)
+    unknown = dataclasses.replace(other, topology=dataclasses.replace(other.topology, network="ours"))
+    with pytest.raises(ShardCoreError, match="network 'ours' is not known; known are aws-efa"):
+        H100.model().for_problem(unknown)

@@ -9,7 +9,7 @@ from laws import pool
 from shardcore.cli import main
 from shardcore.core.types import Setting
 from shardcore.cost.metrics import mape
-from shardcore.cost.profile import load_profile, read_profile
+from shardcore.cost.profile import load_profile
 from shardcore.cost.profile_fit import Predictor
 from shardcore.cost.profile_samples import check_profile, sample_timings
 from shardcore.io import dataset
@@ -92,7 +92,7 @@ def test_a_profile_is_fitted_to_a_dataset_and_judged_on_its_test_split(
     assert main("profile fit data --from nvidia-h100-sxm --out mine.json".split()) == 0
     out = capsys.readouterr().out
     assert "kept to judge the fit" in out and "all-to-all of 2 on 1 hosts: mean error" in out
-    fitted, timings = read_profile("mine.json"), sample_timings(compute, comm)
+    fitted, timings = load_profile("mine.json"), sample_timings(compute, comm)
     measured = np.array([t.time_us for t in timings])
     errors = [mape(Predictor(timings).times_us(p.values), measured) for p in (CARD, fitted)]
     assert errors[1] < 3 < errors[0]
