@@ -13,6 +13,6 @@ Nothing in these functions may allocate. They are compiled without numba's refer
 Records are passed as pointers (pointers.py). Each function is compiled when it is first called.
 
 Names in all files: `fx` is the SearchProblem, `st` the State.
-s is a strip; a, b, c and d devices; h a host; g a group; y a layout; r and k runs; x an exchange.
+s is an item; a, b, c and d devices; h a host; g a group; y a layout; r and k runs; x an exchange.
 `was` is before a change, `then` after it.
 """

@@ -251,11 +251,11 @@ def host_memory_fits(fx, st, d, row):
 
 @compile_inner
 def count_option(fx, st, s, option):
-    """Count an option of strip s (columns of a table) in the local batch of its op."""
+    """Count an option of item s (columns of a table) in the local batch of its op."""
     run, alone = st.runs[fx.options[option, OPTION_RUN]], fx.alone[option]
     run[OUTPUTS] += alone[OUTPUTS]
     # Runs follow each other in the order of their first tables.
-    run[FIRST_RANK] = min(run[FIRST_RANK], float(fx.strips[s, RANK]))
+    run[FIRST_RANK] = min(run[FIRST_RANK], float(fx.items[s, RANK]))
     # A dense optimizer updates one table after another, so only the largest buffer counts.
     st.value[SCRATCH] = max(st.value[SCRATCH], alone[OF_SCRATCH])
     replace_counted_option(fx, st, int64(0), option)
@@ -263,10 +263,10 @@ def count_option(fx, st, s, option):
 
 @compile_inner
 def replace_counted_option(fx, st, was, now):
-    """Replace an option of a strip in the local batch. Returns True if an op gains its first cut table or loses its
+    """Replace an option of an item in the local batch. Returns True if an op gains its first cut table or loses its
     last.
 
-    Ids of a local batch exist once for each shard; outputs do not depend on how a strip is cut.
+    Ids of a local batch exist once for each shard; outputs do not depend on how an item is cut.
     """
     run = st.runs[fx.options[max(was, now), OPTION_RUN]]
     before = run[CUT] > 0.0

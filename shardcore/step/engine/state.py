@@ -1,4 +1,4 @@
-"""Updates of a State: strips of devices, strips of groups, and the way back to the best plan."""
+"""Updates of a State: items of devices, items of groups, and the way back to the best plan."""
 
 from numba import int64, void
 
@@ -42,43 +42,43 @@ from shardcore.step.engine.pointers import WORDS, entry
 
 @compile_inner
 def count_moved_bytes(fx, st, s, d, was, now):
-    """Count the tables and bytes moved if device d holds `now` column units of a strip (a table's row range) instead
+    """Count the tables and bytes moved if device d holds `now` column blocks of an item (a table's row range) instead
     of `was`.
     """
-    # Columns are exchangeable. Only units beyond those it had count as moved.
-    more = (max(0, now - fx.kept[s, d]) - max(0, was - fx.kept[s, d])) * fx.strips[s, WEIGHT]
-    # A table counts once, however many of its strips moved. A bundle counts as all of its tables (joint).
-    t = fx.strips[s, TABLE]
-    st.number[N_MOVED] += (int(st.moved[t] + more > 0) - int(st.moved[t] > 0)) * fx.strips[s, JOINT]
+    # Columns are exchangeable. Only blocks beyond those it had count as moved.
+    more = (max(0, now - fx.kept[s, d]) - max(0, was - fx.kept[s, d])) * fx.items[s, WEIGHT]
+    # A table counts once, however many of its items moved. A bundle counts as all of its tables (joint).
+    t = fx.items[s, TABLE]
+    st.number[N_MOVED] += (int(st.moved[t] + more > 0) - int(st.moved[t] > 0)) * fx.items[s, JOINT]
     st.number[BYTES_MOVED] += more
     st.moved[t] += more
 
 
 @compile_inner
-def set_held_units(fx, st, s, d, units):
-    """Set how many units of strip s (columns of a table) device d holds, and update the device's list of strips."""
+def set_held_blocks(fx, st, s, d, blocks):
+    """Set how many blocks of item s (columns of a table) device d holds, and update the device's list of items."""
     was = int64(st.held[s, d])
     # Without limits, moved tables and bytes are not counted.
     if len(fx.kept) > 0:
-        count_moved_bytes(fx, st, s, d, was, units)
-    st.held[s, d] = units
-    # A device's list has only the strips that it holds: loops over it skip the many zeros of `held`.
-    if was == 0 and units > 0:
-        st.strips[d, st.count[d]] = s
+        count_moved_bytes(fx, st, s, d, was, blocks)
+    st.held[s, d] = blocks
+    # A device's list has only the items that it holds: loops over it skip the many zeros of `held`.
+    if was == 0 and blocks > 0:
+        st.items[d, st.count[d]] = s
         st.count[d] += 1
-    elif was > 0 and units == 0:
+    elif was > 0 and blocks == 0:
         # Remove by swapping with the last entry: the order of the list has no meaning.
         i = 0
-        while st.strips[d, i] != s:
+        while st.items[d, i] != s:
             i += 1
         st.count[d] -= 1
-        st.strips[d, i] = st.strips[d, st.count[d]]
+        st.items[d, i] = st.items[d, st.count[d]]
 
 
 @compile_inner
-def set_strip_group(st, s, group):
-    """Set the group of devices that shares strip s; -1 for none."""
-    # `shared` lists a strip once, so a change from group to group leaves the list as it is.
+def set_item_group(st, s, group):
+    """Set the group of devices that shares item s; -1 for none."""
+    # `shared` lists an item once, so a change from group to group leaves the list as it is.
     if st.group[s] < 0:
         st.shared[st.number[N_SHARED]] = s
         st.number[N_SHARED] += 1
@@ -93,22 +93,22 @@ def set_strip_group(st, s, group):
 
 
 @compile_inner
-def set_units_or_group(fx, st, s, d, then):
-    """Set the units of strip s on device d, or the strip's group if d is -1."""
+def set_blocks_or_group(fx, st, s, d, then):
+    """Set the blocks of item s on device d, or the item's group if d is -1."""
     if d < 0:
-        set_strip_group(st, s, then)
+        set_item_group(st, s, then)
     else:
-        set_held_units(fx, st, s, d, then)
+        set_held_blocks(fx, st, s, d, then)
 
 
 @compile_inner
 def log_and_set(fx, st, s, d, then):
-    """Log the present units or group of a strip, then change them."""
+    """Log the present blocks or group of an item, then change them."""
     # Three numbers a change, not a copy of the plan: the way back costs only what changed since.
     at = st.number[LOG]
     st.log[at, 0], st.log[at, 1], st.log[at, 2] = s, d, st.group[s] if d < 0 else st.held[s, d]
     st.number[LOG] += 1
-    set_units_or_group(fx, st, s, d, then)
+    set_blocks_or_group(fx, st, s, d, then)
 
 
 @compile_inner
@@ -117,12 +117,12 @@ def undo_logged_changes(fx, st, until):
 
     Only `held` and `group`, with their lists, are restored.
     """
-    # In reverse order, so that a strip that changed twice ends as it was before the first change.
+    # In reverse order, so that an item that changed twice ends as it was before the first change.
     while st.number[LOG] > until:
         st.number[LOG] -= 1
         of = st.log[st.number[LOG]]
         # int64, as elsewhere: numba compiles a function again for each constant, and each type.
-        set_units_or_group(fx, st, int64(of[0]), int64(of[1]), int64(of[2]))
+        set_blocks_or_group(fx, st, int64(of[0]), int64(of[1]), int64(of[2]))
 
 
 @compile_inner
@@ -189,9 +189,9 @@ def recompute_ops(head, fx, st):
                 add_option_to_ops(fx, st, d, fx.shared[int(d == fx.groups[g, LAST]), y, s])
         count_option(fx, st, s, fx.shared[0, y, s])
     for d in range(device_count(st)):
-        # Go over held strips only: most entries of `held` are 0.
+        # Go over held items only: most entries of `held` are 0.
         for i in range(st.count[d]):
-            s = int64(st.strips[d, i])
+            s = int64(st.items[d, i])
             option = int64(fx.shard[s, st.held[s, d]])
             add_option_to_ops(fx, st, d, option)
             count_option(fx, st, s, option)
@@ -240,18 +240,18 @@ def recompute_state(head, fx, st):
 
 @entry(void(WORDS, WORDS, int64[:, ::1]))
 def place_shards(problem, state, shards):
-    """Add shards [N, 3] (strip, device, units) to a plan. Call `refresh_state` afterwards."""
+    """Add shards [N, 3] (item, device, blocks) to a plan. Call `refresh_state` afterwards."""
     fx, st = problem_at(problem), state_at(state)
     for i in range(len(shards)):
         s, d = shards[i, 0], shards[i, 1]
-        set_held_units(fx, st, s, d, st.held[s, d] + shards[i, 2])
+        set_held_blocks(fx, st, s, d, st.held[s, d] + shards[i, 2])
 
 
 @entry(void(WORDS, int64[:, ::1]))
-def share_strips(state, pairs):
-    """Assign strips to groups of devices that share them. pairs: [N, 2] strip, group. Call `refresh_state`
+def share_items(state, pairs):
+    """Assign items to groups of devices that share them. pairs: [N, 2] item, group. Call `refresh_state`
     afterwards.
     """
     st = state_at(state)
     for i in range(len(pairs)):
-        set_strip_group(st, pairs[i, 0], pairs[i, 1])
+        set_item_group(st, pairs[i, 0], pairs[i, 1])

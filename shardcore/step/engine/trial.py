@@ -1,10 +1,10 @@
 """Trials of a change, its cost and whether it fits, and placing shards one after another.
 
-A change is a list of edits in st.edit. An edit says how many units of a strip a device holds afterwards.
+A change is a list of edits in st.edit. An edit says how many blocks of an item a device holds afterwards.
 Ops that a change alters are in rows of their own (State.row) until it is accepted.
 
 Where shards are placed one after another, the local batch counts all of them from the start, so that a plan never
-outgrows it. Two shards of a strip that meet on a device become one, which takes less of a local batch.
+outgrows it. Two shards of an item that meet on a device become one, which takes less of a local batch.
 
 Shapes: C ways to cut tables, N shards of each, B plans, W words. Plans of the same cuts follow each other.
 """
@@ -58,7 +58,7 @@ from shardcore.step.engine.state import (
     count_moved_bytes,
     log_and_set,
     recompute_ops,
-    set_held_units,
+    set_held_blocks,
     set_op_ms,
 )
 
@@ -67,9 +67,9 @@ BATCH = int64[:, ::1]
 
 
 @compile_inner
-def write_edit(st, i, s, d, units):
-    """Write edit i of a trial: device d holds `units` column units of strip s (a table's row range) afterwards."""
-    st.edit[i, 0], st.edit[i, 1], st.edit[i, 2] = s, d, units
+def write_edit(st, i, s, d, blocks):
+    """Write edit i of a trial: device d holds `blocks` column blocks of item s (a table's row range) afterwards."""
+    st.edit[i, 0], st.edit[i, 1], st.edit[i, 2] = s, d, blocks
 
 
 @compile_inner
@@ -276,29 +276,29 @@ def accept_edits(fx, st, a, b, n):
 
 
 @compile_inner
-def join_in_local_batch(fx, st, s, held, units):
-    """Count two shards of strip s on a device as one. Returns True if the local batch was recomputed."""
+def join_in_local_batch(fx, st, s, held, blocks):
+    """Count two shards of item s on a device as one. Returns True if the local batch was recomputed."""
     if held == 0:
         return False
-    changes = replace_counted_option(fx, st, int64(fx.shard[s, held]), int64(fx.shard[s, held + units]))
+    changes = replace_counted_option(fx, st, int64(fx.shard[s, held]), int64(fx.shard[s, held + blocks]))
     # Each change has to be counted, so the call comes before `or`.
-    if replace_counted_option(fx, st, int64(fx.shard[s, units]), int64(0)) or changes:
+    if replace_counted_option(fx, st, int64(fx.shard[s, blocks]), int64(0)) or changes:
         compute_local_batch_bytes(fx, st)
         return True
     return False
 
 
 @compile_inner
-def can_hold_units(fx, st, s, units, d):
-    """Tell if device d has room for `units` more column units of strip s (a table's row range)."""
-    # `allowed` without rows means that every strip may go anywhere.
+def can_hold_blocks(fx, st, s, blocks, d):
+    """Tell if device d has room for `blocks` more column blocks of item s (a table's row range)."""
+    # `allowed` without rows means that every item may go anywhere.
     if len(fx.allowed) > 0 and not fx.allowed[s, d]:
         return False
     held, row, sent = int64(st.held[s, d]), device_count(st), st.value[SENT]
-    changes = join_in_local_batch(fx, st, s, held, units)
+    changes = join_in_local_batch(fx, st, s, held, blocks)
     begin_trial_ops(st, d, row)
     # The widened shard: a row's optimizer state counts once.
-    replace_option_in_ops(fx, st, row, int64(fx.shard[s, held]), int64(fx.shard[s, held + units]))
+    replace_option_in_ops(fx, st, row, int64(fx.shard[s, held]), int64(fx.shard[s, held + blocks]))
     set_memory_room(fx, st, d, row)
     fits = excess_bytes(fx, st, d, row) == 0.0 and host_memory_fits(fx, st, d, row)
     if changes:
@@ -306,8 +306,8 @@ def can_hold_units(fx, st, s, units, d):
         for e in range(device_count(st)):
             fits = fits and (e == d or excess_bytes(fx, st, e, e) == 0.0)
     if held > 0:
-        replace_counted_option(fx, st, int64(0), int64(fx.shard[s, units]))
-        replace_counted_option(fx, st, int64(fx.shard[s, held + units]), int64(fx.shard[s, held]))
+        replace_counted_option(fx, st, int64(0), int64(fx.shard[s, blocks]))
+        replace_counted_option(fx, st, int64(fx.shard[s, held + blocks]), int64(fx.shard[s, held]))
         # Without the rounding errors of sums.
         st.value[SENT] = sent
         if changes:
@@ -316,16 +316,16 @@ def can_hold_units(fx, st, s, units, d):
 
 
 @compile_inner
-def put_shard(head, fx, st, s, units, d):
-    """Place `units` of strip s (columns of a table) on device d, whether they fit or not.
+def put_shard(head, fx, st, s, blocks, d):
+    """Place `blocks` of item s (columns of a table) on device d, whether they fit or not.
 
     Computes the device's ops with their ms, its room, and what its host carries. `refresh_state` computes all else.
     """
     held, row = int64(st.held[s, d]), device_count(st)
-    join_in_local_batch(fx, st, s, held, units)
-    set_held_units(fx, st, s, d, held + units)
+    join_in_local_batch(fx, st, s, held, blocks)
+    set_held_blocks(fx, st, s, d, held + blocks)
     begin_trial_ops(st, d, row)
-    replace_option_in_ops(fx, st, row, int64(fx.shard[s, held]), int64(fx.shard[s, held + units]))
+    replace_option_in_ops(fx, st, row, int64(fx.shard[s, held]), int64(fx.shard[s, held + blocks]))
     price_changed_ops(head, fx, st, row)
     apply_trial_ops(fx, st, d, row)
     set_memory_room(fx, st, d, d)
@@ -333,7 +333,7 @@ def put_shard(head, fx, st, s, units, d):
 
 @entry(void(HEAD, WORDS, BATCH, int64[:, :, ::1]))
 def prepare_plans(head, problem, states, shards):
-    """Prepare empty plans for the shards [C, N, 2] (strip, units) to be placed."""
+    """Prepare empty plans for the shards [C, N, 2] (item, blocks) to be placed."""
     fx = problem_at(problem)
     for b in range(len(states)):
         st = state_at(states[b])
@@ -351,27 +351,27 @@ def prepare_plans(head, problem, states, shards):
 
 @entry(void(WORDS, BATCH, int64[:, ::1], boolean[:, ::1]))
 def find_feasible_devices(problem, states, shards, fits):
-    """Fill fits [B, D]: whether each device of a plan has room for the plan's next shard. shards: [B, 2] strip,
-    units.
+    """Fill fits [B, D]: whether each device of a plan has room for the plan's next shard. shards: [B, 2] item,
+    blocks.
     """
     fx = problem_at(problem)
     only_bytes = len(fx.caches) == 0 and not fx.ops_limited and fx.host_free == np.inf
     for b in range(len(states)):
-        st, s, units = state_at(states[b]), shards[b, 0], shards[b, 1]
-        needed = fx.alone[fx.shard[s, units], PEAK_BYTES] + max_local_batch_bytes(fx, st)
+        st, s, blocks = state_at(states[b]), shards[b, 0], shards[b, 1]
+        needed = fx.alone[fx.shard[s, blocks], PEAK_BYTES] + max_local_batch_bytes(fx, st)
         for d in range(device_count(st)):
             # A lower bound of the room holds an upper bound of the shard. Mostly no trial is needed.
-            # Shards of a strip that meet may change the local batch of all devices, so they always have one.
+            # Shards of an item that meet may change the local batch of all devices, so they always have one.
             room = min(st.devices[d, ROOM], fx.devices[d, FREE]) if st.held[s, d] == 0 else -np.inf
             if only_bytes and room >= needed and (len(fx.allowed) == 0 or fx.allowed[s, d]):
                 fits[b, d] = True
             else:
-                fits[b, d] = can_hold_units(fx, st, s, units, d)
+                fits[b, d] = can_hold_blocks(fx, st, s, blocks, d)
 
 
 @entry(void(HEAD, WORDS, BATCH, int64[:, ::1]))
 def put_shards(head, problem, states, shards):
-    """Place one shard in each of several plans. shards: [B, 3] strip, units, device."""
+    """Place one shard in each of several plans. shards: [B, 3] item, blocks, device."""
     fx = problem_at(problem)
     for b in range(len(states)):
         st, d = state_at(states[b]), shards[b, 2]

@@ -17,7 +17,7 @@ from shardcore.step.engine.arrays import (
 from shardcore.step.engine.cost import device_count, device_load_ms, exchanged_bytes, is_less
 from shardcore.step.engine.memory import compute_local_batch_bytes, count_option, excess_bytes
 from shardcore.step.engine.pointers import WORDS, entry
-from shardcore.step.engine.trial import can_hold_units, price_changed_ops, put_shard
+from shardcore.step.engine.trial import can_hold_blocks, price_changed_ops, put_shard
 
 
 @compile_inner
@@ -38,7 +38,7 @@ def upper_busy_ms(fx, st, d, row):
 
 @entry(boolean(HEAD, WORDS, WORDS, int64[:, ::1]))
 def place_greedily(head, problem, state, shards):
-    """Place shards [N, 2] (strip, units) in the order given. False if a shard fits on no device.
+    """Place shards [N, 2] (item, blocks) in the order given. False if a shard fits on no device.
 
     Each goes to the device with the least load after it, exchanges included. Also False if what is there
     already does not fit with the local batch of all of them.
@@ -56,13 +56,13 @@ def place_greedily(head, problem, state, shards):
         st.devices[d, LOAD] = upper_busy_ms(fx, st, d, d)
     row, several_hosts = n_devices, st.hosts.shape[1] > 2
     for i in range(len(shards)):
-        s, units = shards[i, 0], shards[i, 1]
+        s, blocks = shards[i, 0], shards[i, 1]
         least, best = np.inf, int64(-1)
         # Equal empty devices give the same result. Only one of them is priced.
         seen_empty = -1
         for d in range(n_devices):
             # A lower bound: a shard only adds to a load. It saves all that follows.
-            if not is_less(st.devices[d, LOAD], least) or not can_hold_units(fx, st, s, units, d):
+            if not is_less(st.devices[d, LOAD], least) or not can_hold_blocks(fx, st, s, blocks, d):
                 continue
             if st.count[d] == 0:
                 # Devices of one host are in the same groups, so only speed and memory may differ.
@@ -82,7 +82,7 @@ def place_greedily(head, problem, state, shards):
         # The caller tries another order of placing, or cuts tables further.
         if best < 0:
             return False
-        put_shard(head, fx, st, s, units, best)
+        put_shard(head, fx, st, s, blocks, best)
         # Devices of a host share its link.
         for d in range(n_devices):
             if d == best or (several_hosts and fx.host[d] == fx.host[best]):

@@ -65,8 +65,8 @@ def draw_integer_below(st, n):
 
 
 @compile_inner
-def draw_other_device_with_strip(st, s, a):
-    """Random device other than `a` that holds part of strip `s`, or -1. Looks at 64 devices at most."""
+def draw_other_device_with_item(st, s, a):
+    """Random device other than `a` that holds part of item `s`, or -1. Looks at 64 devices at most."""
     n = device_count(st)
     d = draw_integer_below(st, n)
     # The limit keeps a proposal's time constant on large clusters.
@@ -86,7 +86,7 @@ def propose_move(fx, st):
     if u < 0.5:
         a = st.number[WORST]
     elif u < 0.65:
-        # Mostly the one with most columns, else the one that carries most in another exchange of strips.
+        # Mostly the one with most columns, else the one that carries most in another exchange of items.
         # Kinds are the first runs, among the exchanges of outputs and among those of ids.
         x = 0 if u <= 0.6 else 1 + draw_integer_below(st, 2 * fx.n_kinds - 1)
         a = st.number[WIDEST + x + (len(fx.runs) - fx.n_kinds if x >= fx.n_kinds else 0)]
@@ -94,31 +94,31 @@ def propose_move(fx, st):
         a = draw_integer_below(st, n)
     if st.count[a] == 0:
         return 0, 0, 0
-    # Choose a strip that a holds, and device b. The less loaded of two draws mostly wins.
-    s = int64(st.strips[a, draw_integer_below(st, st.count[a])])
-    units, size = int(st.held[s, a]), fx.strips[s, SIZE]
+    # Choose an item that a holds, and device b. The less loaded of two draws mostly wins.
+    s = int64(st.items[a, draw_integer_below(st, st.count[a])])
+    blocks, size = int(st.held[s, a]), fx.items[s, SIZE]
     b = draw_integer_below(st, n)
     c = draw_integer_below(st, n)
     if draw_uniform(st) < 0.7 and is_less(st.devices[c, LOAD], st.devices[b, LOAD]):
         b = c
-    # One wide shard costs less than two narrow ones: prefer a device with the same strip.
-    if units < size and draw_uniform(st) < 0.25:
-        c = draw_other_device_with_strip(st, s, a)
+    # One wide shard costs less than two narrow ones: prefer a device with the same item.
+    if blocks < size and draw_uniform(st) < 0.25:
+        c = draw_other_device_with_item(st, s, a)
         if c >= 0:
             b = c
     if a == b:
         return 0, 0, 0
-    # How much moves: all that a holds, half of it, or any number of units.
-    given = units
-    if fx.may_split[s] and units > 1 and (fx.cut != SHIFTS or st.held[s, b] > 0) and draw_uniform(st) < 0.4:
+    # How much moves: all that a holds, half of it, or any number of blocks.
+    given = blocks
+    if fx.may_split[s] and blocks > 1 and (fx.cut != SHIFTS or st.held[s, b] > 0) and draw_uniform(st) < 0.4:
         given = (
-            units // 2
+            blocks // 2
             if fx.cut == HALVES or draw_uniform(st) < 0.3
-            else 1 + draw_integer_below(st, units - 1)
+            else 1 + draw_integer_below(st, blocks - 1)
         )
-    # Now the kind of move: a trade for several strips, a swap for one, or a plain move.
+    # Now the kind of move: a trade for several items, a swap for one, or a plain move.
     # int64, as elsewhere: numba compiles a function again for each constant, and each type.
-    write_edit(st, int64(0), s, a, units - given)
+    write_edit(st, int64(0), s, a, blocks - given)
     write_edit(st, int64(1), s, b, st.held[s, b] + given)
     u = draw_uniform(st)
     # A trade moves many tables, which limits would mostly refuse.
@@ -126,10 +126,10 @@ def propose_move(fx, st):
         return a, b, add_trade_edits(fx, st, s, a, b, given)
     # A swap mostly changes what both devices hold by less than a plain move, so more of them fit.
     if u < 0.6 and st.count[b] > 0:
-        r = int64(st.strips[b, draw_integer_below(st, st.count[b])])
+        r = int64(st.items[b, draw_integer_below(st, st.count[b])])
         if r == s:
             return 0, 0, 0
-        # The other strip moves whole, or partly where it may be cut.
+        # The other item moves whole, or partly where it may be cut.
         back = int(st.held[r, b])
         if (
             fx.may_split[r]
@@ -146,18 +146,18 @@ def propose_move(fx, st):
 
 @compile_inner
 def add_trade_edits(fx, st, s, a, b, given):
-    """Add edits that give `given` units of strip `s` to device `b`, for several strips of about the same cost in
+    """Add edits that give `given` blocks of item `s` to device `b`, for several items of about the same cost in
     return.
 
     Returns the number of edits. It makes room for a shard too costly for any single swap.
     """
     # The return may cost from 0.3 to 1.1 of what was given, so that trades differ.
     want = fx.alone[fx.shard[s, given], ADDED_MS] * (0.3 + 0.8 * draw_uniform(st))
-    # Edits 0 and 1 are what is given. Start at a random strip, so that none is preferred.
+    # Edits 0 and 1 are what is given. Start at a random item, so that none is preferred.
     n, i = int64(2), draw_integer_below(st, max(st.count[b], 1))
     for _ in range(st.count[b]):
         i = i + 1 if i + 1 < st.count[b] else 0
-        r = int64(st.strips[b, i])
+        r = int64(st.items[b, i])
         ms = fx.alone[fx.shard[r, st.held[r, b]], ADDED_MS]
         if r != s and ms <= want:
             write_edit(st, n, r, b, int64(0))
@@ -177,9 +177,9 @@ def propose_shared_move(fx, st):
     """Draw a move of tables that groups of devices share: (leaves, start, comes, to, b, back). -1 for none; all -1: no
     move.
 
-    leaves: a strip that leaves group `start`, for another group `to` or for device b.
-    comes: a strip that leaves device b for group `to`.
-    back: a strip that leaves group `to` for `start`, where `leaves` goes the other way.
+    leaves: an item that leaves group `start`, for another group `to` or for device b.
+    comes: an item that leaves device b for group `to`.
+    back: an item that leaves group `to` for `start`, where `leaves` goes the other way.
     """
     n, n_shared = device_count(st), st.number[N_SHARED]
     b, leaves, comes, y = draw_integer_below(st, n), -1, -1, 0
@@ -190,24 +190,24 @@ def propose_shared_move(fx, st):
     if n_shared > 0 and draw_uniform(st) < 0.6:
         leaves = st.shared[draw_integer_below(st, n_shared)]
         y = fx.groups[st.group[leaves], LAYOUT_OF]
-        # A strip that leaves a group goes to the less loaded of two devices.
+        # An item that leaves a group goes to the less loaded of two devices.
         c = draw_integer_below(st, n)
         b = c if is_less(st.devices[c, LOAD], st.devices[b, LOAD]) else b
-        # Some spaces let no strip change its group, or only some (SearchSpace.problem_without_sharing_moves).
+        # Some spaces let no item change its group, or only some (SearchSpace.problem_without_sharing_moves).
         if not fx.may_share[y, leaves]:
             return nothing
         start, to = st.group[leaves], fx.group_of[y, b]
-        # Here b stands for its group: the strip goes there, perhaps in exchange for one of that group's.
+        # Here b stands for its group: the item goes there, perhaps in exchange for one of that group's.
         if to != start and draw_uniform(st) < 0.5:
             back = st.shared[draw_integer_below(st, n_shared)]
             swaps = st.group[back] == to and fx.may_share[y, back] and draw_uniform(st) < 0.7
             return leaves, start, -1, to, b, back if swaps else -1
-    # Another strip may take its place, or come alone. It has to be whole on b.
+    # Another item may take its place, or come alone. It has to be whole on b.
     if (leaves < 0 or draw_uniform(st) < 0.6) and st.count[b] > 0:
-        comes = st.strips[b, draw_integer_below(st, st.count[b])]
+        comes = st.items[b, draw_integer_below(st, st.count[b])]
         if leaves < 0:
             y = draw_integer_below(st, len(fx.may_share))
-        if not fx.may_share[y, comes] or st.held[comes, b] != fx.strips[comes, SIZE] or fx.group_of[y, b] < 0:
+        if not fx.may_share[y, comes] or st.held[comes, b] != fx.items[comes, SIZE] or fx.group_of[y, b] < 0:
             return nothing
     if leaves < 0 and comes < 0:
         return nothing
@@ -224,8 +224,8 @@ def propose_shared_move(fx, st):
 
 
 @compile_inner
-def shared_strip_option(fx, y, s):
-    """Option number of strip `s` on a device of a group of layout `y`; 0 for a strip of -1."""
+def shared_item_option(fx, y, s):
+    """Option number of item `s` on a device of a group of layout `y`; 0 for an item of -1."""
     return fx.shared[0, y, s] if s >= 0 else int64(0)
 
 
@@ -235,28 +235,26 @@ def shared_move_energy(head, fx, st, leaves, start, comes, to, b, back):
     n, moves = device_count(st), comes < 0 and to >= 0
     group, s = fx.groups[start if start >= 0 else to], leaves if leaves >= 0 else comes
     y = group[LAYOUT_OF]
-    # The run of the groups' ops, and that of b's own op for such strips.
-    # (Tables of a layout are of one collection, so both strips are of one kind.)
-    r, k = group[GROUP_RUN], fx.strips[s, RUN]
+    # The run of the groups' ops, and that of b's own op for such items.
+    # (Tables of a layout are of one collection, so both items are of one kind.)
+    r, k = group[GROUP_RUN], fx.items[s, RUN]
     # The first row has the op of group `start` and b's own op, the second has the op of group `to`.
     begin_trial_ops(st, b, n)
     begin_trial_ops(st, b, n + 1)
     if start >= 0:
         st.row[n, r] = fx.groups[start, FIRST]
         enters = comes if to == start else back
-        replace_option_in_ops(
-            fx, st, n, shared_strip_option(fx, y, leaves), shared_strip_option(fx, y, enters)
-        )
+        replace_option_in_ops(fx, st, n, shared_item_option(fx, y, leaves), shared_item_option(fx, y, enters))
     if to >= 0 and to != start:
         st.row[n + 1, r] = fx.groups[to, FIRST]
         enters = leaves if moves else comes
         replace_option_in_ops(
-            fx, st, n + 1, shared_strip_option(fx, y, back), shared_strip_option(fx, y, enters)
+            fx, st, n + 1, shared_item_option(fx, y, back), shared_item_option(fx, y, enters)
         )
     if not moves:
-        # Strips are whole on b.
-        was = int64(fx.shard[comes, fx.strips[comes, SIZE]]) if comes >= 0 else int64(0)
-        then = int64(fx.shard[leaves, fx.strips[leaves, SIZE]]) if leaves >= 0 else int64(0)
+        # Items are whole on b.
+        was = int64(fx.shard[comes, fx.items[comes, SIZE]]) if comes >= 0 else int64(0)
+        then = int64(fx.shard[leaves, fx.items[leaves, SIZE]]) if leaves >= 0 else int64(0)
         replace_option_in_ops(fx, st, n, was, then)
     price_changed_ops(head, fx, st, n)
     price_changed_ops(head, fx, st, n + 1)
@@ -297,7 +295,7 @@ def try_shared_move(head, fx, st, threshold):
     if leaves >= 0:
         log_and_set(fx, st, leaves, int64(-1), to if moves else int64(-1))
         if not moves:
-            log_and_set(fx, st, leaves, b, fx.strips[leaves, SIZE])
+            log_and_set(fx, st, leaves, b, fx.items[leaves, SIZE])
     if back >= 0:
         log_and_set(fx, st, back, int64(-1), start)
     if comes >= 0:
