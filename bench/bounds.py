@@ -52,11 +52,11 @@ def tiny_problem(pool: list[Table], model: neural.NeuralModel, seed: int) -> Pro
     return Problem(drawn.name, drawn.tables, Topology(devices, links=links), model.setting.batch)
 
 
-def unit_divisions(units: int, n_devices: int) -> list[np.ndarray]:
-    """All divisions of `units` equal parts over devices, as counts per device [D]."""
+def block_divisions(blocks: int, n_devices: int) -> list[np.ndarray]:
+    """All divisions of `blocks` equal parts over devices, as counts per device [D]."""
     return [
         np.bincount(way, minlength=n_devices)
-        for way in combinations_with_replacement(range(n_devices), units)
+        for way in combinations_with_replacement(range(n_devices), blocks)
     ]
 
 
@@ -66,12 +66,12 @@ def table_ways(table: Table, problem: Problem, model: CostModel) -> tuple[np.nda
     of_columns = model.encode(
         [Shard(table, 0, table.rows, 0, w) for w in range(MIN_WIDTH, table.dim + 1, MIN_WIDTH)]
     )
-    codes, sent, of_unit = [], [], problem.global_batch * OUTPUT_BYTES * MIN_WIDTH * table.features
-    for held in unit_divisions(len(of_columns), n):
+    codes, sent, of_block = [], [], problem.global_batch * OUTPUT_BYTES * MIN_WIDTH * table.features
+    for held in block_divisions(len(of_columns), n):
         codes.append(np.zeros((n, len(LAYOUTS), of_columns.shape[1])))
         codes[-1][:, KINDS.index(WHOLE_ROWS)] = np.where(held[:, None] > 0, of_columns[held - 1], 0.0)
         id_bytes = np.where(held > 0, received_id_bytes(Shard.whole(table), problem), 0)
-        sent.append(traffic_of_outputs({WHOLE_ROWS: of_unit * held}, problem, {WHOLE_ROWS: id_bytes}))
+        sent.append(traffic_of_outputs({WHOLE_ROWS: of_block * held}, problem, {WHOLE_ROWS: id_bytes}))
     for layout in kinds.kinds_on_all_devices(topology):
         for group in possible_groups(layout, table.rows, topology, None):
             codes.append(np.zeros_like(codes[0]))

@@ -85,12 +85,12 @@ def topologies_of_links(shape: Shape, latency_ms: float) -> tuple[Topology, Topo
     n_hosts, ranks, pods, links = shape
     devices = tuple(Device(1 << 30, host=name) for name in host_names(ranks, n_hosts, pods))
     own, shared = {"within_host": WITHIN_GBPS}, {"within_host": WITHIN_GBPS}
-    units = {"between_hosts": (n_hosts if pods == 1 else pods, links.between_gbit_s)}
-    for level, (n_units, gbit_s) in (
-        units | ({"within_pod": (n_hosts, links.pod_gbit_s)} if pods > 1 else {})
+    domains = {"between_hosts": (n_hosts if pods == 1 else pods, links.between_gbit_s)}
+    for level, (n_domains, gbit_s) in (
+        domains | ({"within_pod": (n_hosts, links.pod_gbit_s)} if pods > 1 else {})
     ).items():
         shared[level] = gbit_s / 8
-        own[level] = shared[level] / (ranks // n_units)
+        own[level] = shared[level] / (ranks // n_domains)
     return tuple(
         Topology(devices, links=links_of(latency_ms, given is shared, **given)) for given in (own, shared)
     )
@@ -220,14 +220,14 @@ def emulated_request(
 
     if uniform_draw(9) < _EVEN:
         request = replace(request, widths=(max(1, round(np.mean(request.widths))),) * ranks)
-    group, units = request.definition.draw.scope, n_hosts
+    group, domains = request.definition.draw.scope, n_hosts
     if links.pods > 1 and uniform_draw(11) < _IN_PODS:
-        group, units = _OF_PODS.get(group, ""), links.pods
-    # Without a scope, or with one rank in each unit, the collective is among all ranks.
-    if not group or units == ranks or uniform_draw(7) >= request.definition.draw.scope_share:
+        group, domains = _OF_PODS.get(group, ""), links.pods
+    # Without a scope, or with one rank in each domain, the collective is among all ranks.
+    if not group or domains == ranks or uniform_draw(7) >= request.definition.draw.scope_share:
         return request
-    # What travels across units is the rows that a reduce-scatter within units leaves to each rank.
-    batch = request.batch // (ranks // units) if SCOPES[group].across else request.batch
+    # What travels across domains is the rows that a reduce-scatter within domains leaves to each rank.
+    batch = request.batch // (ranks // domains) if SCOPES[group].across else request.batch
     members = groups_among_hosts(request.host_names, group)
     # A group without bytes would not run its collective, so one of its ranks gets the least width.
     idle = [ranks[0] for ranks in members if not any(request.widths[r] for r in ranks)]

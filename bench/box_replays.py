@@ -48,7 +48,7 @@ from shardcore.measure.sampling.steps import draw_random_plans
 from shardcore.measure.transport import Transport
 from shardcore.search import SHARDERS, Budget, greedy
 from shardcore.search.decisions.driver import decide
-from shardcore.search.decisions.row_units import RowUnits
+from shardcore.search.decisions.row_domains import RowDomains
 from shardcore.step.lower import lower
 from shardcore.step.scopes import SCOPES
 from shardcore.tables.generate import generate_pool
@@ -137,16 +137,16 @@ def plans_by_name(problem: Problem, model: CostModel, budget: Budget) -> list[tu
     """Plans of several sharders, as (name, plan). With pods, also annealed plans with rows over hosts or pods."""
     names = (*OURS, "anneal_columns", *RIVALS[:2], *greedy.ORDERS, "random")
     chosen = {
-        n: decide(problem, model, [RowUnits()], SHARDERS[n], budget=budget) for n in names if n in SHARDERS
+        n: decide(problem, model, [RowDomains()], SHARDERS[n], budget=budget) for n in names if n in SHARDERS
     }
     found = {name: of.plan for name, of in chosen.items()}
     best = min((found.pop(n) for n in greedy.ORDERS), key=lambda p: price(lower(p, problem), model).total_ms)
-    units = {
+    domains = {
         f"anneal, {x.proposal.words}": x.found.plan
         for x in chosen["anneal"].outcomes
         if x.found and len(chosen["anneal"].outcomes) > 1
     }
-    return [*found.items(), (RIVALS[2], best), *units.items()]
+    return [*found.items(), (RIVALS[2], best), *domains.items()]
 
 
 def with_ample_memory(problem: Problem) -> Problem:
@@ -164,7 +164,7 @@ def random_plans(problem: Problem, *_: CostModel | Budget) -> list[tuple[str, Pl
 
 
 def replay_summary(rows: Sequence[replay_metrics.ReplayRecord]) -> str:
-    """Text on the replayed cost of our plans relative to rivals' plans, and by unit of row-wise sharding."""
+    """Text on the replayed cost of our plans relative to rivals' plans, and by domain of row-wise sharding."""
     of: dict[str, dict[str, float]] = {}
     for row in rows:
         of.setdefault(row.problem, {})[row.algorithm] = row.replayed_ms
@@ -183,7 +183,7 @@ def replay_summary(rows: Sequence[replay_metrics.ReplayRecord]) -> str:
         for took in of.values()
     ]
     if chosen := [took[""] / min(took["hosts"], took["pods"]) for took in over if len(took) == 3]:
-        lines.append(f"anneal over the better unit of rows: {_ratios_text(chosen)}")
+        lines.append(f"anneal over the better row domain: {_ratios_text(chosen)}")
     return "\n".join(filter(None, lines))
 
 

@@ -2,14 +2,14 @@
 
     python -m bench.lending data/measurements datasets/cpu-amd-epyc --out lending.jsonl
 
-OWN are samples of this machine, LENDER those of another one. Machines that differ by a known amount are made of the
-lender's: some of its samples are own ones, rescaled, and the others are lent. `sizes` are 1.2 times as slow for the
+OWN are samples of this machine, AUXILIARY those of another one. Machines that differ by a known amount are made of the
+latter's: some of its samples are own ones, rescaled, and the others auxiliary. `sizes` are 1.2 times as slow for the
 smallest tenth of ops and 1.7 times for the largest, with exchanges 0.8 times as long. Each row draws own groups for
 training and at most 400 others to judge by; of exchanges as many as own groups, at most 120.
 
   own         own samples alone; `-` with fewer than 50
-  one factor  the lender's law times the median ratio on own groups
-  lending     what training does (cost/lending.py)
+  one factor  the auxiliary machine's law times the median ratio on own groups
+  lending     what training does (cost/auxiliary_samples.py)
 
 Errors are means over --seeds draws, in percent. Rows are kept in OUT: killed, it goes on.
 """
@@ -23,8 +23,8 @@ import numpy as np
 
 from bench import common
 from shardcore import report
-from shardcore.cost import accuracy, collective_fit, features, fit, lending
-from shardcore.cost.drift_correction import Lent, Measurements, read_measurements, rescale_sample
+from shardcore.cost import accuracy, auxiliary_samples, collective_fit, features, fit
+from shardcore.cost.drift_correction import AuxiliarySamples, Measurements, read_measurements, rescale_sample
 from shardcore.cost.fit_config import MIN_COMPUTE
 from shardcore.cost.metrics import mape
 from shardcore.cost.neural import NeuralModel
@@ -54,11 +54,13 @@ def slowed_exchange(sample: CollectiveSample, factor: float) -> CollectiveSample
     )
 
 
-def errors_with_lender(own: Measurements, test: Measurements, lender: Lent) -> dict[str, float]:
+def errors_with_auxiliary_samples(
+    own: Measurements, test: Measurements, auxiliary: AuxiliarySamples
+) -> dict[str, float]:
     setting, measured = test.compute[0].setting, features.measured_ms(test.compute).sum(1)
-    law = fit.train_op_model(lender.known.compute, setting, fit.FitConfig(epochs=30))
-    # Without own groups the lender's level stands.
-    some = own.compute or lender.known.compute
+    law = fit.train_op_model(auxiliary.known.compute, setting, fit.FitConfig(epochs=30))
+    # Without own groups the auxiliary machine's level stands.
+    some = own.compute or auxiliary.known.compute
     level = features.measured_ms(some).sum(1) / fit.predicted_op_ms(law, some).sum(1)
 
     def exchange_error(model: NeuralModel) -> float:
@@ -69,7 +71,11 @@ def errors_with_lender(own: Measurements, test: Measurements, lender: Lent) -> d
         )
         return float(100 * np.mean(np.concatenate([np.abs(ms / took - 1) for ms, took in pairs])))
 
-    models = {"lending": lending.train_with_lenders(own, setting, [lender], fit.FitConfig(), None)[0].model}
+    models = {
+        "lending": auxiliary_samples.train_with_auxiliary_samples(
+            own, setting, [auxiliary], fit.FitConfig(), None
+        )[0].model
+    }
     if len(own.compute) >= MIN_COMPUTE:
         models["own"] = fit.train(own.compute, own.comm, setting).model
     return {
@@ -109,14 +115,14 @@ def read_timed_measurements(folder: Path) -> Measurements:
 def main() -> None:
     parser = common.bench_parser(
         __doc__,
-        {"own": (Path, "measurements of this machine"), "lender": (Path, "those of another one")},
+        {"own": (Path, "measurements of this machine"), "auxiliary": (Path, "those of another one")},
         groups=([0, 60, 320], "numbers of own groups"),
-        factors=([0.4, 1.6, 2.5], "of machines made of the lender's samples"),
+        factors=([0.4, 1.6, 2.5], "of machines made of the auxiliary machine's samples"),
         seeds=(2, "draws of each row"),
         out=(..., "file of rows"),
     )
     args = parser.parse_args()
-    here, there = read_timed_measurements(args.own), read_timed_measurements(args.lender)
+    here, there = read_timed_measurements(args.own), read_timed_measurements(args.auxiliary)
     hardware = there.compute[0].setting.hardware
     machines: dict[str, tuple[float, float, float] | None] = {here.compute[0].setting.hardware: None}
     machines |= {f"{hardware} × {x:g}": (x, x, x) for x in args.factors}
@@ -127,13 +133,18 @@ def main() -> None:
             if any((r["machine"], r["groups"], r["seed"]) == (machine, n, seed) for r in rows):
                 continue
             own, test, rest = split_measurements(here if change is None else there, n, seed)
-            lender = Lent(str(args.lender), hardware, there if change is None else rest)
+            auxiliary = AuxiliarySamples(str(args.auxiliary), hardware, there if change is None else rest)
             if change is not None:
                 own, test = (
                     slowed_measurements(some, *change) if some.compute else some for some in (own, test)
                 )
             rows.append(
-                {"machine": machine, "groups": n, "seed": seed, **errors_with_lender(own, test, lender)}
+                {
+                    "machine": machine,
+                    "groups": n,
+                    "seed": seed,
+                    **errors_with_auxiliary_samples(own, test, auxiliary),
+                }
             )
             common.write_rows(args.out, rows)
             common.print_progress(rows[-1])

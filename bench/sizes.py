@@ -31,7 +31,7 @@ from shardcore.cost import neural
 from shardcore.search import BASELINES, SHARDERS, Budget
 from shardcore.search.bound.lower_bound import prove_lower_bound
 from shardcore.search.decisions.driver import decide
-from shardcore.search.decisions.row_units import RowUnits
+from shardcore.search.decisions.row_domains import RowDomains
 from shardcore.search.portfolio import search_with_annealing as anneal
 
 SIZES = {(40, 4): (0.5, 5.0), (160, 16): (1.0, 10.0), (856, 128): (4.0, 40.0), (10_000, 1024): (100.0, None)}
@@ -51,7 +51,7 @@ def search_times(model: neural.NeuralModel, n_tables: int, n_devices: int, pods:
 
     def search_ms(name: str, seconds: float | None = None, seed: int = 0) -> float:
         return decide(
-            asked, model, [RowUnits()], SHARDERS[name], seed=seed, budget=Budget(seconds=seconds)
+            asked, model, [RowDomains()], SHARDERS[name], seed=seed, budget=Budget(seconds=seconds)
         ).ms
 
     # Compiled before the clock starts.

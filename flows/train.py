@@ -39,8 +39,8 @@ _LEVELS = (50, 60, 70, 80, 90, 95, 99)
 class TrainConfig(fit.FitConfig):
     """Training of cost models: FitConfig, and fields of the stage.
 
-    datasets: shipped folders whose samples lend the shape of costs (cost/lending.py). None: all whose settings differ
-      from this one in hardware only, and traced steps of jobs on this hardware.
+    datasets: shipped folders whose samples give the shape of costs (cost/auxiliary_samples.py). None: all whose
+      settings differ from this one in hardware only, and traced steps of jobs on this hardware.
     learning_curve: True to also train on parts of the samples. That takes as long as two further trainings of ops.
     """
 
@@ -74,8 +74,8 @@ def data_version() -> str:
         return "unversioned"
 
 
-def lending_folders(setting: Setting) -> list[Path]:
-    """Shipped dataset folders to lend samples: of settings that differ in hardware only, or of traced jobs."""
+def auxiliary_folders(setting: Setting) -> list[Path]:
+    """Shipped dataset folders of auxiliary samples: of settings that differ in hardware only, or of traced jobs."""
     return [
         folder
         for folder in sorted(p for p in paths.DATASETS.glob("*") if p.is_dir())
@@ -95,7 +95,7 @@ def train_model(
     """
     client, progress = registry.connect_to_mlflow(), RunProgress()
     setting = wanted.dataset_setting(measurements)
-    shipped = lending_folders(setting) if config.datasets is None else list(map(Path, config.datasets))
+    shipped = auxiliary_folders(setting) if config.datasets is None else list(map(Path, config.datasets))
     data = training.read_training_data(measurements, setting, shipped)
     with registry.tagged_run(run_name=f"train-{setting.hardware}") as run:
         provenance = {"data_version": data_version(), "git_commit": git_commit(), "seed": config.seed}
@@ -130,8 +130,8 @@ def _log_inputs(data: training.TrainingData, config: TrainConfig, provenance: Ma
     mlflow.log_params({**dataclasses.asdict(config), **setting})
     mlflow.set_tags({key: provenance[key] for key in ("git_commit", "data_version")})
     folders = {data.folder: (provenance["data_version"], data.known.compute)}
-    for lent in data.lent:
-        folders[Path(lent.name)] = replays.dataset_digest(Path(lent.name)), lent.known.compute
+    for auxiliary in data.auxiliary:
+        folders[Path(auxiliary.name)] = replays.dataset_digest(Path(auxiliary.name)), auxiliary.known.compute
     for folder, (version, samples) in folders.items():
         frame = pd.DataFrame(
             {

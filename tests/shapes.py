@@ -30,7 +30,7 @@ def sends(**entering) -> np.ndarray:
 
 
 def entering(found: np.ndarray) -> dict[str, list[float]]:
-    """Bytes of the channels of outputs and gradients that run, by name, over all lanes of traffic [L C, D]."""
+    """Bytes of the channels of outputs and gradients that run, by name, over all traffic slots of traffic [L C, D]."""
     found = found.reshape(-1, len(CHANNELS), found.shape[-1]).sum(0)
     return {
         name: found[CHANNELS.index(c)].tolist()
@@ -75,4 +75,4 @@ def replica(table: Table, topology: Topology) -> Placement:
 def arriving(plan: Plan, problem: Problem) -> dict[Layout, np.ndarray]:
     """For each run of a plan that exchanges ids [D] bytes that each device receives in a step."""
     work = lower(plan, problem, fits=False)
-    return {run: work.entering_bytes(run, run.ids) for run in work.lanes if run.ids}
+    return {run: work.entering_bytes(run, run.ids) for run in work.traffic_slots if run.ids}

@@ -11,7 +11,7 @@ from shardcore.cost.profile import load_profile
 from shardcore.cost.profile_model import ProfileModel
 from shardcore.search.decisions.groups import Groups
 from shardcore.search.decisions.memory_tiers import MemoryTiers
-from shardcore.search.decisions.row_units import RowUnits
+from shardcore.search.decisions.row_domains import RowDomains
 from shardcore.testing import CostModelConformance, DecisionConformance, SharderConformance
 from shardcore.testing.problems import problem_with_slack, small_problem_model
 
@@ -44,11 +44,11 @@ class TestGroups(DecisionConformance):
         return Groups(2)
 
 
-class TestRowUnits(DecisionConformance):
+class TestRowDomains(DecisionConformance):
     proposes_as_is = True
 
     def decision(self):
-        return RowUnits()
+        return RowDomains()
 
     def problem(self):
         roomy = problem_with_slack(0, 4, 40.0)

@@ -338,7 +338,7 @@ class MeasureOptions:
 class TrainOptions:
     """Train cost models on the samples of one setting in a dataset folder.
 
-    datasets: this machine's folder, then those of other machines or sessions, whose samples lend their shape
+    datasets: this machine's folder, then those of other machines or sessions, whose samples give their shape
     hardware: hardware of the setting, if the folder has several settings
     batch: global batch of the setting, if the folder has several
     precision: precision of the setting, if the folder has several

@@ -28,9 +28,9 @@ from shardcore.search.decisions.groups import FoundGroups, Groups
 from shardcore.search.decisions.hot_rows import HotRows
 from shardcore.search.decisions.memory_tiers import MemoryTiers
 from shardcore.search.decisions.provision import Offer, Provision, Target, read_offers
-from shardcore.search.decisions.row_units import RowUnits
+from shardcore.search.decisions.row_domains import RowDomains
 from shardcore.search.decisions.towers import OnTowers, with_towers_of_plan
-from shardcore.step.kinds import pod_size, row_unit_choices
+from shardcore.step.kinds import pod_size, row_domain_choices
 from shardcore.step.lower import lower
 from shardcore.step.sharding_groups import problem_of_group
 from shardcore.torchrec.topologies import POD_SIZE
@@ -75,8 +75,8 @@ def requested_decisions(args: PlanOptions, problem: Problem, stored: Problem) ->
         yield Groups(args.groups, args.sync_every or 1)
     start = _read_start(args, args.start, problem, stored) if args.start else None
     # Towers are of the model: their number is not chosen here.
-    if len(row_unit_choices(problem.topology)) > 1 and not args.towers:
-        yield RowUnits(start and start.old)
+    if len(row_domain_choices(problem.topology)) > 1 and not args.towers:
+        yield RowDomains(start and start.old)
     if args.hot_rows:
         yield HotRows()
     if args.towers:
@@ -169,7 +169,7 @@ _OUTCOME_TEXTS: Mapping[type[Decision], Callable[[Any, Found, Problem], Iterable
     Provision: lambda decision, found, _: decisions_report.cluster_lines(decision, found),
     HotRows: lambda _, found, original: [decisions_report.hot_rows_table(original, found.problem)],
     MemoryTiers: lambda _, found, __: [decisions_report.memory_tiers_text(found.problem)],
-    RowUnits: lambda _, found, __: [pod_size_note(found.problem, found.plan)],
+    RowDomains: lambda _, found, __: [pod_size_note(found.problem, found.plan)],
 }
 """Lines on the outcome of each kind of decision, from the decision, what was found and the original problem."""
 

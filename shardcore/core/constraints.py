@@ -162,31 +162,31 @@ def allowed_devices_by_table(
     return {name: rising[devices] for name, devices in own.items()}
 
 
-def require_tower_units(
-    devices_of: Mapping[str, tuple[int, ...]], units: Sequence[Sequence[int]], unit: str, what: str
+def require_tower_domains(
+    devices_of: Mapping[str, tuple[int, ...]], domains: Sequence[Sequence[int]], domain: str, what: str
 ) -> None:
     """Raise ShardCoreError unless a job with towers can exchange outputs within its hosts (or pods) before crossing
     between them.
 
     devices_of: devices where each table with pooled outputs may live.
-    units: the devices of each.
-    unit: "host" or "pod".
+    domains: the devices of each.
+    domain: "host" or "pod".
     """
     require(
-        len(units) > 1,
-        f"{what} has 1 {unit}; towers need 2 or more, for they make smaller what crosses {unit}s",
+        len(domains) > 1,
+        f"{what} has 1 {domain}; towers need 2 or more, for they make smaller what crosses {domain}s",
     )
-    sizes = sorted({len(devices) for devices in units})
+    sizes = sorted({len(devices) for devices in domains})
     require(
         len(sizes) == 1,
-        f"{what} has {unit}s of {sizes[0]} to {sizes[-1]} devices; towers need as many on each",
+        f"{what} has {domain}s of {sizes[0]} to {sizes[-1]} devices; towers need as many on each",
     )
-    unit_of = {d: i for i, devices in enumerate(units) for d in devices}
+    domain_of = {d: i for i, devices in enumerate(domains) for d in devices}
     # Many tables share one set of devices.
-    several = {where for where in set(devices_of.values()) if len({unit_of[d] for d in where}) > 1}
+    several = {where for where in set(devices_of.values()) if len({domain_of[d] for d in where}) > 1}
     for name, where in devices_of.items() if several else ():
         require(
             where not in several,
             f"{what} has job.tower_ratio, but table {name!r} may live on several "
-            f"{unit}s; it needs constraints.pinned to one of them (plan --towers finds which)",
+            f"{domain}s; it needs constraints.pinned to one of them (plan --towers finds which)",
         )

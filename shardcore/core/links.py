@@ -1,6 +1,6 @@
 """Levels of links between devices. One row of LEVELS defines each, from the innermost out.
 
-A level joins the devices of a unit, such as a host, that no inner level joins. Topologies give links by
+A level joins the devices of a domain (a host, a pod, the cluster) that no inner level joins. Topologies give links by
 level. Cost models count a collective's bytes on each. All carry theirs at once, so the slowest decides.
 To add a level, add a row. Models that do not know it price its bytes as those of the next level out.
 
@@ -27,18 +27,18 @@ class Level:
 
     name: name in topologies and files.
     words: for people, after "links".
-    unit: name of the unit that it joins, from the name of a device's host.
+    domain: name of the domain that it joins, from the name of a device's host.
     terms: exchange terms of a cost model (collective_model.EXCHANGE_TERMS), and what each counts, a name of
       step.link_counts.COUNTS.
     each: the term of the busiest device's bytes.
-    shared: that of the busiest inner unit, whose devices may share one link. "": they never do.
+    shared: that of the busiest inner domain, whose devices may share one link. "": they never do.
     torchrec: argument of TorchRec's Topology for it, and the constant that is its default.
-    rows_over: word for its unit, if TorchRec may divide rows of a table over one. "": it does not.
+    rows_over: word for its domain, if TorchRec may divide rows of a table over one. "": it does not.
     """
 
     name: str
     words: str
-    unit: Callable[[str], str]
+    domain: Callable[[str], str]
     terms: Mapping[str, str]
     each: str
     shared: str = ""
@@ -93,9 +93,9 @@ LEVELS: Mapping[str, Level] = {
 }
 """By name. The outermost joins all devices."""
 ROWS_OVER: Mapping[str, str] = {row.rows_over: name for name, row in LEVELS.items() if row.rows_over}
-"""Levels by the words for units over which TorchRec may divide rows."""
+"""Levels by the words for domains over which TorchRec may divide rows."""
 DEFAULT_ROWS_OVER = next(iter(ROWS_OVER))
-"""The unit that needs nothing of a job."""
+"""The domain that needs nothing of a job."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Link(Record, noun="link"):
 
     level: a name of LEVELS.
     gbps: bandwidth of a device, GB/s each way. None: as the cost model measured it.
-    shared: True if gbps is of a link that the devices of an inner unit, such as a host, share.
+    shared: True if gbps is of a link that the devices of an inner domain, such as a host, share.
     latency_ms: latency of a collective that this is the outermost level of. None: as the cost model measured it.
     """
 
@@ -144,23 +144,23 @@ def links_of(latency_ms: float | None = None, shared: bool = False, **gbps: floa
     )
 
 
-def unit_numbers(hosts: Sequence[str]) -> np.ndarray:
-    """[K, n] number of the unit (host, pod, cluster) of each device at each level of links, from the devices' host
+def domain_numbers(hosts: Sequence[str]) -> np.ndarray:
+    """[K, n] number of the domain (host, pod, cluster) of each device at each level of links, from the devices' host
     names."""
     number: dict[tuple[str, str], int] = {}
     return np.array(
         [
-            [number.setdefault((level.name, level.unit(host)), len(number)) for host in hosts]
+            [number.setdefault((level.name, level.domain(host)), len(number)) for host in hosts]
             for level in LEVELS.values()
         ]
     )
 
 
-def unit_members(hosts: Sequence[str], level: str) -> tuple[tuple[int, ...], ...]:
-    """Devices of each unit (such as a host) that a level of links joins, from the devices' host names."""
-    unit, members = LEVELS[level].unit, defaultdict(list)
+def domain_members(hosts: Sequence[str], level: str) -> tuple[tuple[int, ...], ...]:
+    """Devices of each domain (such as a host) that a level of links joins, from the devices' host names."""
+    domain, members = LEVELS[level].domain, defaultdict(list)
     for device, host in enumerate(hosts):
-        members[unit(host)].append(device)
+        members[domain(host)].append(device)
     return tuple(map(tuple, members.values()))
 
 
@@ -179,7 +179,7 @@ def host_names(n_devices: int, hosts: int, pods: int = 1) -> list[str]:
     return [f"{in_pod(d)}host-{d // of_host}" for d in range(n_devices)]
 
 
-def joining_levels(units: np.ndarray) -> list[bool]:
-    """[K] True for each level of links that joins devices which no inner level joins. units: [K, n]."""
-    parts = [units.shape[1], *(len(set(of)) for of in units.tolist())]
+def joining_levels(domains: np.ndarray) -> list[bool]:
+    """[K] True for each level of links that joins devices which no inner level joins. domains: [K, n]."""
+    parts = [domains.shape[1], *(len(set(of)) for of in domains.tolist())]
     return [outer < inner for inner, outer in itertools.pairwise(parts)]

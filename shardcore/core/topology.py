@@ -17,11 +17,11 @@ from shardcore.core.links import (
     LEVELS,
     ROWS_OVER,
     Link,
+    domain_members,
+    domain_numbers,
     host_names,
     joining_levels,
     pod_of,
-    unit_members,
-    unit_numbers,
 )
 from shardcore.core.tiers import BELOW, Memory
 from shardcore.core.validation import (
@@ -42,7 +42,7 @@ from shardcore.core.validation import (
 
 BYTES_PER_MS_PER_GBPS = 1e6
 GIB = 1 << 30
-_OF_UNITS = tuple(LEVELS)[1:-1]
+_DOMAIN_LEVELS = tuple(LEVELS)[1:-1]
 """Levels whose links need devices that they join. Others may be given of any hardware."""
 DEFAULT_RESERVE = 0.15
 """The share of the smallest device that is kept free where a problem's file gives no reserve.
@@ -79,9 +79,9 @@ class Topology(KeptHash, Record, noun="topology"):
     network: name of the network between hosts, for hardware profiles; None: the one that comes with the profile.
     links: links of some levels. Those of others are as the cost model measured them.
     memory: memory of tiers below the devices, where tables may have rows.
-    rows_over: unit over which TorchRec's table_row_wise divides rows, a key of ROWS_OVER. Pods need to be of
+    rows_over: domain over which TorchRec's table_row_wise divides rows, a key of ROWS_OVER. Pods need to be of
       one size, and the job needs TORCHREC_RESOLVED_POD_SIZE. None: a plan may have either. Searches then
-      take hosts, as jobs do that lack the variable, until a decision takes pods (RowUnits).
+      take hosts, as jobs do that lack the variable, until a decision takes pods (RowDomains).
     """
 
     devices: Annotated[tuple[Device, ...], entry_count_within(1, MOST_DEVICES)]
@@ -134,24 +134,27 @@ class Topology(KeptHash, Record, noun="topology"):
                 f"topology has links {outer.level} of {ours:g} GB/s a device and {inner.level} of {theirs:g}; outer "
                 "ones need to be no faster than inner ones",
             )
-        for level in _OF_UNITS:
+        for level in _DOMAIN_LEVELS:
             require(
                 self.link(level).gbps is None or self.joins_devices(level),
                 f"topology gives links {level}, and no {LEVELS[level].rows_over} has several hosts; it needs hosts "
                 "with names such as 'pod-0/host-1'",
             )
 
-    def _why_no_row_division(self, unit: str | None) -> str:
-        """Reason that TorchRec cannot divide a table's rows over units of this kind ("host", "pod"); "" if it can."""
-        if unit in (None, DEFAULT_ROWS_OVER):
+    def _why_no_row_division(self, domain: str | None) -> str:
+        """Reason that TorchRec cannot divide a table's rows over domains of this kind ("host", "pod"); "" if it can."""
+        if domain in (None, DEFAULT_ROWS_OVER):
             return ""
-        level = ROWS_OVER[unit]
+        level = ROWS_OVER[domain]
         if not self.joins_devices(level):
             return (
-                f"no {unit} has several hosts; it needs {DEFAULT_ROWS_OVER!r}, or hosts with names such as "
+                f"no {domain} has several hosts; it needs {DEFAULT_ROWS_OVER!r}, or hosts with names such as "
                 "'pod-0/host-1'"
             )
-        for of, members in ((unit, self.devices_by_unit(level)), (DEFAULT_ROWS_OVER, self.devices_by_host)):
+        for of, members in (
+            (domain, self.devices_by_domain(level)),
+            (DEFAULT_ROWS_OVER, self.devices_by_host),
+        ):
             if len(sizes := sorted(set(map(len, members)))) > 1:
                 return (
                     f"a {of} has {' or '.join(map(str, sizes))} devices; TorchRec needs as many in each, or rows_over "
@@ -185,8 +188,8 @@ class Topology(KeptHash, Record, noun="topology"):
         sizes = sorted({device.memory_bytes / GIB for device in self.devices})
         memory = f"{sizes[0]:.4g}" if len(sizes) == 1 else f"{sizes[0]:.4g} to {sizes[-1]:.4g}"
         pods = "".join(
-            f" in {len(self.devices_by_unit(level))} {LEVELS[level].rows_over}s"
-            for level in _OF_UNITS
+            f" in {len(self.devices_by_domain(level))} {LEVELS[level].rows_over}s"
+            for level in _DOMAIN_LEVELS
             if self.joins_devices(level)
         )
         words = [
@@ -212,23 +215,24 @@ class Topology(KeptHash, Record, noun="topology"):
             members[device.host].append(d)
         return tuple(map(tuple, members.values()))
 
-    def devices_by_unit(self, level: str) -> tuple[tuple[int, ...], ...]:
-        """Devices of each unit (host, pod, cluster) that a level of links joins, in TorchRec's order of ranks."""
+    def devices_by_domain(self, level: str) -> tuple[tuple[int, ...], ...]:
+        """Devices of each domain (host, pod, cluster) that a level of links joins, in TorchRec's order of ranks."""
         return tuple(
-            tuple(self.ranks[i] for i in unit)
-            for unit in unit_members([self.devices[d].host for d in self.ranks], level)
+            tuple(self.ranks[i] for i in domain)
+            for domain in domain_members([self.devices[d].host for d in self.ranks], level)
         )
 
     @property
-    def row_unit(self) -> str:
-        """Kind of unit (host, pod) over which rows of tables are divided, of ROWS_OVER: `rows_over`, or the default."""
+    def row_domain(self) -> str:
+        """Kind of domain (host, pod) over which tables' rows are divided, of ROWS_OVER: `rows_over`, or the default."""
         return self.rows_over or DEFAULT_ROWS_OVER
 
     @cached_property
-    def row_units(self) -> tuple[tuple[int, ...], ...]:
-        """Devices of each unit over which tables' rows are divided. Towers have a unit each, as TorchRec groups ranks
-        in one way."""
-        return self.devices_by_unit(ROWS_OVER[self.row_unit])
+    def row_domains(self) -> tuple[tuple[int, ...], ...]:
+        """Devices of each domain (host, pod) over which tables' rows are divided. A tower has one, as TorchRec groups
+        ranks in one way.
+        """
+        return self.devices_by_domain(ROWS_OVER[self.row_domain])
 
     def joins_devices(self, level: str) -> bool:
         """True if a level of links joins devices which no inner level joins, such as the hosts of a pod."""
@@ -242,11 +246,11 @@ class Topology(KeptHash, Record, noun="topology"):
         inner = (
             x.level for x in reversed(self.links) if x.gbps and names.index(x.level) < names.index(level)
         )
-        return self.devices_by_unit(next(inner, names[0]))
+        return self.devices_by_domain(next(inner, names[0]))
 
     @cached_property
     def _levels_joining_devices(self) -> list[bool]:
-        return joining_levels(self.unit_numbers)
+        return joining_levels(self.domain_numbers)
 
     @cached_property
     def device_indices(self) -> tuple[int, ...]:
@@ -263,9 +267,9 @@ class Topology(KeptHash, Record, noun="topology"):
         return len({len(devices) for devices in self.devices_by_host}) == 1
 
     @property
-    def equal_units(self) -> bool:
-        """True if all hosts, and all pods, have equally many devices, so that swapping units changes nothing."""
-        return all(len({len(devices) for devices in self.devices_by_unit(level)}) == 1 for level in LEVELS)
+    def equal_domains(self) -> bool:
+        """True if all hosts, and all pods, have equally many devices, so that swapping domains changes nothing."""
+        return all(len({len(devices) for devices in self.devices_by_domain(level)}) == 1 for level in LEVELS)
 
     @property
     def on_cpu(self) -> bool:
@@ -282,22 +286,24 @@ class Topology(KeptHash, Record, noun="topology"):
         return next((link for link in self.links if link.level == level), Link(level))
 
     @cached_property
-    def unit_numbers(self) -> np.ndarray:
-        """[K, D] number of the unit (host, pod, cluster) of each device at each level of links."""
-        return unit_numbers([d.host for d in self.devices])
+    def domain_numbers(self) -> np.ndarray:
+        """[K, D] number of the domain (host, pod, cluster) of each device at each level of links."""
+        return domain_numbers([d.host for d in self.devices])
 
-    def outermost_link(self, units: np.ndarray) -> Link:
+    def outermost_link(self, domains: np.ndarray) -> Link:
         """Links of the outermost level that joins some given devices.
 
-        units: [K, n], columns of `unit_numbers`.
+        domains: [K, n], columns of `domain_numbers`.
         """
-        joined = [name for name, joins_some in zip(LEVELS, joining_levels(units), strict=True) if joins_some]
+        joined = [
+            name for name, joins_some in zip(LEVELS, joining_levels(domains), strict=True) if joins_some
+        ]
         return self.link(joined[-1] if joined else next(iter(LEVELS)))
 
     @cached_property
     def slowest_link(self) -> Link:
         """Links of the outermost level that joins devices of the topology."""
-        return self.outermost_link(self.unit_numbers)
+        return self.outermost_link(self.domain_numbers)
 
     def memory_of(self, tier: str) -> Memory | None:
         """Memory of a tier below the devices, such as host memory; None where tables may have no rows in the tier."""
@@ -307,8 +313,8 @@ class Topology(KeptHash, Record, noun="topology"):
         """Topology of some of the devices, with their fraction of shared links and host memory."""
         picked = set(devices)
 
-        def picked_fraction(units: Sequence[Sequence[int]]) -> float:
-            return min(n / len(unit) for unit in units if (n := len(picked.intersection(unit))))
+        def picked_fraction(domains: Sequence[Sequence[int]]) -> float:
+            return min(n / len(domain) for domain in domains if (n := len(picked.intersection(domain))))
 
         some = self.with_devices(self.devices[d] for d in devices)
         links = tuple(
@@ -324,11 +330,13 @@ class Topology(KeptHash, Record, noun="topology"):
         return replace(some, links=links, memory=memory)
 
     def with_devices(self, devices: Iterable[Device]) -> Topology:
-        """Topology of other devices, without links and row units that would not exist among the new devices."""
+        """Topology of other devices, without links and row domains that would not exist among the new devices."""
         bare = Topology(tuple(devices), self.hardware, memory=self.memory, network=self.network)
         return replace(
             bare,
-            links=tuple(x for x in self.links if x.level not in _OF_UNITS or bare.joins_devices(x.level)),
+            links=tuple(
+                x for x in self.links if x.level not in _DOMAIN_LEVELS or bare.joins_devices(x.level)
+            ),
             rows_over=None if bare._why_no_row_division(self.rows_over) else self.rows_over,
         )
 

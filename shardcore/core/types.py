@@ -14,7 +14,7 @@ from typing import Annotated, Any, Protocol
 
 from shardcore.core import catalog
 from shardcore.core.access_statistics import ManagedCollision, Reuse, RowShares, Zipf
-from shardcore.core.constraints import Constraints, allowed_devices_by_table, require_tower_units
+from shardcore.core.constraints import Constraints, allowed_devices_by_table, require_tower_domains
 from shardcore.core.errors import SettingMismatch, ShardCoreError
 from shardcore.core.html import notebook_html as shown_html
 from shardcore.core.job import PIPELINES, Job
@@ -467,7 +467,7 @@ class Problem(KeptHash, Record, noun="problem"):
         if self.job.tower_ratio is not None:
             pooled = (t.name for t in self.tables if not t.sequence)
             where, topology = {name: self.allowed_devices(name) for name in pooled}, self.topology
-            require_tower_units(where, topology.row_units, topology.row_unit, p)
+            require_tower_domains(where, topology.row_domains, topology.row_domain, p)
 
     def __repr__(self) -> str:
         return (
@@ -578,23 +578,23 @@ class Problem(KeptHash, Record, noun="problem"):
         """Fewest columns of a shard, by table, for tables that constraints.min_widths restricts."""
         return dict(self.constraints.min_widths)
 
-    def shard_width_unit(self, table: Table) -> int:
-        """Smallest allowed shard width of a table: widths of its column-wise shards are multiples.
+    def column_block_width(self, table: Table) -> int:
+        """Width of a table's column block: the smallest allowed shard, of which all its shards have multiples.
 
         It is the smallest that divides the table evenly, respects constraints.min_widths, and is what codecs
         take. Of a table that they do not take, all columns.
         """
         least = min(self.min_widths.get(table.name, MIN_WIDTH), table.dim)
-        blocks = math.lcm(MIN_WIDTH, self.column_multiple(table))
-        widths = range(-(-least // blocks) * blocks, table.dim + 1, blocks)
+        multiple = math.lcm(MIN_WIDTH, self.column_multiple(table))
+        widths = range(-(-least // multiple) * multiple, table.dim + 1, multiple)
         return next((width for width in widths if table.dim % width == 0), table.dim)
 
     def max_shard_width(self, table: Table) -> int:
-        """Most columns that FBGEMM's kernels take of a table, rounded down to a multiple of `shard_width_unit`; 0 if
+        """Most columns that FBGEMM's kernels take of a table, rounded down to a multiple of `column_block_width`; 0 if
         none.
         """
-        unit = self.shard_width_unit(table)
-        return min(table.dim, self.topology.max_shard_columns // unit * unit)
+        block = self.column_block_width(table)
+        return min(table.dim, self.topology.max_shard_columns // block * block)
 
     @cached_property
     def group_by_table(self) -> Mapping[str, tuple[str, ...]]:

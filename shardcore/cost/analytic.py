@@ -105,15 +105,17 @@ class AnalyticModel(Record, DeviceModel, noun="analytic model"):
         row, members = channel.definition, group_members(channel.group, topology)
         # Ids are read once and written once, those of a device's own samples: the mean of what arrives.
         work = OwnWork(mean_byte_ms=2 * bool(row.work) / (self.gather_gbps * BYTES_PER_MS_PER_GBPS))
-        units = topology.unit_numbers[:, members[0]] if members.size else topology.unit_numbers[:, :0]
+        domains = topology.domain_numbers[:, members[0]] if members.size else topology.domain_numbers[:, :0]
         if members.shape[1] < 2:
-            return ChannelTerms(channel, members, units, {}, work, work)
+            return ChannelTerms(channel, members, domains, {}, work, work)
         # A link is as busy as its busier way.
         own = {"busiest": 1 / (self.exchange_gbps * BYTES_PER_MS_PER_GBPS)}
         levels = with_topology_rates([own] * len(LEVELS), topology)
-        used = [level if joined else {} for level, joined in zip(levels, joining_levels(units), strict=True)]
+        used = [
+            level if joined else {} for level, joined in zip(levels, joining_levels(domains), strict=True)
+        ]
         # Every message crosses the outermost link that the group uses, so its latency counts.
-        given = topology.outermost_link(units).latency_ms
+        given = topology.outermost_link(domains).latency_ms
         latency = self.exchange_latency_ms if given is None else given
         # An all-reduce passes its bytes twice.
         terms = Terms(row.passes * latency, used)
@@ -123,4 +125,4 @@ class AnalyticModel(Record, DeviceModel, noun="analytic model"):
             )
             for way in row.ways
         }
-        return ChannelTerms(channel, members, units, ways, work, work)
+        return ChannelTerms(channel, members, domains, ways, work, work)

@@ -15,7 +15,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from shardcore.core.links import LEVELS, unit_numbers
+from shardcore.core.links import LEVELS, domain_numbers
 from shardcore.core.types import OUTPUT_BYTES
 from shardcore.cost.collective_model import (
     ALL_TO_ALL,
@@ -46,7 +46,7 @@ In published logs of nccl-tests on A100, all-to-alls of small messages take 3.7 
 on 8, all-gathers 2.7 and all-reduces 2.1 times. With this share it is 2.7 times
 (docs/decisions/latency-of-more-devices.md).
 """
-MOST_LENT = 15
+MOST_AUXILIARY_SAMPLES = 15
 """Exchanges of another machine that join those of a kind."""
 _PRIOR = 4
 """Own timings of a kind that weigh as much as the level of all kinds."""
@@ -59,24 +59,25 @@ _MEASURED = [(row, payload) for row in COLLECTIVES.values() for payload in row.p
 
 
 def fit_exchange_rates(
-    samples: Sequence[CollectiveSample], lent: Sequence[CollectiveSample] = ()
+    samples: Sequence[CollectiveSample], auxiliary: Sequence[CollectiveSample] = ()
 ) -> dict[str, np.ndarray]:
     """Fit [E] rates of each measured collective, scope, payload and direction. Keys are `rates_weight_name`.
 
-    lent: samples of another machine (lending.py). Some of each kind join at the level of this machine's.
+    auxiliary: samples of another machine (auxiliary_samples.py). Some of each kind join at the level of this machine's.
     """
     kinds: list[tuple[str, np.ndarray, np.ndarray, int, np.ndarray]] = []
     for (row, payload), group in itertools.product(_MEASURED, SCOPES):
         # Samples of one collective, payload and scope, which have separate rates.
-        known, theirs = (samples_of_kind(some, row.name, payload, group) for some in (samples, lent))
+        known, theirs = (samples_of_kind(some, row.name, payload, group) for some in (samples, auxiliary))
         # Ids with work before have the rates of other ids.
         for way in row.ways if len(known) + len(theirs) >= FEWEST_SAMPLES and not row.work else ():
-            terms, measured = terms_and_measured_ms([*known, *theirs[:MOST_LENT]], way)
+            terms, measured = terms_and_measured_ms([*known, *theirs[:MOST_AUXILIARY_SAMPLES]], way)
             own, logs = sum(len(_fitted_ranks(s, way)) for s in known), np.zeros(0)
             if theirs:
                 # Logarithms of own times over those of the other machine's law.
                 there = _transfer_ms(
-                    terms[:, :own], _fit_rates(*terms_and_measured_ms(theirs[: 4 * MOST_LENT], way))
+                    terms[:, :own],
+                    _fit_rates(*terms_and_measured_ms(theirs[: 4 * MOST_AUXILIARY_SAMPLES], way)),
                 )
                 logs = np.log(measured[:own] / np.maximum(there, 1e-9))
             kinds.append(
@@ -245,11 +246,11 @@ def _sample_terms(sample: CollectiveSample, way: str) -> np.ndarray:
     r = sample.request
     # Ranks are numbered host by host, and hosts are of one size.
     members = np.array(r.groups)
-    # Units of one group stand for all: groups of a scope have one shape.
-    units = unit_numbers([r.host_names[rank] for rank in members[0]])
+    # Domains of one group stand for all: groups of a scope have one shape.
+    domains = domain_numbers([r.host_names[rank] for rank in members[0]])
     first = way == r.definition.ways[0]  # only the first exchange is entered at start_ms
     skew_ms = max(r.start_ms) - min(r.start_ms) if first else 0.0
-    terms = exchange_terms(Channel(r.collective, r.group), rank_bytes(sample)[members], units, skew_ms)
+    terms = exchange_terms(Channel(r.collective, r.group), rank_bytes(sample)[members], domains, skew_ms)
     of_ranks = np.zeros((len(terms), len(r.widths)))
     for row, term in zip(of_ranks, terms, strict=True):
         # Terms are by group member: write each to the rank that it is.
@@ -258,16 +259,16 @@ def _sample_terms(sample: CollectiveSample, way: str) -> np.ndarray:
 
 
 def exchange_terms(
-    channel: Channel, grouped_bytes: np.ndarray, units: np.ndarray, skew_ms: float
+    channel: Channel, grouped_bytes: np.ndarray, domains: np.ndarray, skew_ms: float
 ) -> list[np.ndarray | float]:
     """Values of EXCHANGE_TERMS for groups of devices; each broadcasts to [G, n]. Arguments as of channel_byte_counts.
 
     skew_ms: of the start. Long waiters resume late, which is a term of latency.
     """
-    by_level = zip(LEVELS.values(), channel_byte_counts(channel, grouped_bytes, units), strict=True)
+    by_level = zip(LEVELS.values(), channel_byte_counts(channel, grouped_bytes, domains), strict=True)
     # The order is that of EXCHANGE_TERMS: level by level, term by term.
     counts = [of_level[name] for level, of_level in by_level for name in level.terms.values()]
-    return [*latency_terms(channel, units), min(skew_ms, SKEW_LIMIT_MS), *counts]
+    return [*latency_terms(channel, domains), min(skew_ms, SKEW_LIMIT_MS), *counts]
 
 
 def rank_bytes(sample: CollectiveSample) -> np.ndarray:

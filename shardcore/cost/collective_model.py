@@ -79,9 +79,9 @@ def channel_terms(
     members = group_members(channel.group, topology)
     # One device exchanges with nobody, so TorchRec orders nothing.
     if members.shape[1] < 2:
-        return ChannelTerms(channel, members, topology.unit_numbers[:, :0], {})
-    # All groups of a channel have the same shape, so the first one's units stand for all.
-    units = topology.unit_numbers[:, members[0]]
+        return ChannelTerms(channel, members, topology.domain_numbers[:, :0], {})
+    # All groups of a channel have the same shape, so the first one's domains stand for all.
+    domains = topology.domain_numbers[:, members[0]]
     rates, ways = dict[str, np.ndarray](), dict[str, Terms]()
     for way in channel.definition.ways:
         # A factor in steps scales measured rates. A topology's links then replace them, without a factor.
@@ -91,11 +91,11 @@ def channel_terms(
             0.0, with_topology_rates(_rates_by_level(rates[way]), topology, share), rates[way][_SKEW]
         )
     # Messages cross the outermost link in use. A given latency is all of it: no term for messages, rounds or skew.
-    latency_ms = topology.outermost_link(units).latency_ms
-    units = merge_unknown_levels(units, _has_level_rates(units, list(ways.values())))
+    latency_ms = topology.outermost_link(domains).latency_ms
+    domains = merge_unknown_levels(domains, _has_level_rates(domains, list(ways.values())))
     for way, terms in ways.items():
         if latency_ms is None:
-            ways[way] = replace(terms, once_ms=rates[way][LATENCY][:-1] @ latency_terms(channel, units))
+            ways[way] = replace(terms, once_ms=rates[way][LATENCY][:-1] @ latency_terms(channel, domains))
         else:
             ways[way] = replace(terms, once_ms=latency_ms * channel.definition.exchanges, skew=0.0)
     work, added = OwnWork(), OwnWork()
@@ -109,14 +109,14 @@ def channel_terms(
             once_ms=work.once_ms * (given.latency_ms is not None),
             byte_ms=work.byte_ms * (given.gbps is not None),
         )
-    return ChannelTerms(channel, members, units, ways, work, added)
+    return ChannelTerms(channel, members, domains, ways, work, added)
 
 
-def latency_terms(channel: Channel, units: np.ndarray) -> list[float]:
-    """Values of LATENCY_TERMS, without the skew, for groups of n devices. units: [K, n]."""
-    n, row = units.shape[1], channel.definition
+def latency_terms(channel: Channel, domains: np.ndarray) -> list[float]:
+    """Values of LATENCY_TERMS, without the skew, for groups of n devices. domains: [K, n]."""
+    n, row = domains.shape[1], channel.definition
     # A ring waits for a link between hosts in each of its n - 1 rounds.
-    far_rounds = float(any(joining_levels(units)[1:])) * (n - 1 if row.ring else 1)
+    far_rounds = float(any(joining_levels(domains)[1:])) * (n - 1 if row.ring else 1)
     # Ids are exchanged in three calls, each with its own latency.
     return [1.0 * row.exchanges, (n - 1.0) * row.exchanges, far_rounds * row.exchanges]
 
@@ -250,10 +250,10 @@ def measured_link_levels(w: Mapping[str, np.ndarray], channel: Channel) -> set[s
     return {name for name, part in TERMS_OF_LEVEL.items() if rates[:, part].any()}
 
 
-def _has_level_rates(units: np.ndarray, ways: Sequence[Terms]) -> list[bool]:
-    """[K] True for each level of links that has a rate in some direction. units: [K, n]."""
+def _has_level_rates(domains: np.ndarray, ways: Sequence[Terms]) -> list[bool]:
+    """[K] True for each level of links that has a rate in some direction. domains: [K, n]."""
     # A trace tells only that others beyond it decide.
-    beyond = [any(joining_levels(units)[k + 1 :]) for k in range(len(units))]
+    beyond = [any(joining_levels(domains)[k + 1 :]) for k in range(len(domains))]
     return [
         any(rate > TRACE * (not others) for terms in ways for rate in terms.levels[k].values())
         for k, others in enumerate(beyond)

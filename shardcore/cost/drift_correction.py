@@ -31,9 +31,9 @@ NEIGHBOURS = 12
 """Samples on each side in time."""
 REACH_S = 60.0
 """Neighbours lie within this time, in seconds."""
-MOST_LENT = 2_000
-"""Timings of a lender that are read, and groups that train its law, at most. More take longer and help little
-(docs/decisions/cost-models.md)."""
+MOST_AUXILIARY_SAMPLES = 2_000
+"""Timings of an auxiliary machine that are read, and groups that train its law, at most. More take longer and help
+little (docs/decisions/cost-models.md)."""
 _LEAST = 50
 """With fewer timed samples, no drift is estimated."""
 
@@ -59,7 +59,7 @@ class Measurements:
 
 
 @dataclass(frozen=True, eq=False)
-class Lent:
+class AuxiliarySamples:
     """The samples of another machine, or of another session.
 
     name: their folder.

@@ -85,7 +85,7 @@ def train(
 
     progress: called as progress(model, epoch, values), once an epoch.
     start: a model to fine-tune, of another batch, optimizer or machine; or a hardware profile. Some dozens of
-      samples then suffice. Or what other machines lend.
+      samples then suffice. Or those of other machines.
 
     Without measured exchanges, fine-tuning on the same hardware keeps those of `start`.
     Otherwise the model prices only topologies that state their links.

@@ -57,7 +57,7 @@ class TrainedModel:
 
 @dataclass(frozen=True, eq=False)
 class Shape:
-    """A law and samples that other machines lend to a training (lending.py).
+    """A law and auxiliary samples, of other machines, that a training starts from (auxiliary_samples.py).
 
     law: a model to fine-tune. None: there is none.
     compute: groups at this machine's level, which join the train side.

@@ -2,7 +2,7 @@
 
 `at_confidence` makes a model cautious. `price` gives a model's cost of a Workload.
 
-Shapes: N shards, F features, G ops, C channels, L lanes, D devices.
+Shapes: N shards, F features, G ops, C channels, L traffic slots, D devices.
 ... leading dimensions, for several plans at once.
 """
 

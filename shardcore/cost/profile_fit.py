@@ -25,7 +25,7 @@ import numpy as np
 from shardcore.core.access_statistics import Zipf
 from shardcore.core.catalog import OPTIMIZERS
 from shardcore.core.errors import ShardCoreError, shorten
-from shardcore.core.links import unit_numbers
+from shardcore.core.links import domain_numbers
 from shardcore.core.types import Shard, Table
 from shardcore.core.validation import (
     MOST_BATCH,
@@ -138,8 +138,8 @@ class Predictor:
             if t.op in EXCHANGES:
                 runs.setdefault((EXCHANGES[t.op], t.hosts, len(t.sent)), []).append(i)
         for (collective, hosts, ranks), used in runs.items():
-            units = unit_numbers([str(h) for h in range(hosts) for _ in range(ranks // hosts)])
-            self._exchanges.append((collective, units, np.array([timings[i].sent for i in used]), used))
+            domains = domain_numbers([str(h) for h in range(hosts) for _ in range(ranks // hosts)])
+            self._exchanges.append((collective, domains, np.array([timings[i].sent for i in used]), used))
 
     def times_us(self, rates: Rates) -> np.ndarray:
         """[R] predicted time of each timing in us, under the given rates."""
@@ -150,8 +150,8 @@ class Predictor:
             else:
                 of_shards = profile_law.backward_ms(rates, work, part == "backward")
             ms[used] += np.add.reduceat(of_shards, starts) + profile_law.floor_ms(rates, part)
-        for collective, units, sent, used in self._exchanges:
-            ms[used] = profile_law.collective_ms(rates, collective, sent, units)[:, 0]
+        for collective, domains, sent, used in self._exchanges:
+            ms[used] = profile_law.collective_ms(rates, collective, sent, domains)[:, 0]
         return ms / MS_PER_US
 
 

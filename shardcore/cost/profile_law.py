@@ -240,21 +240,21 @@ def _ms_at_rate(rates: Rates, name: str, count: np.ndarray | float) -> np.ndarra
 
 
 def collective_terms(
-    rates: Rates, collective: str, units: np.ndarray, exchanges: int = 1, topology: Topology | None = None
+    rates: Rates, collective: str, domains: np.ndarray, exchanges: int = 1, topology: Topology | None = None
 ) -> tuple[np.ndarray, Terms]:
-    """[K, n] numbers of the units (hosts, pods) of n devices, and terms of a collective among these devices.
+    """[K, n] numbers of the domains (hosts, pods) of n devices, and terms of a collective among these devices.
 
     collective: a name of profile.PROFILED_COLLECTIVES.
-    units: [K, n] of each device, by level of links.
+    domains: [K, n] of each device, by level of links.
     exchanges: calls, one after another, of which all but the last are small.
     topology: gives links in place of the profile's.
     """
-    n, ring = units.shape[1], collective != "all_to_all"
+    n, ring = domains.shape[1], collective != "all_to_all"
     links = [topology.link(name) if topology else Link(name) for name in LEVELS]
-    latency_ms = topology.outermost_link(units).latency_ms if topology else None
+    latency_ms = topology.outermost_link(domains).latency_ms if topology else None
     known = [bool(link.gbps) or link.level in (NEAR, FAR) for link in links]
-    hosts, units = len(np.unique(units[0])), merge_unknown_levels(units, known)
-    used = joining_levels(units)
+    hosts, domains = len(np.unique(domains[0])), merge_unknown_levels(domains, known)
+    used = joining_levels(domains)
     level = FAR if any(used[1:]) else NEAR
     if latency_ms is None:
         rounds = _rounds_between_hosts(collective, n, hosts)
@@ -267,14 +267,14 @@ def collective_terms(
     size = n / _RAMP_DEVICES if in_rounds else 1.0
     more = (n - 1) / (_RAMP_DEVICES - 1) if in_rounds else (n / _RAMP_DEVICES) ** 0.5 if level == FAR else 1.0
     factor = rates["exchange_factor"]
-    shares = _ring_shares(rates, collective, units, links) if ring else [1.0] * len(LEVELS)
+    shares = _ring_shares(rates, collective, domains, links) if ring else [1.0] * len(LEVELS)
     levels = [dict[str, Any]() for _ in LEVELS]
     for of_level, link, share, is_used in zip(levels, links, shares, used, strict=True):
         if is_used:
             gbps = link.gbps or rates[f"{collective}_{link.level}_gbps"]
             count = "uplink" if link.shared else "busiest"
             of_level[count] = factor * share / (gbps * BYTES_PER_MS_PER_GBPS)
-    return units, Terms(
+    return domains, Terms(
         once_ms=factor * exchanges * once_us * MS_PER_US,
         levels=levels,
         ramp_ms=factor * more * rates[f"{collective}_{level}_ramp_us"] * MS_PER_US,
@@ -283,16 +283,16 @@ def collective_terms(
     )
 
 
-def _ring_shares(rates: Rates, collective: str, units: np.ndarray, links: Sequence[Link]) -> list[Any]:
+def _ring_shares(rates: Rates, collective: str, domains: np.ndarray, links: Sequence[Link]) -> list[Any]:
     """[K] bytes on links of each level, over the bytes that a ring of all devices moves."""
-    n, passes = units.shape[1], 2 if collective == "all_reduce" else 1
-    each = n / len(np.unique(units[0]))
+    n, passes = domains.shape[1], 2 if collective == "all_reduce" else 1
+    each = n / len(np.unique(domains[0]))
     moved = passes * (1 - 1 / n)
     # Switches that sum take all of a device's bytes once, and give its part of the sum to all. A ring
     # takes them twice, but for its own part.
     sums = (collective == "all_reduce" and each > 1) & np.greater_equal(rates["switch_generation"], _SUMS)
     shares = [np.where(sums, 1 + 1 / each, moved) / moved]
-    for inner, link in zip(units, links[1:], strict=False):
+    for inner, link in zip(domains, links[1:], strict=False):
         # Then hosts exchange sums, else a ring passes all devices. Rails: what leaves a host spreads over
         # the links of its devices.
         n_inner = len(np.unique(inner))
@@ -301,15 +301,15 @@ def _ring_shares(rates: Rates, collective: str, units: np.ndarray, links: Sequen
     return shares
 
 
-def collective_ms(rates: Rates, collective: str, sent_bytes: np.ndarray, units: np.ndarray) -> np.ndarray:
+def collective_ms(rates: Rates, collective: str, sent_bytes: np.ndarray, domains: np.ndarray) -> np.ndarray:
     """[..., 1] ms of a collective among n devices, the same for all, as none ends before the last sender.
 
-    sent_bytes: [..., n] as in lower.Workload.traffic. units: [K, n]. collective: as in `collective_terms`.
+    sent_bytes: [..., n] as in lower.Workload.traffic. domains: [K, n]. collective: as in `collective_terms`.
     """
-    units, terms = collective_terms(rates, collective, units)
+    domains, terms = collective_terms(rates, collective, domains)
     ring, busiest = collective != "all_to_all", sent_bytes.max(-1, keepdims=True)
     owned = busiest * (2 if collective == "all_reduce" else 1) if ring else sent_bytes
-    return transfer_ms(terms, link_byte_counts(ring, owned, units, False), busiest)
+    return transfer_ms(terms, link_byte_counts(ring, owned, domains, False), busiest)
 
 
 def _rounds_between_hosts(collective: str, n: int, hosts: int) -> float:

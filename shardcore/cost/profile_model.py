@@ -185,9 +185,9 @@ class ProfileModel(CostModel):
     def exchange(self, channel: Channel, topology: Topology) -> ChannelTerms:
         """Terms of a channel's collective, from the profile's rates. A skew costs no more than the waiting."""
         row, members = channel.definition, group_members(channel.group, topology)
-        work, units, ways = (
+        work, domains, ways = (
             self._device_work(channel, topology),
-            topology.unit_numbers[:, :0],
+            topology.domain_numbers[:, :0],
             dict[str, Terms](),
         )
         for way in row.ways if members.shape[1] > 1 else ():
@@ -195,15 +195,15 @@ class ProfileModel(CostModel):
             collective = "all_to_all" if row.ids else channel.collective
             if (collective, way) == ("reduce_scatter", "backward"):
                 collective = "all_gather"
-            own = topology.unit_numbers[:, members[0]]
-            units, terms = profile_law.collective_terms(
+            own = topology.domain_numbers[:, members[0]]
+            domains, terms = profile_law.collective_terms(
                 self._grouped_rate_values, collective, own, row.exchanges, topology
             )
             # Only outputs and their gradients are cast. Ids travel as they are.
             ways[way] = with_payload_share(
                 terms, payload_of(carried_payload(row, way, self.setting.payloads[way])).size_ratio
             )
-        return ChannelTerms(channel, members, units, ways, work, work)
+        return ChannelTerms(channel, members, domains, ways, work, work)
 
     def _device_work(self, channel: Channel, topology: Topology) -> OwnWork:
         """A device's time around a collective: to bucketize and order ids, or to update replicas.

@@ -162,7 +162,7 @@ def _unmeasured_exchanges(model: NeuralModel, workload: Workload) -> Iterable[st
     given = {link.level for link in topology.links if link.gbps}
     known = [given | collective_model.measured_link_levels(model.weights, c) for c in used]
     order = list(LEVELS)
-    for k, (name, is_used) in enumerate(zip(LEVELS, joining_levels(topology.unit_numbers), strict=True)):
+    for k, (name, is_used) in enumerate(zip(LEVELS, joining_levels(topology.domain_numbers), strict=True)):
         if others := next((of for of in known if of and name not in of), None) if is_used else None:
             # As collective_model counts them: the next level out that is known, or else in.
             stand_in = LEVELS[next(x for x in (*order[k:], *order[:k][::-1]) if x in others)].words

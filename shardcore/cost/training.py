@@ -10,7 +10,7 @@ from typing import Any
 from shardcore.core.types import Setting
 from shardcore.core.validation import describe_differences, require
 from shardcore.cost import accuracy, drift_correction, step_factors, traced_training
-from shardcore.cost.drift_correction import Lent
+from shardcore.cost.drift_correction import AuxiliarySamples
 from shardcore.cost.fit_config import FitConfig, Progress, Shape, TrainedModel
 from shardcore.cost.neural import NeuralModel
 from shardcore.cost.profile import Profile
@@ -20,12 +20,12 @@ from shardcore.io.traced_samples import TracedSample
 
 @dataclass(frozen=True, eq=False)
 class TrainingData:
-    """The samples of one setting in this machine's folder, and what other machines lend.
+    """The samples of one setting in this machine's folder, and auxiliary ones of other machines.
 
     known: groups and exchanges.
     steps: replayed steps.
     traced: steps of running jobs on this hardware, also those in other folders.
-    lent: samples of the other folders.
+    auxiliary: samples of the other folders.
     """
 
     folder: Path
@@ -33,7 +33,7 @@ class TrainingData:
     known: drift_correction.Measurements
     steps: Sequence[step_factors.Step]
     traced: Sequence[TracedSample] = ()
-    lent: tuple[Lent, ...] = ()
+    auxiliary: tuple[AuxiliarySamples, ...] = ()
 
     def __str__(self) -> str:
         return (
@@ -42,7 +42,7 @@ class TrainingData:
         ) + "".join(
             f"; {len(x.known.compute)} groups and {len(x.known.comm)} exchanges of {x.name} ({x.hardware}) may lend "
             "their shape"
-            for x in self.lent
+            for x in self.auxiliary
         )
 
     @property
@@ -57,23 +57,23 @@ class TrainingData:
 
 
 def read_training_data(
-    folder: str | Path, setting: Setting, lenders: Sequence[str | Path] = ()
+    folder: str | Path, setting: Setting, auxiliaries: Sequence[str | Path] = ()
 ) -> TrainingData:
-    """Read the samples of a setting from a dataset folder, and from folders of other machines that may lend theirs.
+    """Read the samples of a setting from a dataset folder, and auxiliary ones from folders of other machines.
 
     Raises as drift_correction.read_measurements, replays.read_step_samples and traced_samples.read_traced_samples,
-    and ShardCoreError for a lender without samples.
+    and ShardCoreError for an auxiliary machine without samples.
     """
-    own, others = Path(folder), [path for path in map(Path, lenders) if path != Path(folder)]
+    own, others = Path(folder), [path for path in map(Path, auxiliaries) if path != Path(folder)]
     known, traced = (
         drift_correction.read_measurements(own, setting),
         traced_samples.read_traced_samples([own, *others], setting),
     )
-    lent = [
-        Lent(
+    auxiliary = [
+        AuxiliarySamples(
             str(path),
             held.hardware,
-            drift_correction.read_measurements(path, held, drift_correction.MOST_LENT),
+            drift_correction.read_measurements(path, held, drift_correction.MOST_AUXILIARY_SAMPLES),
         )
         for path in others
         for held in dataset.dataset_settings(path)
@@ -81,12 +81,14 @@ def read_training_data(
     ]
     for path in others:
         require(
-            any(x.name == str(path) for x in lent) or bool(traced_samples.traced_digests(path)),
+            any(x.name == str(path) for x in auxiliary) or bool(traced_samples.traced_digests(path)),
             f"{path} holds samples of other settings than {folder}: "
             f"{'; '.join(describe_differences(held, setting) for held in dataset.dataset_settings(path)) or 'none'}; "
             "to lend their shape, they may differ in hardware only, as of a CPU or of a GPU",
         )
-    return TrainingData(own, setting, known, replays.read_step_samples([own], setting), traced, tuple(lent))
+    return TrainingData(
+        own, setting, known, replays.read_step_samples([own], setting), traced, tuple(auxiliary)
+    )
 
 
 def differs_in_hardware_only(other: Setting, setting: Setting) -> bool:
@@ -104,14 +106,14 @@ class Trained(TrainedModel):
     of_steps: a sentence on the replayed steps. "": there were none.
     of_traces: the same of traced steps.
     traced_errors: in percent on held-out traces, before and after they joined. None: none is held out.
-    of_lent: a sentence on each lender.
-    start: what other machines lent. None: nothing.
+    auxiliary_notes: a sentence on each auxiliary machine.
+    start: law and samples of an auxiliary machine. None: nothing.
     """
 
     of_steps: str = ""
     of_traces: str = ""
     traced_errors: tuple[float, float] | None = None
-    of_lent: tuple[str, ...] = ()
+    auxiliary_notes: tuple[str, ...] = ()
     start: Shape | None = None
 
 
@@ -130,14 +132,14 @@ def train(
 
     Raises as fit.train.
     """
-    from shardcore.cost import fit, lending  # they import torch, which judging does not need
+    from shardcore.cost import auxiliary_samples, fit  # they import torch, which judging does not need
 
-    shape, lent = None, {}
-    if data.lent and start is None:
-        fitted, shape, words = lending.train_with_lenders(
-            data.known, data.setting, data.lent, config or FitConfig(), progress
+    shape, auxiliary = None, {}
+    if data.auxiliary and start is None:
+        fitted, shape, words = auxiliary_samples.train_with_auxiliary_samples(
+            data.known, data.setting, data.auxiliary, config or FitConfig(), progress
         )
-        lent = {
+        auxiliary = {
             x.name: {
                 "digest": replays.dataset_digest(Path(x.name)),
                 "hardware": x.hardware,
@@ -145,7 +147,7 @@ def train(
                 "exchanges": len(x.known.comm),
                 "words": words.get(x.name, "lends ops nothing"),
             }
-            for x in data.lent
+            for x in data.auxiliary
         }
     else:
         fitted = fit.train(data.known.compute, data.known.comm, data.setting, config, progress, start)
@@ -157,8 +159,8 @@ def train(
     # The digest ties a model to the data that it was trained on.
     about = {
         **model.meta["provenance"],
-        "data": replays.datasets_digest([data.folder, *(Path(x.name) for x in data.lent)]),
-        **({"lent": lent} if lent else {}),
+        "data": replays.datasets_digest([data.folder, *(Path(x.name) for x in data.auxiliary)]),
+        **({"lent": auxiliary} if auxiliary else {}),
         **(provenance or {}),
     }
     return Trained(
@@ -167,7 +169,7 @@ def train(
         step_factors.fit_summary(fitted.model, model, len(data.steps)) if data.steps else "",
         corrected.words if corrected else "",
         corrected.errors if corrected else None,
-        tuple(f"{name} {one['words']}" for name, one in lent.items()),
+        tuple(f"{name} {one['words']}" for name, one in auxiliary.items()),
         shape,
     )
 

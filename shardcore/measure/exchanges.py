@@ -336,8 +336,8 @@ def make_exchange_chains(
     # The gradients of all replicas are one exchange, even of several runs. It goes to the first of these
     # runs: in reverse order, the first is written last.
     run_of_rows = {
-        tuple(traffic_row(lane, c) for c in run.channels_in_job(job, workload.topology)): run
-        for run, lane in reversed(workload.lanes.items())
+        tuple(traffic_row(slot, c) for c in run.channels_in_job(job, workload.topology)): run
+        for run, slot in reversed(workload.traffic_slots.items())
     }
     carrying = {run: rows for rows, run in run_of_rows.items() if workload.traffic[list(rows)].any()}
 
@@ -353,7 +353,7 @@ def make_exchange_chains(
             make_channel_exchange(c, row)
             for c, row in zip(run.channels_in_job(job, workload.topology), carrying[run], strict=True)
         ]
-        for run in workload.lanes
+        for run in workload.traffic_slots
         if run in carrying
     }
 

@@ -69,7 +69,7 @@ def make_step_transfers(
     """Make one rank's input distributions of a workload's step, one for each kind of sharding."""
     n, job, local = len(workload.ops), workload.job, workload.global_batch // len(workload.ops)
     transfers = []
-    for layout in workload.lanes if n > 1 else ():
+    for layout in workload.traffic_slots if n > 1 else ():
         if layout.ids is None:
             continue
         # Several columns of a table on a device get their ids once.

@@ -152,7 +152,7 @@ def measured_topology(levels: Sequence[Groups], links: Links, before: Topology) 
     devices = tuple(replace(before.devices[rank], host=host[rank]) for rank in arranged)
     inner, in_pod, outer = LEVELS
     measured = [Link(inner, links.within_gbps, latency_ms=links.latency_ms)]
-    # Devices of the largest unit of each level, which share the links out of it.
+    # Devices of the largest domain of each level, which share the links out of it.
     sharing = [max(map(len, level)) for level in levels]
     outward = [(in_pod, links.outward[0], sharing[0])] if len(levels) > 1 else []
     outward += [(outer, links.outward[-1], sharing[min(1, len(levels) - 1)])] if links.outward else []

@@ -197,9 +197,9 @@ def require_replayable(
         f"table {host_table!r} has rows below device memory; a replay has all of them on the device, so far",
     )
     require(
-        job.tower_ratio is None or len(workload.lanes) <= 1,
-        f"the plan has towers, and shards of {', '.join(run.name for run in workload.lanes)}; a replay with towers "
-        "needs one kind, so far",
+        job.tower_ratio is None or len(workload.traffic_slots) <= 1,
+        f"the plan has towers, and shards of {', '.join(run.name for run in workload.traffic_slots)}; a replay with "
+        "towers needs one kind, so far",
     )
     require(
         job == first.job,

@@ -14,7 +14,7 @@ from shardcore.plans.diff import Diff, diff_plans
 from shardcore.plans.gain import Gain, plan_gain
 from shardcore.plans.replan import ReplanConfig, replan, tables_forced_to_move
 from shardcore.search.anneal.reshard import rebind_tables
-from shardcore.search.ties import cheapest_item
+from shardcore.search.ties import min_by_cost
 
 _FRESH = ("rows", "dim", "features", "pooling", "access")
 """Fields of a Table that change while a job runs, as pools have them."""
@@ -80,7 +80,7 @@ def plan_drift(
     plans = [price_plan(replan(plan, now, model, limits), now, model) for limits in searches]
     replanned = plans[0]
     # The unlimited search is heuristic. It can lose to the limited one.
-    best = cheapest_item(plans, lambda x: x.cost.total_ms)
+    best = min_by_cost(plans, lambda x: x.cost.total_ms)
     return Drift(
         planned_ms=planned.cost.total_ms,
         now_ms=current.cost.total_ms,

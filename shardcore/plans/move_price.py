@@ -177,7 +177,7 @@ def _bytes_with_optimizer_state(shard: Shard, states: Optimizer) -> int:
 
 def _link_levels(topology: Topology) -> np.ndarray:
     """[D, D] number in LEVELS of the innermost link level that joins two devices; -1 for the same device."""
-    together = topology.unit_numbers[:, :, None] == topology.unit_numbers[:, None, :]
+    together = topology.domain_numbers[:, :, None] == topology.domain_numbers[:, None, :]
     return np.where(np.eye(len(topology), dtype=bool), -1, together.argmax(0))
 
 
@@ -191,7 +191,7 @@ def link_gbps(model: CostModel, topology: Topology) -> dict[str, float]:
     levels = _link_levels(topology)
     for k, level in enumerate(LEVELS):
         # Devices that this level and those within it join.
-        members = np.flatnonzero(topology.unit_numbers[k] == topology.unit_numbers[k, 0])
+        members = np.flatnonzero(topology.domain_numbers[k] == topology.domain_numbers[k, 0])
         crossing = float(np.mean(levels[0, members] == k))
         if not crossing:
             continue

@@ -223,7 +223,7 @@ class Start(Decision, noun="a plan to start from"):
 
 
 def _have_same_topology(a: Problem, b: Problem) -> bool:
-    """Tell if two problems have the same topology, apart from the unit over which rows are divided."""
+    """Tell if two problems have the same topology, apart from the domain over which rows are divided."""
     one, other = (replace(x.topology, rows_over=None) for x in (a, b))
     return one == other
 

@@ -133,7 +133,7 @@ class _PlanSums:
     def __init__(self, plan: PricedPlan, problem: Problem, model: CostModel) -> None:
         self.plan, self.problem, self.model = plan, problem, model
         work, placements = plan.workload, merged_placements(plan.plan.placements)
-        self.runs, n = list(work.lanes), len(problem.topology)
+        self.runs, n = list(work.traffic_slots), len(problem.topology)
         ops = [(d, op) for d, ops in enumerate(work.ops) for op in ops if op.layout.is_on_one_device]
         op_of = np.repeat(range(len(ops)), [len(op.shards) for _, op in ops])
         self.shards = [shard for _, op in ops for shard in op.shards]

@@ -28,7 +28,7 @@ from shardcore.search.budget import Meter
 from shardcore.search.lockstep import Placed, search_space_by_columns
 from shardcore.search.state.feasible import feasible_shards, find_fitting_plan
 from shardcore.search.state.shards import priced_plan
-from shardcore.search.ties import cheapest_item, cost_ranks, sort_by_cost
+from shardcore.search.ties import cost_ranks, min_by_cost, sort_by_cost
 from shardcore.step.kinds import shards_by_device
 from shardcore.step.options import ShardKey
 from shardcore.step.ways import (
@@ -44,7 +44,7 @@ State = tuple[ShardKey, ...]
 _ROWS_AT_ONCE = 16_384
 """Devices × plans × states that run in lockstep: more would take longer than one after another."""
 _CELLS_AT_ONCE = 1 << 26
-"""Devices × plans × states × strips in lockstep. It limits the memory."""
+"""Devices × plans × states × items in lockstep. It limits the memory."""
 _PROBED = 256
 """Shards of a probe, from whose seconds those of a search of very many shards are estimated."""
 
@@ -93,7 +93,7 @@ class InnerSearch(Protocol):
     def plans(self) -> int: ...
 
     def __call__(self, space: SearchSpace, keys: np.ndarray) -> Placed:
-        """Plans of beam states, keys [C, N, 2]: for each shard of a state its strip and units."""
+        """Plans of beam states, keys [C, N, 2]: for each shard of a state its item and blocks."""
         ...
 
 
@@ -226,7 +226,7 @@ class Beam:
                 plans += self._search_states(space, states[len(plans) : len(plans) + n], self.inner)
             # If none fits, those that lack least go on: more cuts may make them fit.
             beam = [plan.state for plan in _sort_plans(plans)[: self.config.beam]]
-            best = cheapest_item([best, *plans], lambda p: p.ms)
+            best = min_by_cost([best, *plans], lambda p: p.ms)
             # The budget has ended, or there is nothing left to cut.
             if len(plans) < len(states) or not plans:
                 break
@@ -240,8 +240,8 @@ def _sort_plans(plans: Sequence[StatePlan]) -> list[StatePlan]:
 
 def _states_with_one_more_cut(space: SearchSpace, state: State, n: int) -> list[State]:
     """Beam states that follow from a state by one more cut: of one of the n largest or n costliest shards."""
-    # Equal shards of a strip give equal states, so one of them stands for all.
-    keys = [(s, units) for s, units in dict.fromkeys(state) if units > 1 and space.fixed.may_split[s]]
+    # Equal shards of an item give equal states, so one of them stands for all.
+    keys = [(s, blocks) for s, blocks in dict.fromkeys(state) if blocks > 1 and space.fixed.may_split[s]]
     if not keys:
         return []
     cache = space.cache
@@ -250,11 +250,11 @@ def _states_with_one_more_cut(space: SearchSpace, state: State, n: int) -> list[
     largest = np.argsort(-cache.peak_bytes[numbers], kind="stable")[:n]
     costliest = np.argsort(cost_ranks(-cache.single_op_ms[numbers]), kind="stable")[:n]
     states = []
-    for strip, units in (keys[i] for i in sorted({*largest, *costliest})):
-        i = state.index((strip, units))
+    for item, blocks in (keys[i] for i in sorted({*largest, *costliest})):
+        i = state.index((item, blocks))
         # Sorted, so that equal states are equal tuples.
         states.append(
-            tuple(sorted([*state[:i], (strip, units // 2), (strip, units - units // 2), *state[i + 1 :]]))
+            tuple(sorted([*state[:i], (item, blocks // 2), (item, blocks - blocks // 2), *state[i + 1 :]]))
         )
     return states
 

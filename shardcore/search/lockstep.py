@@ -1,11 +1,11 @@
 """Plans in lockstep: many plans under construction at once, for sharders that choose devices themselves.
 
-The compiled search keeps the plans (PlanBatch). A shard is a strip and units, as in step/options.py.
+The compiled search keeps the plans (PlanBatch). A shard is an item and blocks, as in step/options.py.
 
 All greedy searches place the same shards in the same order in each plan, each on the device of least score
 (place_in_order): the baselines, NeuroShard's passes and learned policies. They differ in the order and in the scores.
 
-Shapes: C states (ways to cut tables), N shards of each, K plans of each, D devices, S strips, R runs, F features.
+Shapes: C states (ways to cut tables), N shards of each, K plans of each, D devices, S items, R runs, F features.
 """
 
 from __future__ import annotations
@@ -59,18 +59,18 @@ class PlanBatch:
         self._head = model.compiled().head
         compiled.prepare_plans(self._head, self._problem, self._states, np.ascontiguousarray(keys, np.int64))
 
-    def fitting_devices(self, strip: Integers, units: Integers) -> np.ndarray:
+    def fitting_devices(self, item: Integers, blocks: Integers) -> np.ndarray:
         """[C, K, D] bool: devices that may hold a shard and have memory for it, in each phase of a step."""
         fits = np.zeros((len(self._states), len(self.space.fixed.devices)), bool)
         compiled.find_feasible_devices(
-            self._problem, self._states, self._broadcast_to_plans(strip, units), fits
+            self._problem, self._states, self._broadcast_to_plans(item, blocks), fits
         )
         return fits.reshape(*self._shape, -1)
 
-    def place(self, strip: Integers, units: Integers, device: Integers) -> None:
+    def place(self, item: Integers, blocks: Integers, device: Integers) -> None:
         """Add a shard to each plan, on its device, whether or not it fits there."""
         compiled.put_shards(
-            self._head, self._problem, self._states, self._broadcast_to_plans(strip, units, device)
+            self._head, self._problem, self._states, self._broadcast_to_plans(item, blocks, device)
         )
 
     def _broadcast_to_plans(self, *of_shards: Integers) -> np.ndarray:
@@ -83,8 +83,8 @@ class PlanBatch:
         return values[:, : len(self.space.fixed.devices)].reshape(*self._shape, -1, *values.shape[2:])
 
     @property
-    def held_units(self) -> np.ndarray:
-        """[C, K, S, D] column units of strip (table's row range) S on device D, in plan K of chain C."""
+    def held_blocks(self) -> np.ndarray:
+        """[C, K, S, D] column blocks of item (table's row range) S on device D, in plan K of chain C."""
         return self._state.held.reshape(*self._shape, *self._state.held.shape[1:])
 
     @property
@@ -186,7 +186,7 @@ def place_in_order(
     """Place shards in many plans at once: those with fewest allowed devices first, then the costliest, then the
     largest.
 
-    keys: [C, N, 2] shards of each state, as strip and units.
+    keys: [C, N, 2] shards of each state, as item and blocks.
     costs: [C, N] cost of each shard.
     plans: K.
     equal: relative difference below which scores are equal. Of equal devices the one with most memory left is taken.
@@ -200,11 +200,11 @@ def place_in_order(
     devices = np.zeros((n_states, plans, n_shards), dtype=np.int64)
     legal = np.zeros((n_states, plans, n_shards, n_devices), dtype=bool)
     for i, scores in enumerate(ticking(scorer(batch, keys, devices))):
-        strip, units = keys[:, i, 0][:, None], keys[:, i, 1][:, None]  # [C, 1]
-        legal[:, :, i] = batch.fitting_devices(strip, units) & (scores < np.inf)
+        item, blocks = keys[:, i, 0][:, None], keys[:, i, 1][:, None]  # [C, 1]
+        legal[:, :, i] = batch.fitting_devices(item, blocks) & (scores < np.inf)
         best = is_minimum(np.where(legal[:, :, i], scores, np.inf), equal)
         left_bytes = space.fixed.devices[:, FREE] - batch.used_bytes
         devices[:, :, i] = np.where(best, left_bytes, -np.inf).argmax(-1)
         # Also where none is legal: `excess_bytes` then shows by how much.
-        batch.place(strip, units, devices[:, :, i])
+        batch.place(item, blocks, devices[:, :, i])
     return Placed(batch, order, legal, devices)

@@ -1,4 +1,4 @@
-"""Sorting by cost. Items of equal costs (cost.model.EQUAL) keep their order, or are sorted by further keys."""
+"""Sorting by cost. Candidates of equal costs (cost.model.EQUAL) keep their order, or are sorted by further keys."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -8,15 +8,15 @@ import numpy as np
 from shardcore.cost.model import is_less
 
 
-def cheapest_item(items: Iterable[Any], cost: Callable[[Any], float]) -> Any:
-    """First item of the least cost, where nearly equal costs count as equal."""
-    return sort_by_cost(items, cost)[0]
+def min_by_cost(candidates: Iterable[Any], cost: Callable[[Any], float]) -> Any:
+    """First candidate of the least cost, where nearly equal costs count as equal."""
+    return sort_by_cost(candidates, cost)[0]
 
 
-def sort_by_cost(items: Iterable[Any], cost: Callable[[Any], float]) -> list[Any]:
-    """Items by rising cost. Items of nearly equal cost keep their order."""
-    items = list(items)
-    return [items[i] for i in np.argsort(cost_ranks([cost(item) for item in items]), kind="stable")]
+def sort_by_cost(candidates: Iterable[Any], cost: Callable[[Any], float]) -> list[Any]:
+    """Candidates by rising cost. Those of nearly equal cost keep their order."""
+    candidates = list(candidates)
+    return [candidates[i] for i in np.argsort(cost_ranks([cost(x) for x in candidates]), kind="stable")]
 
 
 def cost_ranks(costs: Any) -> np.ndarray:

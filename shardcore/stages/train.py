@@ -42,7 +42,7 @@ def train(
             "the learned correction did not improve on the physical baseline, which is kept: "
             "measure more, or on a quieter machine"
         )
-    for line in (*trained.of_lent, trained.of_steps, trained.of_traces):
+    for line in (*trained.auxiliary_notes, trained.of_steps, trained.of_traces):
         if line:
             progress.info("%s", line)
     for sentence in known_errors.error_warnings(trained.model):

@@ -74,12 +74,12 @@ def _level_line(terms: ChannelTerms, level: Mapping[str, float], k: int) -> np.n
     """[5] ms of a collective on links of level k as a linear function of the amounts in LINE.
 
     Counts are proportional to bytes: each is what it is for one byte of every device, times an amount of LINE. Exact
-    for equal units, but for what enters a device from others, and for units of several hosts.
+    for equal domains, but for what enters a device from others, and for domains of several hosts.
     """
     ring, across = terms.channel.definition.ring, terms.channel.scope.across
-    counts = channel_byte_counts(terms.channel, np.ones(terms.members.shape), terms.units)[k]
-    # On the first level that joins some, inner units are single devices.
-    alone = not any(joining_levels(terms.units)[:k])
+    counts = channel_byte_counts(terms.channel, np.ones(terms.members.shape), terms.domains)[k]
+    # On the first level that joins some, inner domains are single devices.
+    alone = not any(joining_levels(terms.domains)[:k])
     amounts = {
         "bytes": BUSIEST if ring else (OWN + MEAN) / 2,  # as many leave a device as enter it, from others
         "busiest": BUSIEST,
@@ -90,7 +90,7 @@ def _level_line(terms: ChannelTerms, level: Mapping[str, float], k: int) -> np.n
     }
     line = sum((rate * np.max(counts[name]) * amounts[name] for name, rate in level.items()), 0 * ONCE)
     # None of its own bytes enter a device.
-    own_ms = level.get("bytes", 0.0) / terms.units.shape[1] * (alone and not ring)
+    own_ms = level.get("bytes", 0.0) / terms.domains.shape[1] * (alone and not ring)
     return line + own_ms * (MEAN - OWN)
 
 
@@ -127,7 +127,7 @@ def is_even_division_cheapest(model: ExchangeLaw, topology: Topology) -> bool:
     swapping devices does not change the law. Backward a device's bytes may count. Then all devices have to be equal.
     """
     equal = len(topology.hosts) == 1 and len({d.speed for d in topology.devices}) == 1
-    return topology.equal_units and (equal or has_equal_transfers(model, topology))
+    return topology.equal_domains and (equal or has_equal_transfers(model, topology))
 
 
 def has_concave_exchanges(model: ExchangeLaw, topology: Topology) -> bool:

@@ -9,7 +9,7 @@ adds its own work on what it exchanges. All rates are 0 or more, so more bytes n
 
 Searches and bounds take it as a line in bytes (exchange_lines.py).
 
-Shapes: K levels, G groups of n devices, D devices, C channels, L lanes; ... any leading dimensions.
+Shapes: K levels, G groups of n devices, D devices, C channels, L traffic slots; ... any leading dimensions.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class ChannelTerms:
     """Terms of a channel in a topology.
 
     members: [G, n] devices of each group.
-    units: [K, n] unit of each device of the first group, by level. All groups have the same shape. Levels that the
+    domains: [K, n] domain of each device of the first group, by level. All groups have the same shape. Levels that the
       terms do not know are merged with others (`merge_unknown_levels`).
     ways: terms by direction. None where groups have one device.
     work: a device's own work.
@@ -90,7 +90,7 @@ class ChannelTerms:
 
     channel: Channel
     members: np.ndarray
-    units: np.ndarray
+    domains: np.ndarray
     ways: Mapping[str, Terms]
     work: OwnWork = field(default_factory=OwnWork)
     added_work: OwnWork = field(default_factory=OwnWork)
@@ -105,7 +105,7 @@ class ChannelTerms:
         ms = {"forward": nothing, "backward": nothing}
         if self.ways and sent.any():
             grouped = sent[..., self.members]
-            counts = channel_byte_counts(self.channel, grouped, self.units)
+            counts = channel_byte_counts(self.channel, grouped, self.domains)
             busiest = grouped.max(-1, keepdims=True)
             # If any device of a group has bytes, all take part. Of dense gradients: those that have some.
             runs = grouped > 0 if row.dense else busiest > 0
@@ -119,12 +119,12 @@ class ChannelTerms:
         return ms
 
 
-def channel_byte_counts(channel: Channel, grouped: np.ndarray, units: np.ndarray) -> list[dict[str, Any]]:
-    """[K] counts of a channel's bytes [..., G, n] on each level of links (link_counts.COUNTS). units: [K, n]."""
+def channel_byte_counts(channel: Channel, grouped: np.ndarray, domains: np.ndarray) -> list[dict[str, Any]]:
+    """[K] counts of a channel's bytes [..., G, n] on each level of links (link_counts.COUNTS). domains: [K, n]."""
     row = channel.definition
     # Inputs of a ring are padded to the largest.
     owned = row.passes * grouped.max(-1, keepdims=True) if row.ring else grouped
-    return link_byte_counts(row.ring, owned, units, channel.scope.across)
+    return link_byte_counts(row.ring, owned, domains, channel.scope.across)
 
 
 def transfer_ms(
@@ -161,7 +161,7 @@ def with_topology_rates(
 ) -> list[Mapping[str, Any]]:
     """[K] rates of each level of links, replaced where a topology states its bandwidth.
 
-    The busiest device's bytes decide. Where the devices of a unit share a link, the busiest unit's do.
+    The busiest device's bytes decide. Where the devices of a domain share a link, the busiest domain's do.
     share: share of the bytes that travels.
     """
     given = list(levels)
@@ -169,29 +169,29 @@ def with_topology_rates(
         link = topology.link(name)
         if link.gbps:
             byte_ms = share / (link.gbps * BYTES_PER_MS_PER_GBPS)
-            # If nothing is known of links within such units, a device's are as fast, or they would cost nothing.
+            # If nothing is known of links within such domains, a device's are as fast, or they would cost nothing.
             if link.shared and not any(given[:k]):
                 given[0] = {"busiest": byte_ms}
             given[k] = {"uplink" if link.shared else "busiest": byte_ms}
     return given
 
 
-def merge_unknown_levels(units: np.ndarray, known: Sequence[bool]) -> np.ndarray:
-    """[K, n] numbers of devices' units (hosts, pods), with levels of unknown rates merged into known ones.
+def merge_unknown_levels(domains: np.ndarray, known: Sequence[bool]) -> np.ndarray:
+    """[K, n] numbers of devices' domains (hosts, pods), with levels of unknown rates merged into known ones.
 
     Bytes of such a level count on the next one out that is known, or else in. Where none is, all devices count as one
-    unit. units: [K, n]. known: [K].
+    domain. domains: [K, n]. known: [K].
     """
     if not any(known):
-        # One unit for all: their bytes count on the innermost level.
-        return np.zeros_like(units)
-    merged, last = units.copy(), max(k for k, is_known in enumerate(known) if is_known)
+        # One domain for all: their bytes count on the innermost level.
+        return np.zeros_like(domains)
+    merged, last = domains.copy(), max(k for k, is_known in enumerate(known) if is_known)
     for k, is_known in enumerate(known[:last]):
         if not is_known:
             # Merged with the level inside it: its bytes then count on the next one out.
-            merged[k] = merged[k - 1] if k else np.arange(units.shape[1])
+            merged[k] = merged[k - 1] if k else np.arange(domains.shape[1])
     # Nothing further out is known, so the last known level carries those bytes, too.
-    merged[last:] = units[-1]
+    merged[last:] = domains[-1]
     return merged
 
 
@@ -241,7 +241,7 @@ class ExchangeLaw(Protocol):
         start costs more than the waiting. That follows from the skew of the compute only, as a backward transfer ends
         for all devices at about the same time.
 
-        traffic: [L C, ..., D] bytes of each of kinds.CHANNELS, in each lane, as in Workload.
+        traffic: [L C, ..., D] bytes of each of kinds.CHANNELS, in each traffic slot, as in Workload.
         compute_ms: [..., D] of each device. It sets the skew with which devices arrive.
         """
         compute_ms = np.asarray(compute_ms, dtype=float)
@@ -253,7 +253,7 @@ class ExchangeLaw(Protocol):
             else:
                 forward += ways["forward"]
                 backward += ways["backward"]
-        # Work is counted by lane: each run's ids are put in buckets and in order separately.
+        # Work is counted by traffic slot: each run's ids are put in buckets and in order separately.
         for channel, arriving in zip(channels_of_traffic(traffic), traffic, strict=True):
             if channel in ID_CHANNELS and arriving.any():
                 work_ms += cached_channel_terms(self, channel, topology).work.work_ms(arriving)
@@ -267,7 +267,10 @@ class ExchangeLaw(Protocol):
 def channel_transfer_ms(
     model: ExchangeLaw, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology
 ) -> dict[Channel, dict[str, np.ndarray]]:
-    """[..., D] ms of each channel's collective by direction, all lanes together. Arguments as of ExchangeLaw.comm."""
+    """[..., D] ms of each channel's collective by direction, over all traffic slots.
+
+    Arguments as of ExchangeLaw.comm.
+    """
     skew_ms = np.ptp(compute_ms, axis=-1)
     nothing = np.zeros(np.shape(traffic)[1:])
     by_channel = {

@@ -11,7 +11,7 @@ It also runs one collective on each channel of that kind. A row of LAYOUTS gives
 `lower`, memory checks, searches, replays, exports and reports read these rows. Nothing else knows a kind.
 To add a kind, add a row. If it brings a collective that was not measured yet, measure that too.
 
-Shapes: C channels, L lanes (lower.py), D devices. A formula takes numbers or arrays.
+Shapes: C channels, L traffic slots (lower.py), D devices. A formula takes numbers or arrays.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shardcore.core.topology import Topology
 from shardcore.core.types import Placement, Problem, Shard, Table
 from shardcore.step.collectives import Collective, collective_by_name
 from shardcore.step.memory_timeline import Stages
-from shardcore.step.scopes import WORLD, Group, Scope, groups_in_topology, scope_by_name, scopes_of_unit
+from shardcore.step.scopes import WORLD, Group, Scope, groups_in_topology, scope_by_name, scopes_of_domain
 
 Bytes = Callable[[Any, Any, Problem], Any]
 """(weights, outputs, problem) -> bytes that a device's rows of a shard enter into a channel in one step.
@@ -87,9 +87,9 @@ class Layout:
       others.
     sequence: True if it runs tables whose lookups are not pooled (see `sequence_layout`).
     tower_channels: bytes that its pooled shards enter into each channel where the job has towers (see
-      `channels_in_job`), by the unit that has a tower. Of others, and None: the same as without.
+      `channels_in_job`), by the domain that has a tower. Of others, and None: the same as without.
     collection: name of the collection whose tables it runs (see `layout_for_table`).
-    rows_over: unit of links.ROWS_OVER that it divides rows over. A job divides them over one of these. "": it
+    rows_over: domain of links.ROWS_OVER that it divides rows over. A job divides them over one of these. "": it
       divides them over all devices, or not.
     """
 
@@ -113,7 +113,7 @@ class Layout:
         """The groups of devices that may share a shard of this kind, under the topology's (or default) division of
         rows.
         """
-        return self.shared_by(topology) if self.rows_over in ("", topology.row_unit) else ()
+        return self.shared_by(topology) if self.rows_over in ("", topology.row_domain) else ()
 
     def possible_groups(self, topology: Topology) -> tuple[Group, ...]:
         """The groups of devices that may share a shard of this kind, under any division of rows that the topology
@@ -166,13 +166,13 @@ class Layout:
         3. Across hosts, devices of the same number exchange what is left: each enters T / (L r).
 
         A formula sees one shard, so it enters o / r in step 3. The sum over the host is T / r, as it should
-        be. `spread_over_units` then divides it evenly, T / (L r) a device. Where devices of a host sum their
+        be. `spread_over_domains` then divides it evenly, T / (L r) a device. Where devices of a host sum their
         parts (rows divided), step 1 is that sum: T = o, and the formula enters o / (L r) itself.
         Backward, gradients go the same way back.
         """
         if job.tower_ratio is None or self.tower_channels is None:
             return self.channels
-        return self.tower_channels.get(topology.row_unit, self.channels)
+        return self.tower_channels.get(topology.row_domain, self.channels)
 
     def op_batch(self, problem: Problem) -> int:
         """Number of samples that the op of this kind runs over: the local or the global batch."""
@@ -189,26 +189,25 @@ def _one_group_of_all(topology: Topology) -> tuple[Group, ...]:
     return groups_in_topology(topology, WORLD)
 
 
-def _groups_by_unit(scope: str) -> Callable[[Topology], tuple[Group, ...]]:
-    """A function from a topology to one group of devices for each unit, such as a host. () where that is no separate
-    kind.
+def _groups_by_domain(scope: str) -> Callable[[Topology], tuple[Group, ...]]:
+    """Function that gives a topology's device groups, one a domain (host, pod); () where that is no separate kind.
 
-    TorchRec needs units of equal size, of hosts of equal size. A single unit equals all devices. Units of one device
-    divide nothing, and those that join none equal others.
+    TorchRec needs domains of equal size, of hosts of equal size. A single domain equals all devices. Domains of one
+    device divide nothing, and those that join none equal others.
     """
 
-    def unit_groups(topology: Topology) -> tuple[Group, ...]:
-        units = groups_in_topology(topology, scope)
-        there = topology.equal_hosts and topology.joins_devices(scope_by_name(scope).unit)
-        return units if there and 1 < len(units) < len(topology) else ()
+    def domain_groups(topology: Topology) -> tuple[Group, ...]:
+        domains = groups_in_topology(topology, scope)
+        there = topology.equal_hosts and topology.joins_devices(scope_by_name(scope).domain)
+        return domains if there and 1 < len(domains) < len(topology) else ()
 
-    return unit_groups
+    return domain_groups
 
 
-def row_unit_of(topology: Topology, placements: Iterable[Placement] = ()) -> str:
-    """The unit over which a job divides rows ("host" or "pod"), by the topology, a plan, or the default."""
-    used = (unit for p in placements if (unit := layout_of_kind(p.kind).rows_over))
-    return topology.rows_over or next(used, topology.row_unit)
+def row_domain_of(topology: Topology, placements: Iterable[Placement] = ()) -> str:
+    """The domain over which a job divides rows ("host" or "pod"), by the topology, a plan, or the default."""
+    used = (domain for p in placements if (domain := layout_of_kind(p.kind).rows_over))
+    return topology.rows_over or next(used, topology.row_domain)
 
 
 def pod_size(topology: Topology, placements: Iterable[Placement] = ()) -> int:
@@ -216,15 +215,17 @@ def pod_size(topology: Topology, placements: Iterable[Placement] = ()) -> int:
 
     A job needs TORCHREC_RESOLVED_POD_SIZE of this value. Without the variable it divides rows over hosts.
     """
-    units = topology.devices_by_unit(ROWS_OVER[row_unit_of(topology, placements)])
-    return max(1, len(units[0]) // len(topology.devices_by_host[0]))
+    domains = topology.devices_by_domain(ROWS_OVER[row_domain_of(topology, placements)])
+    return max(1, len(domains[0]) // len(topology.devices_by_host[0]))
 
 
-def row_unit_choices(topology: Topology) -> tuple[str, ...]:
-    """The units ("host", "pod") over which a job may divide rows in a topology."""
+def row_domain_choices(topology: Topology) -> tuple[str, ...]:
+    """The domains ("host", "pod") over which a job may divide rows in a topology."""
     able = (k.rows_over for k in LAYOUTS.values() if k.rows_over and k.possible_groups(topology))
-    # Without a kind for the default, such as on hosts of one device, a job has no rows over units.
-    return (topology.row_unit,) if topology.rows_over else tuple(dict.fromkeys([topology.row_unit, *able]))
+    # Without a kind for the default, such as on hosts of one device, a job has no rows over domains.
+    return (
+        (topology.row_domain,) if topology.rows_over else tuple(dict.fromkeys([topology.row_domain, *able]))
+    )
 
 
 def _entered_outputs(weights: Any, outputs: Any, problem: Problem) -> Any:
@@ -247,22 +248,22 @@ IDS = Channel("all_to_all_ids")
 BUCKETIZED_IDS = Channel("all_to_all_ids_bucketized")
 """Carries ids to devices that hold row ranges, once each device has put its own in buckets."""
 
-_SCOPES_OF = {unit: scopes_of_unit(level) for unit, level in ROWS_OVER.items()}
-"""Scopes within units over which rows may be divided, and across them."""
+_SCOPES_OF = {domain: scopes_of_domain(level) for domain, level in ROWS_OVER.items()}
+"""Scopes within domains over which rows may be divided, and across them."""
 
 
-def _rows_over_unit_layout(name: str, unit: str) -> Layout:
-    """The kind of sharding that divides rows over the devices of one unit, such as a host."""
-    within, across = _SCOPES_OF[unit]
+def _rows_over_domain_layout(name: str, domain: str) -> Layout:
+    """The kind of sharding that divides rows over the devices of one domain, such as a host."""
+    within, across = _SCOPES_OF[domain]
 
-    def unit_output_bytes(weights: Any, outputs: Any, problem: Problem) -> Any:
-        """Bytes of outputs on each device after the devices of a unit have summed and divided them."""
+    def domain_output_bytes(weights: Any, outputs: Any, problem: Problem) -> Any:
+        """Bytes of outputs on each device after the devices of a domain have summed and divided them."""
         return outputs / len(groups_in_topology(problem.topology, within)[0])
 
     return Layout(
         name,
-        f"rows divided over one {unit}",
-        _groups_by_unit(within),
+        f"rows divided over one {domain}",
+        _groups_by_domain(within),
         divides_rows=True,
         cuts_columns=True,
         local_batch=False,
@@ -270,18 +271,18 @@ def _rows_over_unit_layout(name: str, unit: str) -> Layout:
         ids=BUCKETIZED_IDS,
         channels={
             Channel("reduce_scatter", within): _entered_outputs,
-            Channel("all_to_all", across): unit_output_bytes,
+            Channel("all_to_all", across): domain_output_bytes,
         },
         sequence_channels=None,
         torchrec=("table_row_wise", "grid_shard"),
-        # Only towers of such units: rows of one tower are not divided over several.
+        # Only towers of such domains: rows of one tower are not divided over several.
         tower_channels={
-            unit: {
+            domain: {
                 Channel("reduce_scatter", within): _entered_outputs,
-                Channel("all_to_all", across): _compressed_by_tower(unit_output_bytes),
+                Channel("all_to_all", across): _compressed_by_tower(domain_output_bytes),
             }
         },
-        rows_over=unit,
+        rows_over=domain,
     )
 
 
@@ -301,11 +302,11 @@ LAYOUTS: Mapping[str, Layout] = {
             sequence_channels={Channel("all_to_all"): _entered_outputs},
             torchrec=("table_wise", "column_wise", "table_column_wise"),
             tower_channels={
-                unit: {
+                domain: {
                     Channel("all_to_all", within): _entered_outputs,
                     Channel("all_to_all", across): _compressed_by_tower(_entered_outputs),
                 }
-                for unit, (within, across) in _SCOPES_OF.items()
+                for domain, (within, across) in _SCOPES_OF.items()
             },
         ),
         Layout(
@@ -322,7 +323,7 @@ LAYOUTS: Mapping[str, Layout] = {
             sequence_channels={Channel("all_to_all"): _entered_outputs},
             torchrec=("row_wise",),
         ),
-        *(_rows_over_unit_layout("host_row", "host"), _rows_over_unit_layout("pod_row", "pod")),
+        *(_rows_over_domain_layout("host_row", "host"), _rows_over_domain_layout("pod_row", "pod")),
         Layout(
             "data_parallel",
             "a replica on every device",
@@ -358,7 +359,7 @@ CHANNELS: tuple[Channel, ...] = (*_WITHIN_TOWERS, *_PLAIN, *ID_CHANNELS)
 """All channels. Arrays of bytes [C, ...] use this order. Exchanges within hosts come before those across.
 
 A device enters its outputs and gradients into a channel. Of ID_CHANNELS, it counts what a device receives.
-Where several runs have a channel, such arrays have lanes, one after another: [L C, ...], see lower.py.
+Where several runs have a channel, such arrays have traffic slots, one after another: [L C, ...], see lower.py.
 """
 
 # Found by its properties, so that no code names a kind.
@@ -529,9 +530,9 @@ def require_valid_placement(placement: Placement, problem: Problem) -> None:
     if layout.is_on_one_device and len(devices) == 1 and shard.has_all_rows:
         return  # the most common case
     groups = layout.possible_groups(problem.topology)
-    if layout.rows_over and layout.rows_over != (unit := problem.topology.rows_over or layout.rows_over):
+    if layout.rows_over and layout.rows_over != (domain := problem.topology.rows_over or layout.rows_over):
         raise ShardCoreError(
-            f"{what}; topology.rows_over is {unit!r}: it needs to be {layout.rows_over!r}, or left out"
+            f"{what}; topology.rows_over is {domain!r}: it needs to be {layout.rows_over!r}, or left out"
         )
     if not groups:
         raise ShardCoreError(

@@ -6,7 +6,7 @@ After the dense part it exchanges their gradients and updates rows (backward).
 As in TorchRec, the shards of a kind and collection run as one fused FBGEMM op with its collectives: a run
 (see kinds.py).
 
-Shapes: C channels (kinds.CHANNELS), L lanes (`assign_lanes`), D devices.
+Shapes: C channels (kinds.CHANNELS), L traffic slots (`assign_traffic_slots`), D devices.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Workload:
         )
 
     def __getstate__(self) -> dict[str, Any]:  # layouts are compared by identity, so they stay in a process
-        return {k: v for k, v in self.__dict__.items() if k != "lanes"}
+        return {k: v for k, v in self.__dict__.items() if k != "traffic_slots"}
 
     @property
     def channels(self) -> tuple[Channel, ...]:
@@ -115,15 +115,17 @@ class Workload:
         return channels_of_traffic(self.traffic)
 
     @cached_property
-    def lanes(self) -> dict[Layout, int]:
-        """The layouts of the step's ops in their order, each with its lane in the rows of traffic."""
-        # Ordered by first appearance, without duplicates. Lanes depend on the runs, not on their devices.
+    def traffic_slots(self) -> dict[Layout, int]:
+        """The layouts of the step's ops in their order, each with its traffic slot in the rows of traffic."""
+        # Ordered by first appearance, without duplicates. Traffic slots depend on the runs, not on their devices.
         ops = {id(op): op for ops in self.ops for op in ops}.values()
-        return _lanes_among_runs({op.layout: None for op in ops}, (s.table for op in ops for s in op.shards))
+        return _traffic_slots_among_runs(
+            {op.layout: None for op in ops}, (s.table for op in ops for s in op.shards)
+        )
 
     def entering_bytes(self, run: Layout, channel: Channel) -> np.ndarray:
         """[D] bytes that each device sends into one collective of a layout, its channel."""
-        return self.traffic[traffic_row(self.lanes[run], channel)]
+        return self.traffic[traffic_row(self.traffic_slots[run], channel)]
 
 
 def lower(plan: Plan, problem: Problem, fits: bool = True) -> Workload:
@@ -150,9 +152,9 @@ def lower(plan: Plan, problem: Problem, fits: bool = True) -> Workload:
         for device, shard in shards_by_device(placement):
             held[run, device].append(shard)
     ops: list[list[Op]] = [[] for _ in range(n_devices)]
-    # Runs of this plan only, so that most plans have one lane.
+    # Runs of this plan only, so that most plans have one traffic slot.
     outputs, ids = dict[Layout, np.ndarray](), dict[Layout, np.ndarray]()
-    for layout in _lanes_among_runs({layout for layout, _ in held}, problem.tables):
+    for layout in _traffic_slots_among_runs({layout for layout, _ in held}, problem.tables):
         last = None
         outputs[layout], ids[layout] = np.zeros((2, n_devices))
         for device in (d for d in range(n_devices) if (layout, d) in held):
@@ -175,9 +177,9 @@ def lower(plan: Plan, problem: Problem, fits: bool = True) -> Workload:
     )
 
 
-def _lanes_among_runs(among: Container[Layout], tables: Iterable[Table]) -> dict[Layout, int]:
-    """Lanes of those layouts of some tables that are in `among`, in the order in which they run."""
-    return assign_lanes(run for run in layouts_for_tables(tables) if run in among)
+def _traffic_slots_among_runs(among: Container[Layout], tables: Iterable[Table]) -> dict[Layout, int]:
+    """Traffic slots of those layouts of some tables that are in `among`, in the order in which they run."""
+    return assign_traffic_slots(run for run in layouts_for_tables(tables) if run in among)
 
 
 def traffic_of_outputs(
@@ -191,7 +193,7 @@ def traffic_of_outputs(
     id_bytes: [..., D] bytes of ids and lengths that devices receive for some of these runs.
     """
     # Any leading dimensions: searches price several candidate plans in one call.
-    of_run, shape = assign_lanes(outputs), next(iter(outputs.values())).shape
+    of_run, shape = assign_traffic_slots(outputs), next(iter(outputs.values())).shape
     traffic = np.zeros(((1 + max(of_run.values())) * len(CHANNELS), *shape))
     for run, n_bytes in (id_bytes or {}).items():
         # Replicas look up their own samples, so no ids travel for them.
@@ -201,7 +203,7 @@ def traffic_of_outputs(
         for channel, entering in run.channels_in_job(problem.job, problem.topology).items():
             # A channel carries gradients of weights, or outputs.
             traffic[traffic_row(of_run[run], channel)] += entering(n_bytes, n_bytes, problem)
-    return spread_over_units(traffic, problem)
+    return spread_over_domains(traffic, problem)
 
 
 def require_valid_plan(plan: Plan, problem: Problem, fits: bool = True) -> None:
@@ -232,11 +234,11 @@ def require_full_cover(plan: Plan, problem: Problem) -> None:
                 "this shape and these statistics)"
             )
         require_valid_placement(placement, problem)
-        if unit := layout_of_kind(placement.kind).rows_over:
-            over.setdefault(unit, shard.table.name)
+        if domain := layout_of_kind(placement.kind).rows_over:
+            over.setdefault(domain, shard.table.name)
         by_table[shard.table.name].append(shard)
     if len(over) > 1:
-        words = " and of ".join(f"{name!r} over {unit}s" for unit, name in over.items())
+        words = " and of ".join(f"{name!r} over {domain}s" for domain, name in over.items())
         raise ShardCoreError(f"plan divides rows of {words}; a job of TorchRec divides rows over one of both")
     for table in problem.tables:
         # Shards of a table have all rows. So they overlap only if their columns do.
@@ -350,29 +352,29 @@ def require_constraints(plan: Plan, problem: Problem) -> None:
 # --- arrays of bytes by channel, and where the runs of a plan stand in them ---------------------------------------
 
 
-def assign_lanes(runs: Iterable[Layout]) -> dict[Layout, int]:
-    """The lane of each layout in arrays of bytes by channel, from 0. Layouts without a common channel share a lane.
+def assign_traffic_slots(runs: Iterable[Layout]) -> dict[Layout, int]:
+    """The traffic slot of each layout: the number of its C rows, one for each channel, in an array of traffic.
 
-    Each run has separate collectives. Runs without a channel in common share a lane, so most plans have
-    one. Gradients of replicas are all in the first: DDP reduces them together.
+    Each run has separate collectives. Runs without a channel in common share a slot, so most plans have one.
+    Gradients of replicas are all in the first: DDP reduces them together.
     """
-    # Greedy colouring: a run takes the first lane in which none of its channels is in use.
+    # Greedy colouring: a run takes the first slot in which none of its channels is in use.
     in_use: list[set[Channel]] = [set()]
-    lane_of = {}
+    slot_of = {}
     for run in runs:
         # Dense channels do not conflict: DDP reduces all gradients in one call, so their bytes add up.
         channels = {c for c in (*run.channels, run.ids) if c and not c.definition.dense}
-        lane_of[run] = next((i for i, others in enumerate(in_use) if not channels & others), len(in_use))
-        # A run that fits no lane opens the next one.
-        in_use += [set()] * (lane_of[run] == len(in_use))
-        in_use[lane_of[run]] |= channels
-    return lane_of
+        slot_of[run] = next((i for i, others in enumerate(in_use) if not channels & others), len(in_use))
+        # A run that fits no slot opens the next one.
+        in_use += [set()] * (slot_of[run] == len(in_use))
+        in_use[slot_of[run]] |= channels
+    return slot_of
 
 
-def traffic_row(lane: int, channel: Channel) -> int:
+def traffic_row(slot: int, channel: Channel) -> int:
     """Index of a channel's row in an array of traffic."""
-    # Lane-major: [L C, ...] holds the C rows of lane 0, then those of lane 1.
-    return lane * len(CHANNELS) + CHANNELS.index(channel)
+    # Slot-major: [L C, ...] holds the C rows of slot 0, then those of slot 1.
+    return slot * len(CHANNELS) + CHANNELS.index(channel)
 
 
 def channels_of_traffic(traffic: np.ndarray) -> tuple[Channel, ...]:
@@ -380,17 +382,19 @@ def channels_of_traffic(traffic: np.ndarray) -> tuple[Channel, ...]:
     return CHANNELS * (len(traffic) // len(CHANNELS))
 
 
-def spread_over_units(traffic: np.ndarray, problem: Problem) -> np.ndarray:
+def spread_over_domains(traffic: np.ndarray, problem: Problem) -> np.ndarray:
     """[L C, ..., D] traffic in which, with towers, bytes across hosts (or pods) are divided evenly over each one's
     devices.
 
     After the exchange within a tower, all its devices have equally many samples (Layout.channels_in_job).
     """
     if problem.job.tower_ratio is not None:
-        on_units = np.array(problem.topology.row_units)
+        on_domains = np.array(problem.topology.row_domains)
         # Only exchanges across them are compressed by towers. Others keep each device's own bytes.
         for row in (i for i, c in enumerate(channels_of_traffic(traffic)) if c.scope.across):
-            of_unit = traffic[row][..., on_units]
-            # The mean over a unit keeps its total, which is what its uplink carries.
-            traffic[row][..., on_units] = np.broadcast_to(of_unit.mean(-1, keepdims=True), of_unit.shape)
+            of_domain = traffic[row][..., on_domains]
+            # The mean over a domain keeps its total, which is what its uplink carries.
+            traffic[row][..., on_domains] = np.broadcast_to(
+                of_domain.mean(-1, keepdims=True), of_domain.shape
+            )
     return traffic

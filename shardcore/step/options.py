@@ -2,17 +2,19 @@
 
 A search works on integers. Two words, used in all of search/:
 
-strip: columns that devices divide among them. Mostly those of a whole table; else of a row range, or a bundle.
-unit: the columns of which a strip's shards have multiples: Problem.shard_width_unit, or MIN_WIDTH by default.
-  Tables kept together are a single unit. A sequence that is cut has equal parts, each a unit.
+item: what devices divide among them, as in bin packing: mostly the columns of a whole table; else those of a row
+  range, or a bundle of tables kept together.
+block (column block): the smallest number of an item's columns, of which its shards have multiples
+  (Problem.column_block_width, mostly MIN_WIDTH). A bundle is a single block. A sequence that is cut has equal parts,
+  each a block.
 
-Columns of a strip are exchangeable. So a shard is (strip, units): how many it has, not which.
-Two shards of a strip that meet on a device make one wider shard.
-A strip that a group of devices shares is an option of each of these devices.
+Columns of an item are exchangeable. So a shard is (item, blocks): how many it has, not which.
+Two shards of an item that meet on a device make one wider shard.
+An item that a group of devices shares is an option of each of these devices.
 Each option has a number, at which arrays keep its vector, its share of a local batch, bytes and cost. Number 0 is
 nothing. So moving columns between devices is adding and subtracting rows of arrays.
 
-Shapes: S strips, U units of the largest strip, O options, V entries of a vector, F features of an encoding, D devices,
+Shapes: S items, U blocks of the largest item, O options, V entries of a vector, F features of an encoding, D devices,
 K kinds, N runs, Y layouts of what groups share, C counts of caches; ... leading dimensions.
 """
 
@@ -72,34 +74,34 @@ Model = TypeVar("Model", bound=Encoder)
 Part = tuple[Layout, Shard]
 """A shard on one device, and the run of its op."""
 ShardKey = tuple[int, int]
-"""A shard as strip and number of units."""
+"""A shard as item and number of blocks."""
 Integers = int | np.ndarray
 """An integer, or one for each plan of a batch."""
 
 
 class Options(Generic[Model]):
-    """The strips that `shards` cover, and ways to run them, under one problem and model.
+    """The items that `shards` cover, and ways to run them, under one problem and model.
 
     `add_merged_shards` and `make_shards` make options of shards, `shared_options` those of groups.
 
-    strips: [S] the bundle that is the whole strip: mostly a single shard.
-    parts: [S] the run and the shard of each table of a strip. Tables of a bundle may run differently.
+    items: [S] the bundle that is the whole item: mostly a single shard.
+    parts: [S] the run and the shard of each table of an item. Tables of a bundle may run differently.
     speed: [D] speed factors.
-    allowed: [S, D] devices where a strip may be.
-    freedom: [S] number of these devices. Strips with least freedom are placed first, as others could take their
+    allowed: [S, D] devices where an item may be.
+    freedom: [S] number of these devices. Items with least freedom are placed first, as others could take their
       memory and go elsewhere: the rule of the least flexible job (Pinedo, Scheduling, 5.1).
-    kinds: runs of the strips (kinds.layouts_for_tables).
-    kind: [S] number of the strip's run in `kinds`. Of a bundle, its first table counts.
+    kinds: runs of the items (kinds.layouts_for_tables).
+    kind: [S] number of the item's run in `kinds`. Of a bundle, its first table counts.
     groups: kinds and their groups of several devices, which may share whole tables.
     layouts: [Y] the kinds of these.
     runs: [N] runs of ops: the kinds, then others.
     stages: coefficients of their memory.
-    is_range: [S] whether the strip is a row range.
-    unit: [S] columns of a unit of the strip, or of the first table of a bundle.
-    size: [S] units of the whole strip.
-    most: [S] units that a device may have.
-    like: [S] the first strip that differs by names of tables alone. Its options are those of the strip.
-    made: [O] the bundle of each shard's number, of the first such strip. Other numbers have any.
+    is_range: [S] whether the item is a row range.
+    block_width: [S] columns of a block of the item, or of the first table of a bundle.
+    size: [S] blocks of the whole item.
+    most: [S] blocks that a device may have.
+    like: [S] the first item that differs by names of tables alone. Its options are those of the item.
+    made: [O] the bundle of each shard's number, of the first such item. Other numbers have any.
     vectors: [O, V] what an option adds to its op: bytes and counts, counts of caches, and the encoding.
     options: [O, 2] numbers of its run, and of the next option of a bundle whose tables run differently, or 0.
     alone: [O, 7] its share of a local batch, then bytes and ms of the option alone (engine/arrays.PEAK_BYTES).
@@ -110,44 +112,44 @@ class Options(Generic[Model]):
         self.speed = np.array([d.speed for d in problem.topology.devices])
         shards = list(shards)
         tick()
-        self.strips, self._cut_sequences = (
+        self.items, self._cut_sequences = (
             bundle_shards(join_columns(shards), problem),
             _cut_sequence_widths(shards),
         )
-        # By row range, so that a shard's strip is one of few.
-        self._strips_at: dict[RowRange, list[tuple[Shard, int]]] = defaultdict(list)  # (whole strip, number)
-        for i, bundle in enumerate(self.strips):
+        # By row range, so that a shard's item is one of few.
+        self._items_at: dict[RowRange, list[tuple[Shard, int]]] = defaultdict(list)  # (whole item, number)
+        for i, bundle in enumerate(self.items):
             for shard in bundle:
-                self._strips_at[row_range(shard)].append((shard, i))
-        runs = [layout_of_shard(bundle[0], problem) for bundle in ticking(self.strips)]
+                self._items_at[row_range(shard)].append((shard, i))
+        runs = [layout_of_shard(bundle[0], problem) for bundle in ticking(self.items)]
         # In the order of layouts_for_tables, whatever the order of the shards.
         self.kinds = tuple(run for run in layouts_for_tables(problem.tables) if run in runs)
         self.kind = np.array([self.kinds.index(run) for run in runs])
         # A row range is never in a bundle, so tables after the first run as whole rows.
         self.parts = [
             [(run, bundle[0]), *((layout_on_one_device(s.table), s) for s in bundle[1:])]
-            for run, bundle in zip(runs, self.strips, strict=True)
+            for run, bundle in zip(runs, self.items, strict=True)
         ]
-        self.is_range = np.array([not bundle[0].has_all_rows for bundle in self.strips])
-        self.unit = np.array([problem.shard_width_unit(bundle[0].table) for bundle in self.strips])
+        self.is_range = np.array([not bundle[0].has_all_rows for bundle in self.items])
+        self.block_width = np.array([problem.column_block_width(bundle[0].table) for bundle in self.items])
         widths: dict[int, list[int]] = defaultdict(list)
         for shard in shards:
             if shard.table.sequence:
-                widths[self._strip_of_shard(shard)].append(shard.width)
-        for strip, of_parts in widths.items():
+                widths[self._item_of_shard(shard)].append(shard.width)
+        for item, of_parts in widths.items():
             # A sequence that is cut has equal parts.
-            self.unit[strip] = gcd(*of_parts) if len(of_parts) > 1 else self.unit[strip]
-        self.size = np.array([self._unit_count(i, bundle[0]) for i, bundle in enumerate(self.strips)])
+            self.block_width[item] = gcd(*of_parts) if len(of_parts) > 1 else self.block_width[item]
+        self.size = np.array([self._block_count(i, bundle[0]) for i, bundle in enumerate(self.items)])
         keys = self.shard_keys(ticking(shards))
         # Cut already because they do not fit whole: of sequences, only these may be cut.
-        self._cut_before = {strip for strip, units in keys if units < self.size[strip]}
-        # [S] shards of each strip. With fewer, some would not fit.
-        self._n_before = np.bincount([strip for strip, _ in keys], minlength=len(self))
-        self.most = np.array([self._max_units(i) for i in range(len(self))])
+        self._cut_before = {item for item, blocks in keys if blocks < self.size[item]}
+        # [S] shards of each item. With fewer, some would not fit.
+        self._n_before = np.bincount([item for item, _ in keys], minlength=len(self))
+        self.most = np.array([self._max_blocks(i) for i in range(len(self))])
         known: dict[Hashable, int] = {}
         self.like = np.array([known.setdefault(self._equivalence_key(s), s) for s in range(len(self))])
         self.allowed = np.ones((len(self), len(problem.topology)), dtype=bool)
-        for i, (first, *_) in enumerate(self.strips):
+        for i, (first, *_) in enumerate(self.items):
             if self.is_range[i] or first.table.name in problem.pinned_devices:
                 self.allowed[i] = False
                 self.allowed[i, list(allowed_devices_of_shard(first, problem))] = True
@@ -160,25 +162,25 @@ class Options(Generic[Model]):
             if len(group) > 1
         )
         self.layouts = tuple(dict.fromkeys(layout for layout, _ in self.groups))
-        of_strips = (run for parts in self.parts for run, _ in parts)
-        self.runs = tuple(dict.fromkeys((*self.kinds, *of_strips, *self.layouts)))
+        of_items = (run for parts in self.parts for run, _ in parts)
+        self.runs = tuple(dict.fromkeys((*self.kinds, *of_items, *self.layouts)))
         self.stages = run_stages(self.runs, problem)
-        # [S, U + 1] number of the shard with so many units. -1: not made yet.
+        # [S, U + 1] number of the shard with so many blocks. -1: not made yet.
         self._numbers = np.full((len(self), self.size.max() + 1), -1)
         self._numbers[:, 0] = 0
         self.first_code = CACHED + len(self.caches)
         # One row each, of number 0.
-        self.made: list[Bundle] = [self.strips[0]]
-        self.vectors = np.zeros((1, self.first_code + encode_shards([self.strips[0][0]], model).shape[1]))
+        self.made: list[Bundle] = [self.items[0]]
+        self.vectors = np.zeros((1, self.first_code + encode_shards([self.items[0][0]], model).shape[1]))
         self.options, self.alone = np.zeros((1, 2), np.int64), np.zeros((1, SINGLE_MS + 1))
 
     def __len__(self) -> int:
-        """Number of strips, S."""
-        return len(self.strips)
+        """Number of items, S."""
+        return len(self.items)
 
     @cached_property
-    def strip_by_name(self) -> dict[str, int]:
-        """The first strip (columns of a table) of each table, by table name."""
+    def item_by_name(self) -> dict[str, int]:
+        """The first item (columns of a table) of each table, by table name."""
         return {self.table(s).name: s for s in range(len(self))}
 
     @cached_property
@@ -190,70 +192,70 @@ class Options(Generic[Model]):
             (run, Shard.whole(t)) for t in cached for run in layouts_for_tables([t]) if run.may_cache_rows
         ]
         narrow = [
-            (parts[0][0], self._cut_units(s, 0, units)[0])
+            (parts[0][0], self._cut_blocks(s, 0, blocks)[0])
             for s, parts in enumerate(self.parts)
             if self.table(s).in_host_memory
-            for units in range(1, self.size[s])
+            for blocks in range(1, self.size[s])
         ]
         return Caches.from_shards([*whole, *narrow])
 
     def covers(self, shards: Sequence[Shard]) -> bool:
-        """Tell if shards make up exactly these strips, with sequences cut into the same widths."""
-        strips = bundle_shards(join_columns(shards), self.problem)
-        return self._cut_sequences == _cut_sequence_widths(shards) and self.strips == strips
+        """Tell if shards make up exactly these items, with sequences cut into the same widths."""
+        items = bundle_shards(join_columns(shards), self.problem)
+        return self._cut_sequences == _cut_sequence_widths(shards) and self.items == items
 
-    def table(self, strip: int) -> Table:
-        """The table of a strip; the first table of a bundle."""
-        return self.strips[strip][0].table
+    def table(self, item: int) -> Table:
+        """The table of an item; the first table of a bundle."""
+        return self.items[item][0].table
 
     def shard_key(self, shard: Shard) -> ShardKey:
-        """A shard as (strip, number of units). A table of a bundle has the key of the bundle."""
-        strip = self._strip_of_shard(shard)
-        return strip, self._unit_count(strip, shard)
+        """A shard as (item, number of blocks). A table of a bundle has the key of the bundle."""
+        item = self._item_of_shard(shard)
+        return item, self._block_count(item, shard)
 
-    def _strip_of_shard(self, shard: Shard) -> int:
-        """Number of the strip that contains a shard."""
+    def _item_of_shard(self, shard: Shard) -> int:
+        """Number of the item that contains a shard."""
         return next(
-            i for whole, i in self._strips_at[row_range(shard)] if whole.col_lo <= shard.col_lo < whole.col_hi
+            i for whole, i in self._items_at[row_range(shard)] if whole.col_lo <= shard.col_lo < whole.col_hi
         )
 
     def shard_keys(self, shards: Iterable[Shard]) -> list[ShardKey]:
-        """The (strip, number of units) of each bundle of shards."""
+        """The (item, number of blocks) of each bundle of shards."""
         return [self.shard_key(bundle[0]) for bundle in bundle_shards(shards, self.problem)]
 
     def deal_bundles(self, keys: Sequence[ShardKey]) -> list[Bundle]:
-        """The bundle of shards of each key, with columns of a strip dealt out from left to right."""
-        # [S] the unit with which a strip's next shard begins.
+        """The bundle of shards of each key, with columns of an item dealt out from left to right."""
+        # [S] the block with which an item's next shard begins.
         begins, dealt = [0] * len(self), []
-        for strip, units in keys:
-            dealt.append(self._cut_units(strip, begins[strip], begins[strip] + units))
-            begins[strip] += units
+        for item, blocks in keys:
+            dealt.append(self._cut_blocks(item, begins[item], begins[item] + blocks))
+            begins[item] += blocks
         return dealt
 
-    def _unit_count(self, strip: int, shard: Shard) -> int:
-        # A bundle is a single unit.
-        """Number of a strip's units in a shard."""
-        return shard.width // int(self.unit[strip]) if len(self.strips[strip]) == 1 else 1
+    def _block_count(self, item: int, shard: Shard) -> int:
+        # A bundle is a single block.
+        """Number of an item's blocks in a shard."""
+        return shard.width // int(self.block_width[item]) if len(self.items[item]) == 1 else 1
 
-    def _max_units(self, strip: int) -> int:
-        """The most units of a strip that one device may hold."""
-        table = self.table(strip)
+    def _max_blocks(self, item: int) -> int:
+        """The most blocks of an item that one device may hold."""
+        table = self.table(item)
         # Two parts on a device would be one wider than the others, and TorchRec needs all equally wide.
-        if table.sequence and strip in self._cut_before:
+        if table.sequence and item in self._cut_before:
             return 1
         if table.dim <= self.problem.topology.max_shard_columns:
-            return int(self.size[strip])
+            return int(self.size[item])
         # FBGEMM's CUDA op runs no wider shard.
-        return max(1, self.problem.max_shard_width(table) // int(self.unit[strip]))
+        return max(1, self.problem.max_shard_width(table) // int(self.block_width[item]))
 
-    def _equivalence_key(self, strip: int) -> Hashable:
-        """A key that strips share if they differ in table names only, so that their options are the same."""
+    def _equivalence_key(self, item: int) -> Hashable:
+        """A key that items share if they differ in table names only, so that their options are the same."""
         kinds_of = self.problem.restricted_kinds_by_table
         shards = (
             (_BUT_NAME(s.table), s.row_lo, s.row_hi, s.col_lo, s.col_hi, kinds_of.get(s.table.name))
-            for s in self.strips[strip]
+            for s in self.items[item]
         )
-        return self.kind[strip], self.unit[strip], self.most[strip], *shards
+        return self.kind[item], self.block_width[item], self.most[item], *shards
 
     @property
     def peak_bytes(self) -> np.ndarray:
@@ -272,51 +274,51 @@ class Options(Generic[Model]):
 
     @property
     def min_shards(self) -> np.ndarray:
-        """[S] fewest shards into which each strip has to be cut, by memory and FBGEMM's limits."""
+        """[S] fewest shards into which each item has to be cut, by memory and FBGEMM's limits."""
         return np.maximum(self._n_before, -(-self.size // self.most))
 
-    def _cut_units(self, strip: int, low: int, high: int) -> Bundle:
-        """The shards of a bundle with units low to high of a strip."""
-        bundle = self.strips[strip]
+    def _cut_blocks(self, item: int, low: int, high: int) -> Bundle:
+        """The shards of a bundle with blocks low to high of an item."""
+        bundle = self.items[item]
         # Tables kept together always come here: they are never cut.
-        if high - low == self.size[strip]:
+        if high - low == self.size[item]:
             return bundle
-        whole, unit = bundle[0], int(self.unit[strip])
-        columns = whole.col_lo + low * unit, whole.col_lo + high * unit
+        whole, block = bundle[0], int(self.block_width[item])
+        columns = whole.col_lo + low * block, whole.col_lo + high * block
         return (Shard(whole.table, whole.row_lo, whole.row_hi, *columns),)
 
-    def may_split(self, strip: int) -> bool:
-        """Tell if a strip may be cut by columns into several shards.
+    def may_split(self, item: int) -> bool:
+        """Tell if an item may be cut by columns into several shards.
 
         TorchRec needs all shards of a sequence equally wide.
         So one is cut only where it does not fit whole, and then no further.
         """
-        table = self.table(strip)
+        table = self.table(item)
         return (
-            not self.is_range[strip]
+            not self.is_range[item]
             and table.name not in self.problem.uncut_tables
-            and (not table.sequence or strip in self._cut_before)
+            and (not table.sequence or item in self._cut_before)
         )
 
     def add_merged_shards(self, keys: Iterable[ShardKey]) -> None:
         """Make options of all shards that may form on a device when shards of a plan merge.
 
-        Their units are the sums of any subset of a strip's shards.
+        Their blocks are the sums of any subset of an item's shards.
         """
         sums: dict[int, set[int]] = defaultdict(lambda: {0})
-        for strip, units in keys:
-            sums[strip] |= {held + units for held in sums[strip]}
-        self.make_shards(*np.array([(strip, units) for strip in sums for units in sorted(sums[strip])]).T)
+        for item, blocks in keys:
+            sums[item] |= {held + blocks for held in sums[item]}
+        self.make_shards(*np.array([(item, blocks) for item in sums for blocks in sorted(sums[item])]).T)
 
-    def make_shards(self, strips: np.ndarray, units: np.ndarray) -> None:
-        """Make options of shards, given by strips [N] and units [N], where they do not exist yet."""
-        strips = self.like[strips]
-        missing = self._numbers[strips, units] < 0
+    def make_shards(self, items: np.ndarray, blocks: np.ndarray) -> None:
+        """Make options of shards, given by items [N] and blocks [N], where they do not exist yet."""
+        items = self.like[items]
+        missing = self._numbers[items, blocks] < 0
         if not missing.any():
             return
-        new = list(dict.fromkeys(zip(strips[missing].tolist(), units[missing].tolist(), strict=True)))
-        # Columns are exchangeable, so the first u units stand for any.
-        made = [self._cut_units(s, 0, u) for s, u in ticking(new)]
+        new = list(dict.fromkeys(zip(items[missing].tolist(), blocks[missing].tolist(), strict=True)))
+        # Columns are exchangeable, so the first u blocks stand for any.
+        made = [self._cut_blocks(s, 0, u) for s, u in ticking(new)]
         numbers = self._make_options(
             [
                 [(run, shard) for (run, _), shard in zip(self.parts[s], bundle, strict=True)]
@@ -324,10 +326,10 @@ class Options(Generic[Model]):
             ]
         )
         # Numbers go on from the last option and never change, so states may keep them.
-        strips_of_new, units_of_new = np.array(new).T
-        self._numbers[strips_of_new, units_of_new] = numbers
+        items_of_new, blocks_of_new = np.array(new).T
+        self._numbers[items_of_new, blocks_of_new] = numbers
         self.made[numbers[0] : numbers[-1] + 1] = made
-        possible = units_of_new <= self.most[strips_of_new]
+        possible = blocks_of_new <= self.most[items_of_new]
         # Checking each shard takes long, so it is skipped where nothing can refuse one.
         problem, most_columns = self.problem, self.problem.topology.max_shard_columns
         if (
@@ -343,10 +345,10 @@ class Options(Generic[Model]):
 
     @cached_property
     def shared_options(self) -> np.ndarray:
-        """[2, Y, S] option numbers of each strip on devices of a group that shares it: all but the last device, and
+        """[2, Y, S] option numbers of each item on devices of a group that shares it: all but the last device, and
         the last.
 
-        0 where the layout does not run the strip.
+        0 where the layout does not run the item.
         """
         shape, parts = (len(self.layouts), len(self)), list[list[Part]]()
         shared = np.zeros((2, *shape), np.int64)
@@ -369,10 +371,10 @@ class Options(Generic[Model]):
         return np.insert(self._make_options(parts), 0, 0)[shared.take(self.like, 2)] if parts else shared
 
     def may_share(self, s: int, y: int) -> bool:
-        """Tell if groups of devices may share strip s by layout y.
+        """Tell if groups of devices may share item s by layout y.
 
         Kinds that divide rows need unordered rows that may be divided, and at least one row for each device.
-        They also need that no strip is a row range, as those would run in the same op.
+        They also need that no item is a row range, as those would run in the same op.
         """
         table, layout, problem = self.table(s), self.layouts[y], self.problem
         if (
@@ -424,7 +426,7 @@ class Options(Generic[Model]):
         self.vectors = np.concatenate([self.vectors, vectors])
         self.options = np.concatenate([self.options, np.array([run, following]).T])
         self.alone = np.concatenate([self.alone, alone])
-        self.made += [self.strips[0]] * len(runs)
+        self.made += [self.items[0]] * len(runs)
         return np.arange(begin, begin + len(options))
 
     def vectors_and_batch_shares(self, parts: Sequence[Part]) -> tuple[np.ndarray, np.ndarray]:
@@ -473,13 +475,13 @@ class Options(Generic[Model]):
             vectors[some, self.first_code :] = encode_shards([parts[i][1] for i in some], self.model, batch)
         return vectors, local
 
-    def option_numbers(self, strips: Integers, units: Integers) -> np.ndarray:
-        """[...] option numbers of shards, given by strips and units, which broadcast. -1 for shards without an
+    def option_numbers(self, items: Integers, blocks: Integers) -> np.ndarray:
+        """[...] option numbers of shards, given by items and blocks, which broadcast. -1 for shards without an
         option.
 
         The shards have to be computed before: the number of any other is -1.
         """
-        return self._numbers[self.like[strips], units]
+        return self._numbers[self.like[items], blocks]
 
 
 def _sums_of_op(run: Layout, shard: Shard, problem: Problem) -> tuple[float, ...]:

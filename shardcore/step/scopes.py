@@ -15,41 +15,41 @@ from functools import lru_cache
 import numpy as np
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.links import LEVELS, unit_members
+from shardcore.core.links import LEVELS, domain_members
 from shardcore.core.topology import Topology
 
 Group = tuple[int, ...]
 """Devices that exchange with each other, or share one shard, in the order in which row ranges are dealt."""
-Units = Sequence[Sequence[int]]
-"""Devices of each unit: of each host, or of each pod."""
+Domains = Sequence[Sequence[int]]
+"""Devices of each domain: of each host, or of each pod."""
 
 
 @dataclass(frozen=True)
 class Scope:
-    """A scope of groups. Those of units need units of one size.
+    """Which devices join in a collective: all, those of a domain (host, pod), or one of each. Domains need one size.
 
     name: as channels and files give it.
     words: for people, after those of a collective.
-    unit: level of links that joins a unit, a name of links.LEVELS. The outermost: all devices.
-    across: True if a group has one device of each unit, by their order there. Such groups share the units' links.
-      Otherwise a group is a unit.
+    domain: level of links that joins a domain, a name of links.LEVELS. The outermost: all devices.
+    across: True if a group has one device of each domain, by their order there. Such groups share the domains' links.
+      Otherwise a group is a domain.
     """
 
     name: str
     words: str
-    unit: str
+    domain: str
     across: bool = False
 
-    def groups(self, units: Units) -> tuple[Group, ...]:
-        """The groups of devices in this scope, from the devices of each unit (host, pod). () if unit sizes differ."""
-        if len({len(devices) for devices in units}) != 1:
+    def groups(self, domains: Domains) -> tuple[Group, ...]:
+        """Device groups of this scope, from the devices of each domain (host, pod); () if domain sizes differ."""
+        if len({len(devices) for devices in domains}) != 1:
             return ()
-        return tuple(zip(*units, strict=True) if self.across else map(tuple, units))
+        return tuple(zip(*domains, strict=True) if self.across else map(tuple, domains))
 
     @property
     def outermost_level(self) -> str:
         """Name of the outermost level of links that groups in this scope cross."""
-        return _OUTERMOST if self.across else self.unit
+        return _OUTERMOST if self.across else self.domain
 
 
 _INNERMOST, *_, _OUTERMOST = LEVELS
@@ -68,10 +68,10 @@ SCOPES: Mapping[str, Scope] = {
 """By name. The first has all devices."""
 
 
-def scopes_of_unit(level: str) -> tuple[str, str]:
-    """Names of the two scopes of a unit, such as a host: groups within units, and groups across units."""
+def scopes_of_domain(level: str) -> tuple[str, str]:
+    """Names of the two scopes of a domain, such as a host: groups within domains, and groups across domains."""
     within, across = (
-        next(row.name for row in SCOPES.values() if row.unit == level and row.across == far)
+        next(row.name for row in SCOPES.values() if row.domain == level and row.across == far)
         for far in (False, True)
     )
     return within, across
@@ -87,14 +87,14 @@ def scope_by_name(name: str) -> Scope:
 def groups_among_hosts(hosts: Sequence[str], scope: str) -> tuple[Group, ...]:
     """The groups of a scope among devices given by the names of their hosts."""
     row = scope_by_name(scope)
-    return row.groups(unit_members(hosts, row.unit))
+    return row.groups(domain_members(hosts, row.domain))
 
 
 @lru_cache(maxsize=128)
 def groups_in_topology(topology: Topology, scope: str) -> tuple[Group, ...]:
-    """The groups of devices of a scope in a topology. () if its units differ in size."""
+    """The groups of devices of a scope in a topology. () if its domains differ in size."""
     row = scope_by_name(scope)
-    return row.groups(topology.devices_by_unit(row.unit))
+    return row.groups(topology.devices_by_domain(row.domain))
 
 
 @lru_cache(maxsize=128)

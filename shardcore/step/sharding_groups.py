@@ -27,7 +27,7 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem
 from shardcore.core.validation import MOST_DEVICES, Record, one_of, require, within
 from shardcore.step import memory
-from shardcore.step.kinds import layout_for_table, merged_placements, row_unit_of, shards_by_device
+from shardcore.step.kinds import layout_for_table, merged_placements, row_domain_of, shards_by_device
 
 CONTIGUOUS, STRIDED = "contiguous", "strided"
 GROUP_LAYOUTS = (CONTIGUOUS, STRIDED)
@@ -145,12 +145,12 @@ def problem_of_group(problem: Problem, grouping: Grouping) -> Problem:
         f"{p} has constraints.pinned {pins}; groups need none, for a device of a group stands for one of each group",
     )
     # Names differ between groups. The pattern of their hosts and pods has to agree, or links would differ.
-    for where, unit_of in (("on its hosts", str), ("in its pods", pod_of)):
-        spread = [number_hosts([unit_of(topology.devices[d].host) for d in group]) for group in each]
-        for number, units in enumerate(spread):
-            if units != spread[0]:
+    for where, domain_of in (("on its hosts", str), ("in its pods", pod_of)):
+        spread = [number_hosts([domain_of(topology.devices[d].host) for d in group]) for group in each]
+        for number, domains in enumerate(spread):
+            if domains != spread[0]:
                 raise Infeasible(
-                    f"group {number} has {_device_counts_text(units)} devices {where}, group 0 "
+                    f"group {number} has {_device_counts_text(domains)} devices {where}, group 0 "
                     f"{_device_counts_text(spread[0])}; one plan for all groups needs them alike"
                 )
     devices = tuple(
@@ -212,14 +212,14 @@ def replicated_gradient_bytes(plan: Plan) -> int:
     )
 
 
-def devices_per_unit(problem: Problem, plan: Plan | None = None) -> int:
+def devices_per_domain(problem: Problem, plan: Plan | None = None) -> int:
     """Number of a group's devices on each host (or pod, if rows are divided over pods); all if hosts differ.
 
     The size of the group where they differ.
     """
     topology = problem.topology
-    units = topology.devices_by_unit(ROWS_OVER[row_unit_of(topology, plan.placements if plan else ())])
-    return len(units[0]) if len(set(map(len, units))) == 1 else len(topology)
+    domains = topology.devices_by_domain(ROWS_OVER[row_domain_of(topology, plan.placements if plan else ())])
+    return len(domains[0]) if len(set(map(len, domains))) == 1 else len(topology)
 
 
 def parse_group_sizes(text: str, problem: Problem) -> tuple[int, ...]:

@@ -280,12 +280,12 @@ def fits_single_device_by_width(shard: Shard, problem: Problem) -> bool:
     )
 
 
-def cut_into_equal_parts(shard: Shard, n: int, unit: int = 1) -> list[Shard]:
-    """Cut a shard by columns into n parts, whose widths are multiples of `unit` and differ by one unit at most.
+def cut_into_equal_parts(shard: Shard, n: int, block: int = 1) -> list[Shard]:
+    """Cut a shard by columns into n parts, whose widths are multiples of `block` and differ by one block at most.
 
-    The last one is as wide as any: in units of 4, 12 columns become 4 and 8.
+    The last one is as wide as any: in blocks of 4, 12 columns become 4 and 8.
     """
-    ends = [shard.col_lo + shard.width // unit * i // n * unit for i in range(n + 1)]
+    ends = [shard.col_lo + shard.width // block * i // n * block for i in range(n + 1)]
     return [replace(shard, col_lo=lo, col_hi=hi) for lo, hi in pairwise(ends)]
 
 

@@ -59,7 +59,7 @@ from shardcore.step.kinds import (
     layout_of_torchrec,
     layout_on_one_device,
     pod_size,
-    row_unit_of,
+    row_domain_of,
     shards_by_device,
 )
 from shardcore.step.memory import local_batch_bytes, peak_bytes_function, plan_fits, usable_bytes
@@ -293,7 +293,7 @@ class _TorchRecProblem:
     def _is_type_allowed(self, sharding_type: str, table: Table) -> bool:
         """Tell if TorchRec may shard a table by a sharding type on the problem's topology and constraints."""
         topology = self.problem.topology
-        # Table-row-wise over units of one device each would divide nothing.
+        # Table-row-wise over domains of one device each would divide nothing.
         if sharding_type in _HOST_TYPES and not 1 < self.per_host * pod_size(topology) < len(self.ranks):
             return False
         layout = layout_of_torchrec(sharding_type, topology)
@@ -312,11 +312,11 @@ class _TorchRecProblem:
         for level in LEVELS.values():
             if level.torchrec is None:
                 continue
-            # Its inner links are those of the unit that rows are divided over.
+            # Its inner links are those of the domain that rows are divided over.
             inner = level.name in ROWS_OVER.values()
-            link = topology.link(ROWS_OVER[row_unit_of(topology)] if inner else level.name)
+            link = topology.link(ROWS_OVER[row_domain_of(topology)] if inner else level.name)
             if link.gbps:
-                # TorchRec's links belong to each device, so a shared one is divided over the devices of a unit.
+                # TorchRec's links belong to each device, so a shared one is divided over the devices of a domain.
                 sharing = len(topology.devices_sharing_link(link.level)[0]) if link.shared else 1
                 known[level.torchrec[0]] = link.gbps * BYTES_PER_MS_PER_GBPS / sharing
             elif column_ms > 0:

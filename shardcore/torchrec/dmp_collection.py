@@ -21,7 +21,7 @@ from shardcore.core.types import Problem
 from shardcore.core.validation import MOST_DEVICES, Record, require, within
 from shardcore.io import schema, writing
 from shardcore.io.envelope import document, read_record
-from shardcore.step.sharding_groups import CONTIGUOUS, GroupedPlan, SyncEvery, devices_per_unit
+from shardcore.step.sharding_groups import CONTIGUOUS, GroupedPlan, SyncEvery, devices_per_domain
 from shardcore.torchrec import fields
 from shardcore.torchrec.plan_files import plan_from_json, plan_to_json
 from shardcore.torchrec.sharding_plan import to_torchrec
@@ -80,7 +80,7 @@ def to_dmp_collection(
         world_size=len(problem.topology),
         sharding_group_size=grouped.grouping.size,
         # Hosts of a group, which are smaller than hosts of the job where groups interleave.
-        node_group_size=devices_per_unit(grouped.problem, grouped.plan),
+        node_group_size=devices_per_domain(grouped.problem, grouped.plan),
         use_inter_host_allreduce=grouped.grouping.layout == CONTIGUOUS,
     )
     # The plan is one of a group, and its ranks count from 0 in each.

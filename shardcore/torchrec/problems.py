@@ -99,7 +99,7 @@ def problem_for(
         if isinstance(topology, Topology)
         else topology_from_torchrec(topology, default_reserved_share(job))
     )
-    ours = topologies.with_row_unit_of_environment(ours)
+    ours = topologies.with_row_domain_of_environment(ours)
     data = read_lookups(lookups, max(1, global_batch // len(ours)))
     statistics = pooling_and_access(model_tables, data, global_batch)
     # Deduplication happens on a device, so within its share of the batch.

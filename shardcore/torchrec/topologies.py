@@ -13,7 +13,7 @@ from shardcore.core.tiers import BELOW, TIERS, Memory
 from shardcore.core.topology import BYTES_PER_MS_PER_GBPS, Device, Topology
 from shardcore.core.types import Placement
 from shardcore.core.validation import require, require_type
-from shardcore.step.kinds import pod_size, row_unit_choices
+from shardcore.step.kinds import pod_size, row_domain_choices
 from shardcore.torchrec import fields
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def topology_from_torchrec(
         memory.append(Memory(tier.name, of_host, getattr(topology, bandwidth) / BYTES_PER_MS_PER_GBPS))
     # Only bandwidths that somebody gave. Others are the cost model's.
     gbps: dict[str, Any] = nondefault_bandwidths(topology)
-    return with_row_unit_of_environment(
+    return with_row_domain_of_environment(
         Topology(tuple(devices), links=links_of(**gbps), memory=tuple(memory))
     )
 
@@ -104,23 +104,23 @@ def _hosts_per_pod(topology: TheirTopology) -> int:
     return pod
 
 
-def with_row_unit_of_environment(topology: Topology) -> Topology:
-    """Topology with rows divided over the unit, host or pod, that the environment variable POD_SIZE names.
+def with_row_domain_of_environment(topology: Topology) -> Topology:
+    """Topology with rows divided over the domain, host or pod, that the environment variable POD_SIZE names.
 
-    Raises ShardCoreError if the topology has no such units, or its rows_over is another one.
+    Raises ShardCoreError if the topology has no such domains, or its rows_over is another one.
     """
     # TorchRec reads this variable at run time, whatever a plan assumes.
     if (theirs := os.environ.get(POD_SIZE)) is None:
         return topology
-    able = {pod_size(replace(topology, rows_over=unit)): unit for unit in row_unit_choices(topology)}
-    if (unit := {str(size): unit for size, unit in able.items()}.get(theirs)) is None:
+    able = {pod_size(replace(topology, rows_over=domain)): domain for domain in row_domain_choices(topology)}
+    if (domain := {str(size): domain for size, domain in able.items()}.get(theirs)) is None:
         ours = " or ".join(map(str, able))
         raise ShardCoreError(
             f"the environment has {POD_SIZE}={theirs}: TorchRec would divide rows over {theirs} hosts of "
             f"{len(topology.devices_by_host[0])} devices, and the topology over {ours}: set it to {ours}, or give "
             f"Topology(pod_size={theirs})"
         )
-    return replace(topology, rows_over=unit) if len(able) > 1 else topology
+    return replace(topology, rows_over=domain) if len(able) > 1 else topology
 
 
 def topology_of_job(world_size: int) -> Topology:

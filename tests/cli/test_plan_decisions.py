@@ -165,7 +165,7 @@ def test_a_model_or_offers_are_needed(large, model, tmp_path, capsys):
 def test_rows_over_pods_are_chosen_by_default_and_the_job_is_told_what_it_needs(
     problem, model, tmp_path, capsys
 ):
-    """The plan is one of the problem as it is. A topology that says its units is not asked."""
+    """The plan is one of the problem as it is. A topology that says its domains is not asked."""
     devices = tuple(Device(1 << 30, host=f"p{d // 4}/h{d // 2}") for d in range(8))
     links = links_of(0.01, within_host=40.0, within_pod=40.0, between_hosts=2.0)
     tables = tuple(
@@ -176,12 +176,12 @@ def test_rows_over_pods_are_chosen_by_default_and_the_job_is_told_what_it_needs(
     asked = [*stored(of, tmp_path, model), "--algorithm", "anneal", "--budget-evals", "200"]
     assert main(asked) == 0
     said, plan = capsys.readouterr().out, files.read_plan(tmp_path / "plan.json", of)
-    unit, other = ("pod", "host") if plan.placements[0].kind == "pod_row" else ("host", "pod")
-    assert f"rows over {unit}s of" in said and "(best)" in said and "units of rows" in said
-    assert ("over pods of 2 hosts: the job needs TORCHREC_RESOLVED_POD_SIZE=2" in said) == (unit == "pod")
-    assert plan.provenance["decisions"]["chosen"].startswith(f"rows over {unit}s of")
+    domain, other = ("pod", "host") if plan.placements[0].kind == "pod_row" else ("host", "pod")
+    assert f"rows over {domain}s of" in said and "(best)" in said and "row domains" in said
+    assert ("over pods of 2 hosts: the job needs TORCHREC_RESOLVED_POD_SIZE=2" in said) == (domain == "pod")
+    assert plan.provenance["decisions"]["chosen"].startswith(f"rows over {domain}s of")
     lower(plan, of)
     decided = replace(of, topology=replace(of.topology, rows_over=other))
     assert main([*stored(decided, tmp_path, model), "--algorithm", "anneal", "--budget-evals", "200"]) == 0
     said, plan = capsys.readouterr().out, files.read_plan(tmp_path / "plan.json", decided)
-    assert "units of rows" not in said and {p.kind for p in plan.placements} == {f"{other}_row"}
+    assert "row domains" not in said and {p.kind for p in plan.placements} == {f"{other}_row"}

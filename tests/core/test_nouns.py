@@ -459,8 +459,8 @@ def test_links_are_those_of_the_outermost_level_that_joins_devices():
     whole = Topology(HOSTS.devices, links=links)
     assert whole.slowest_link == links[1] and whole.restricted_to((0, 1)).slowest_link == links[0]
     assert (
-        whole.outermost_link(whole.unit_numbers[:, [0, 1]])
-        == whole.outermost_link(whole.unit_numbers[:, [2]])
+        whole.outermost_link(whole.domain_numbers[:, [0, 1]])
+        == whole.outermost_link(whole.domain_numbers[:, [2]])
         == links[0]
     )
     assert "within_host 10 GB/s, between_hosts 4 GB/s" in repr(whole)
@@ -500,7 +500,7 @@ def test_kinds_and_widths_say_what_may_run_a_table():
     )
     may = {t.name: {kind for kind, layout in LAYOUTS.items() if problem.may_run(layout, t)} for t in tables}
     assert may == {"narrow": {"row", "column"}, "wide": {"column"}, "free": set(LAYOUTS)}
-    assert [problem.shard_width_unit(t) for t in tables] == [24, 128, 8]
+    assert [problem.column_block_width(t) for t in tables] == [24, 128, 8]
     assert [problem.max_shard_width(t) for t in tables] == [96, 2048, 8]
     on_cpu = replace(problem, topology=replace(HOSTS, hardware="cpu-amd-epyc"))
     assert on_cpu.may_run(LAYOUTS["row"], tables[1]) and on_cpu.max_shard_width(tables[1]) == 4096

@@ -95,7 +95,7 @@ def test_each_row_of_a_sequence_is_whole_blocks():
     p = problem("int8", "fp32", 32, 36, sequence=True)
     with pytest.raises(ShardCoreError, match="multiples of 32"):
         require_valid_plan(whole(p), p)
-    assert problem("int8", "fp32", 32, 64, sequence=True).shard_width_unit(p.tables[0]) == 36
+    assert problem("int8", "fp32", 32, 64, sequence=True).column_block_width(p.tables[0]) == 36
     assert problem("int8", "fp32", 32, 64, sequence=True).column_multiple(p.tables[0]) == 32
 
 

@@ -16,10 +16,10 @@ def test_a_pod_joins_hosts_that_its_name_begins():
     assert PODS.joins_devices("within_pod") and not HOSTS.joins_devices("within_pod")
     assert "8 devices on 4 hosts in 2 pods" in repr(PODS) and "pods" not in repr(HOSTS)
     assert (
-        PODS.devices_by_unit("within_pod") == ((0, 1, 2, 3), (4, 5, 6, 7))
-        and len(PODS.devices_by_unit("within_host")) == 4
+        PODS.devices_by_domain("within_pod") == ((0, 1, 2, 3), (4, 5, 6, 7))
+        and len(PODS.devices_by_domain("within_host")) == 4
     )
-    assert HOSTS.devices_by_unit("within_pod") == HOSTS.devices_by_unit("within_host") == ((0, 1), (2, 3))
+    assert HOSTS.devices_by_domain("within_pod") == HOSTS.devices_by_domain("within_host") == ((0, 1), (2, 3))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from laws import SETTING, collective_ms, comm_samples, exchange_law, of_terms, s
 from shapes import ALL_REDUCE, ALL_TO_ALL, column, host_row, replica, row, sends
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.links import LEVELS, links_of, unit_numbers
+from shardcore.core.links import LEVELS, domain_numbers, links_of
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Table
 from shardcore.cost import collective_fit, collective_model, fit, neural, ranges
@@ -50,7 +50,7 @@ OF_HOSTS = {*collective_model.LATENCY_TERMS, *LEVELS["within_host"].terms, *LEVE
 def terms(collective: str, owned, hosts=(0, 0, 0), skew_ms=0.0) -> dict[str, list[float]]:
     """Those that are not 0, by name, of each device, in bytes as given."""
     found = collective_fit.exchange_terms(
-        Channel(collective), np.array(owned, dtype=float), unit_numbers([str(h) for h in hosts]), skew_ms
+        Channel(collective), np.array(owned, dtype=float), domain_numbers([str(h) for h in hosts]), skew_ms
     )
     return {
         name: np.broadcast_to(t, len(owned)).round(9).tolist()
@@ -142,12 +142,12 @@ def test_a_late_start_is_that_of_the_first_exchange_measured():
 def test_ids_take_what_gradients_take_backward_but_three_latencies():
     """Numbers, lengths and ids are sent. Bytes count on the device that receives them."""
     owned = np.array([6e6, 0.0, 9e6, 3e6])
-    for units in (unit_numbers(list("aaaa")), unit_numbers(list("aabb"))):
+    for domains in (domain_numbers(list("aaaa")), domain_numbers(list("aabb"))):
         ids, back = (
             dict(
                 zip(
                     collective_model.EXCHANGE_TERMS,
-                    collective_fit.exchange_terms(c, owned, units, 0.0),
+                    collective_fit.exchange_terms(c, owned, domains, 0.0),
                     strict=True,
                 )
             )
@@ -396,7 +396,7 @@ def test_a_collective_without_a_law_is_refused_not_taken_for_a_ring(of_hosts, mo
     other, topology, owned = Channel("broadcast"), on_hosts(2), np.ones(2)
     said = "collective 'broadcast' is not known; known are all_to_all, reduce_scatter, all_reduce"
     with pytest.raises(ShardCoreError, match=said):
-        collective_fit.exchange_terms(other, owned, topology.unit_numbers, 0.0)
+        collective_fit.exchange_terms(other, owned, topology.domain_numbers, 0.0)
     with pytest.raises(ShardCoreError, match=said):
         collective_ms(of_hosts.weights, other, owned, topology)
     monkeypatch.setattr(

@@ -48,21 +48,21 @@ def test_a_model_names_its_data_and_what_its_trainer_adds(measured):
         data, CONFIG, lambda model, epoch, values: said.append((model, epoch)), provenance={"seed": 3}
     )
     assert found.model.meta["provenance"] == {"data": replays.datasets_digest([data.folder]), "seed": 3}
-    assert ("compute", 1) in said and found.of_steps == "" and found.of_lent == ()
+    assert ("compute", 1) in said and found.of_steps == "" and found.auxiliary_notes == ()
     alone = fit.train(data.known.compute, data.known.comm, SETTING, CONFIG).model
     assert all((found.model.weights[name] == w).all() for name, w in alone.weights.items())
 
 
 def test_samples_of_other_hardware_of_the_same_kind_lend_and_are_on_record(measured):
     data = training.read_training_data(measured / "a", SETTING, [measured / "c"])
-    assert [x.hardware for x in data.lent] == ["gpu"] and len(data.known.compute) == 59
-    n = len(data.lent[0].known.compute)
+    assert [x.hardware for x in data.auxiliary] == ["gpu"] and len(data.known.compute) == 59
+    n = len(data.auxiliary[0].known.compute)
     assert str(data).endswith(f"; {n} groups and 40 exchanges of {measured / 'c'} (gpu) may lend their shape")
     found = training.train(data, CONFIG)
-    lent = found.model.meta["provenance"]["lent"][str(measured / "c")]
-    assert (lent["hardware"], lent["groups"], lent["exchanges"]) == ("gpu", n, 40)
-    assert lent["digest"] == replays.dataset_digest(measured / "c")
-    assert found.of_lent == (f"{measured / 'c'} {lent['words']}",)
+    auxiliary = found.model.meta["provenance"]["lent"][str(measured / "c")]
+    assert (auxiliary["hardware"], auxiliary["groups"], auxiliary["exchanges"]) == ("gpu", n, 40)
+    assert auxiliary["digest"] == replays.dataset_digest(measured / "c")
+    assert found.auxiliary_notes == (f"{measured / 'c'} {auxiliary['words']}",)
     assert found.model.meta["samples"]["compute_train"] < 60
     for folder in ("a", "c"):
         neural.save(found.model, measured / folder / "model")
@@ -70,9 +70,9 @@ def test_samples_of_other_hardware_of_the_same_kind_lend_and_are_on_record(measu
 
 
 def test_a_lender_is_read_as_far_as_its_law_trains_and_own_samples_are_read_whole(measured, monkeypatch):
-    monkeypatch.setattr(drift_correction, "MOST_LENT", 7)
+    monkeypatch.setattr(drift_correction, "MOST_AUXILIARY_SAMPLES", 7)
     data = training.read_training_data(measured / "a", SETTING, [measured / "c"])
-    assert len(data.known.compute) == 59 and len(data.lent[0].known.compute) == 7
+    assert len(data.known.compute) == 59 and len(data.auxiliary[0].known.compute) == 7
 
 
 @pytest.mark.parametrize("folder, held", [("b", ".*hardware: cpu-slower against .*"), ("d", "none")])

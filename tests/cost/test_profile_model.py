@@ -188,10 +188,10 @@ def test_a_ring_starts_up_in_each_round(collective, grows):
     name = f"{collective}_between_hosts_ramp_us"
 
     def ramp_ms(hosts):
-        units, n_bytes = H100.topology(hosts, 8).unit_numbers, np.full(hosts * 8, float(1 << 50))
+        domains, n_bytes = H100.topology(hosts, 8).domain_numbers, np.full(hosts * 8, float(1 << 50))
         more = H100.values | {name: 1e9}
         return float(
-            np.ptp([collective_ms(rates, collective, n_bytes, units) for rates in (H100.values, more)])
+            np.ptp([collective_ms(rates, collective, n_bytes, domains) for rates in (H100.values, more)])
         )
 
     assert ramp_ms(16) == pytest.approx(grows * ramp_ms(2), rel=0.01)

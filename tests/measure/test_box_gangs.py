@@ -112,7 +112,7 @@ def test_a_plan_with_towers_sends_less_to_other_hosts_or_pods(box, on):
             took.append((max(found.forward_comm_ms), max(found.backward_comm_ms)))
     for without, with_towers in zip(*took, strict=True):
         assert 0.05 * without < with_towers < 0.7 * without
-    rows = replace(host_row(tables[0], (0, 1)), kind=f"{on.row_unit}_row")
+    rows = replace(host_row(tables[0], (0, 1)), kind=f"{on.row_domain}_row")
     mixed = Plan((rows, *plan.placements[1:]))
     with pytest.raises(ShardCoreError, match="towers, and shards of .*; a replay with towers needs one"):
         replay_all([lower(mixed, towered)], Setting("cpu", 4096), config)

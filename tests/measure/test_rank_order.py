@@ -131,7 +131,7 @@ def test_groups_of_a_second_level_are_pods():
     links = Links(5.0, (Outward(0.5, 0.9), Outward(0.6)), 0.1)
     topology = measured_topology(found, links, Topology((Device(1 << 30),) * 8, "cpu"))
     assert topology.hosts == ("pod-0/host-0", "pod-0/host-1", "pod-1/host-2", "pod-1/host-3")
-    assert topology.devices_by_unit("within_pod") == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert topology.devices_by_domain("within_pod") == ((0, 1, 2, 3), (4, 5, 6, 7))
     # Timed links of a rank that grow outward count as equally fast.
     assert topology.links == (
         Link("within_host", 5.0, latency_ms=0.1),

@@ -278,8 +278,8 @@ def test_no_more_bytes_of_cut_tables_move_than_may(seed):
     )
     for table in tables:
         low = 0
-        for device, units in zip(rng.permutation(4)[:3], rng.multinomial(13, [1 / 3] * 3) + 1, strict=True):
-            high = low + 4 * int(units)
+        for device, blocks in zip(rng.permutation(4)[:3], rng.multinomial(13, [1 / 3] * 3) + 1, strict=True):
+            high = low + 4 * int(blocks)
             placements.append(Placement("column", Shard(table, 0, table.rows, low, high), (int(device),)))
             low = high
     problem, old = Problem("cut", tables, Topology((Device(8 * MIB),) * 4), 240), Plan(tuple(placements))

@@ -17,8 +17,8 @@ PROBLEM = replace(draw_problem(0, n_tables=4), constraints=CONSTRAINTS)
 def placed(scores: np.ndarray, costs=(1.0, 3.0, 2.0, 0.0)) -> tuple[Placed, list[str]]:
     """Two plans of four tables with the same scores at each step, and the names in the order of placing."""
     space = search_space_by_columns(PROBLEM, MODEL, [Shard.whole(t) for t in PROBLEM.tables], cut=False)
-    names = [space.cache.table(strip).name for strip in range(4)]
-    keys = np.array([[(strip, int(space.cache.size[strip])) for strip in range(4)]])
+    names = [space.cache.table(item).name for item in range(4)]
+    keys = np.array([[(item, int(space.cache.size[item])) for item in range(4)]])
     of_name = dict(zip(("t0", "t1", "t2", "t3"), costs, strict=True))
 
     def scorer(batch, keys, devices) -> Iterator[np.ndarray]:

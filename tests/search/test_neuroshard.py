@@ -50,7 +50,7 @@ def test_tables_kept_together_are_one_bundle_that_costs_what_they_cost_fused(see
     bundles = cache.deal_bundles(keys)
     together = {frozenset(s.table.name for s in bundle) for bundle in bundles}
     assert together == {*map(frozenset, constraints.together), frozenset({"t2"})}
-    devices = [int(rng.choice(np.flatnonzero(cache.allowed[strip]))) for strip, _ in keys]
+    devices = [int(rng.choice(np.flatnonzero(cache.allowed[item]))) for item, _ in keys]
     pairs = [(s, d) for bundle, d in zip(bundles, devices, strict=True) for s in bundle]
     shards, where = zip(*pairs, strict=True)
     cache.add_merged_shards(keys)

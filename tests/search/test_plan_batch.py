@@ -106,9 +106,9 @@ def test_plans_of_a_batch_are_kept_apart_and_as_single_ones():
     shards = list(map(Shard.whole, problem.tables))
     several, keys = batch_of(problem, shards, plans=3)
     devices = np.random.default_rng(0).integers(4, size=(1, 3, len(keys)))
-    for i, (strip, units) in enumerate(keys):
-        assert several.fitting_devices(strip, units).shape == (1, 3, 4)
-        several.place(strip, units, devices[..., i])
+    for i, (item, blocks) in enumerate(keys):
+        assert several.fitting_devices(item, blocks).shape == (1, 3, 4)
+        several.place(item, blocks, devices[..., i])
     for k in range(3):
         one, _ = batch_of(problem, shards)
         for i, key in enumerate(keys):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from shardcore.cost.model import first_argmin, is_less, is_minimum
-from shardcore.search.ties import cheapest_item, cost_ranks, sort_by_cost
+from shardcore.search.ties import cost_ranks, min_by_cost, sort_by_cost
 
 NEAR = 1 + 1e-12
 
@@ -30,7 +30,7 @@ def test_the_first_of_the_least_costs_wins_however_they_are_rounded():
         [True, False, True],
         [False, True, True],
     ]
-    assert cheapest_item(["ab", "c", "d"], len) == "c"
+    assert min_by_cost(["ab", "c", "d"], len) == "c"
 
 
 def test_equal_costs_share_a_rank_and_stay_in_order():

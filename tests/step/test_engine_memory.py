@@ -102,7 +102,7 @@ def test_a_plan_costs_what_annealing_counts_with_tables_of_fixed_kinds(seed):
 
 
 def test_ordered_row_ranges_run_in_the_op_of_tables_of_a_fixed_kind():
-    """Each row range of an ordered table is a strip, so no group of devices has their op."""
+    """Each row range of an ordered table is an item, so no group of devices has their op."""
     tables = (
         Table("large", 4000, 64, 4.0, ordered=True),
         *(Table(f"t{i}", 400, 16, 4.0) for i in range(4)),

@@ -297,8 +297,8 @@ def test_each_collection_runs_ops_and_exchanges_of_its_own():
         ],
     ]
     users, of_a = work.ops[0][2].layout, [64 * 8 * 4, 0, 0, 0]
-    assert list(work.lanes.values()) == [0, 0, 1, 0, 0, 2]
-    assert pickle.loads(pickle.dumps(work)).lanes == work.lanes
+    assert list(work.traffic_slots.values()) == [0, 0, 1, 0, 0, 2]
+    assert pickle.loads(pickle.dumps(work)).traffic_slots == work.traffic_slots
     assert work.entering_bytes(LAYOUTS["column"], ALL_TO_ALL).tolist() == of_a
     assert work.entering_bytes(users, ALL_TO_ALL).tolist() == of_a
     assert work.entering_bytes(users, IDS)[0] == work.entering_bytes(LAYOUTS["column"], IDS)[0] > 0

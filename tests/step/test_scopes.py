@@ -9,7 +9,7 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.links import host_names
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.io.measurements import CollectiveRequest
-from shardcore.step.kinds import LAYOUTS, Channel, pod_size, row_unit_choices, row_unit_of
+from shardcore.step.kinds import LAYOUTS, Channel, pod_size, row_domain_choices, row_domain_of
 from shardcore.step.lower import lower
 from shardcore.step.scopes import SCOPES, WORLD, group_members, groups_among_hosts
 
@@ -57,7 +57,7 @@ def test_a_row_says_where_its_groups_lie(row):
     groups = group_members(row.name, PODS)
     assert sorted(groups.flat) == list(range(8))
     assert all(
-        PODS.outermost_link(PODS.unit_numbers[:, group]).level == row.outermost_level for group in groups
+        PODS.outermost_link(PODS.domain_numbers[:, group]).level == row.outermost_level for group in groups
     )
     assert len(group_members(row.name, UNEVEN)) == (1 if row.name == WORLD else 0) or row.name.endswith("pod")
 
@@ -75,13 +75,13 @@ def test_measured_ranks_and_kinds_form_the_same_groups():
 
 def test_rows_are_divided_over_pods_or_over_hosts_never_both():
     """TorchRec runs table_row_wise over one of them, by TORCHREC_RESOLVED_POD_SIZE."""
-    over = [PODS, *(replace(PODS, rows_over=unit) for unit in ("host", "pod"))]
+    over = [PODS, *(replace(PODS, rows_over=domain) for domain in ("host", "pod"))]
     groups = {k: [len(x.groups(on)) for on in over] for k, x in LAYOUTS.items() if x.divides_rows}
     # Hosts, if it is left open. A plan may have either then.
     assert groups == {"row": [1, 1, 1], "host_row": [4, 4, 0], "pod_row": [0, 0, 2]}
     assert [len(LAYOUTS["pod_row"].possible_groups(on)) for on in over] == [2, 0, 2]
-    assert [row_unit_choices(on) for on in over] == [("host", "pod"), ("host",), ("pod",)]
-    assert row_unit_choices(on_hosts(["p/a", "p/b", "q/c", "q/d"])) == ("host", "pod")
+    assert [row_domain_choices(on) for on in over] == [("host", "pod"), ("host",), ("pod",)]
+    assert row_domain_choices(on_hosts(["p/a", "p/b", "q/c", "q/d"])) == ("host", "pod")
     # One pod is all devices, and so is one host.
     assert not LAYOUTS["pod_row"].possible_groups(on_hosts(["p/a", "p/b"]))
     assert not LAYOUTS["pod_row"].possible_groups(on_hosts(["p/a", "p/a", "q/b", "q/b"]))
@@ -89,10 +89,10 @@ def test_rows_are_divided_over_pods_or_over_hosts_never_both():
     for hosts in (["p/a", "p/a", "q/b", "q/b"], ["p/a", "p/a", "p/b", "p/b", "q/c", "q/c"]):
         on = on_hosts(hosts)
         assert LAYOUTS["host_row"].groups(on) and not LAYOUTS["pod_row"].possible_groups(on)
-        assert row_unit_choices(on) == ("host",)
+        assert row_domain_choices(on) == ("host",)
 
 
-def test_a_plan_tells_over_which_units_its_job_divides_rows():
+def test_a_plan_tells_over_which_domains_its_job_divides_rows():
     tables = tuple(Table(name, 64, 8, 1.0) for name in "ab")
     given = Problem("pods", tables, PODS, 8)
     (host, *_), (pod, *_) = (LAYOUTS[kind].possible_groups(PODS) for kind in ("host_row", "pod_row"))
@@ -100,8 +100,8 @@ def test_a_plan_tells_over_which_units_its_job_divides_rows():
         tuple(Placement(kind, Shard.whole(t), group) for t in tables)
         for kind, group in (("host_row", host), ("pod_row", pod))
     )
-    for placements, unit, size in ((over_hosts, "host", 1), (over_pods, "pod", 2), ((), "host", 1)):
-        assert row_unit_of(PODS, placements) == unit and pod_size(PODS, placements) == size
+    for placements, domain, size in ((over_hosts, "host", 1), (over_pods, "pod", 2), ((), "host", 1)):
+        assert row_domain_of(PODS, placements) == domain and pod_size(PODS, placements) == size
     for placements in (over_hosts, over_pods):
         lower(Plan(placements), given)
     with pytest.raises(

@@ -18,7 +18,7 @@ from shardcore.step.sharding_groups import (
     GroupedPlan,
     Grouping,
     devices_of_groups,
-    devices_per_unit,
+    devices_per_domain,
     parse_group_sizes,
     possible_group_sizes,
     possible_groupings,
@@ -71,7 +71,7 @@ def test_ways_to_divide_are_listed_once():
 @pytest.mark.parametrize("layout, hosts, on_each", [("contiguous", ("h0",), 4), ("strided", ("h0", "h1"), 2)])
 def test_a_group_has_its_hosts_and_its_share_of_the_batch(layout, hosts, on_each):
     own = problem_of_group(problem(), Grouping(4, layout))
-    assert own.topology.hosts == hosts and devices_per_unit(own) == on_each
+    assert own.topology.hosts == hosts and devices_per_domain(own) == on_each
     assert own.global_batch == 256 and own.local_batch == problem().local_batch
     assert own.tables == problem().tables and own.name == f"whole.{layout}-4"
     assert problem_of_group(problem(), Grouping(8, layout)) == problem()
@@ -81,11 +81,11 @@ def test_groups_of_whole_pods_divide_rows_over_them():
     """Four pods of two hosts of one device."""
     pods = problem(tuple(f"p{d // 2}/h{d}" for d in range(8)))
     near, far = (problem_of_group(pods, Grouping(4, layout)) for layout in ("contiguous", "strided"))
-    assert near.topology.hosts == ("p0/h0", "p0/h1", "p1/h2", "p1/h3") and devices_per_unit(near) == 1
+    assert near.topology.hosts == ("p0/h0", "p0/h1", "p1/h2", "p1/h3") and devices_per_domain(near) == 1
     over_pods = Placement("pod_row", Shard.whole(near.tables[0]), (0, 1))
-    assert devices_per_unit(near, Plan((over_pods,))) == 2
+    assert devices_per_domain(near, Plan((over_pods,))) == 2
     # Interleaved groups have one device of each pod, so there is no pod to divide rows over.
-    assert far.topology.hosts == ("p0/h0", "p1/h2", "p2/h4", "p3/h6") and devices_per_unit(far) == 1
+    assert far.topology.hosts == ("p0/h0", "p1/h2", "p2/h4", "p3/h6") and devices_per_domain(far) == 1
     with pytest.raises(Infeasible, match="group 1 has 2 and 2 devices in its pods, group 0 3 and 1"):
         problem_of_group(problem(tuple(f"p{d // 3}/h{d}" for d in range(8))), Grouping(4, "contiguous"))
 

@@ -40,13 +40,13 @@ def test_sums_of_any_number_of_columns_are_exactly_those_of_the_shard():
         Constraints(together=(("a", "b"),)),
     )
     cache = Options(problem, AnalyticModel(Setting("gpu", 64)), map(Shard.whole, TABLES))
-    strips = np.repeat(np.arange(len(cache)), cache.size)
-    units = np.concatenate([np.arange(1, n + 1) for n in cache.size])
-    cache.make_shards(strips, units)
-    assert len(strips) == cache.size.sum() > 40
-    for strip, number in zip(strips, cache.option_numbers(strips, units), strict=True):
+    items = np.repeat(np.arange(len(cache)), cache.size)
+    blocks = np.concatenate([np.arange(1, n + 1) for n in cache.size])
+    cache.make_shards(items, blocks)
+    assert len(items) == cache.size.sum() > 40
+    for item, number in zip(items, cache.option_numbers(items, blocks), strict=True):
         of_runs, following = defaultdict(list), number
-        for (run, _), shard in zip(cache.parts[strip], cache.made[number], strict=True):
+        for (run, _), shard in zip(cache.parts[item], cache.made[number], strict=True):
             of = shard_sums(run, shard, problem)
             of_op = of.always_bytes(run, problem), of.arrived, of.entered, of.lookups, of.features, of.on_host
             of_runs[run].append((of_op, local_batch_share(run, shard, problem)))
@@ -64,8 +64,8 @@ def test_shards_that_no_device_may_have_are_too_large_for_any():
     wide = replace(TABLES[0], dim=4096)
     problem = Problem("p", (wide, TABLES[1]), on_hosts("aabb"), 64)
     cache = Options(problem, AnalyticModel(Setting("gpu", 64)), map(Shard.whole, problem.tables))
-    [strip] = np.flatnonzero(cache.size > 100)
-    cache.make_shards(np.array([strip, strip]), np.array([1, cache.size[strip]]))
+    [item] = np.flatnonzero(cache.size > 100)
+    cache.make_shards(np.array([item, item]), np.array([1, cache.size[item]]))
     assert cache.peak_bytes[1] < IMPOSSIBLE == cache.peak_bytes[2]
 
 
@@ -75,11 +75,11 @@ def test_tables_that_differ_by_name_share_options_unless_constraints_differ():
     kinds = Constraints(kinds=(("by rows", ("row", "data_parallel")),))
     problem = Problem("p", (*named, wider), on_hosts("aabb"), 64, constraints=kinds)
     cache = Options(problem, AnalyticModel(Setting("gpu", 64)), map(Shard.whole, problem.tables))
-    strips = np.arange(4)
-    cache.make_shards(strips, cache.size)
+    items = np.arange(4)
+    cache.make_shards(items, cache.size)
     of = {
         cache.table(s).name: (n, *cache.shared_options[:, :, s].ravel())
-        for s, n in enumerate(cache.option_numbers(strips, cache.size))
+        for s, n in enumerate(cache.option_numbers(items, cache.size))
     }
     assert of["first"] == of["same"]
     assert not {*of["first"]} & {*of["by rows"]} - {0} and not {*of["first"]} & {*of["wider"]} - {0}

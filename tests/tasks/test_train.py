@@ -14,7 +14,7 @@ from prefect.logging import disable_run_logger
 from traced_jobs import factors_of, sample
 from tracking import tracked
 
-from flows.train import TrainConfig, data_version, lending_folders, train_model
+from flows.train import TrainConfig, auxiliary_folders, data_version, train_model
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem, Setting
@@ -107,8 +107,8 @@ def test_a_dataset_of_another_machine_lends_and_counts_nowhere(joined):
     inputs = {d.dataset.name: d.dataset.digest for d in run.inputs.dataset_inputs}
     version = files.digest(sorted(p.name for p in SHIPPED.iterdir()))
     assert inputs == {"measurements": "unversioned", "x": version}
-    lent = model.meta["provenance"]["lent"]["datasets/x"]
-    assert (lent["digest"], lent["hardware"], lent["exchanges"]) == (version, "other", 0)
+    auxiliary = model.meta["provenance"]["lent"]["datasets/x"]
+    assert (auxiliary["digest"], auxiliary["hardware"], auxiliary["exchanges"]) == (version, "other", 0)
     assert f"| datasets/x (other), version {version} | lends ops " in Path("data/card.md").read_text()
 
 
@@ -123,8 +123,8 @@ def test_shipped_samples_that_differ_in_hardware_only_lend_unasked(place):
     """One folder has another batch, and one is of another kind of device."""
     apart = compute_samples(cache_law, 60, dataclasses.replace(SETTING, hardware="cpu-apart"))
     write(Path("datasets/apart"), apart)
-    assert lending_folders(SETTING) == [SHIPPED]
-    assert lending_folders(apart[0].setting) == [Path("datasets/apart")]
+    assert auxiliary_folders(SETTING) == [SHIPPED]
+    assert auxiliary_folders(apart[0].setting) == [Path("datasets/apart")]
     shutil.rmtree("datasets/apart")
 
 

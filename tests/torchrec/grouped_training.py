@@ -78,16 +78,16 @@ def grouped(given: Problem, grouping: Grouping) -> GroupedPlan:
     if n == 1:
         whole = (column(t, 0) for t in (a, b, c, e))
         return GroupedPlan(grouping, Plan((*whole, replica(d, own.topology))), own)
-    # The last kind is that of the largest units.
-    of_units = [(k.name, k.possible_groups(own.topology)[-1:]) for k in LAYOUTS.values() if k.rows_over]
-    over_unit = [Placement(kind, Shard.whole(e), group) for kind, groups in of_units for group in groups]
+    # The last kind is that of the largest domains.
+    of_domains = [(k.name, k.possible_groups(own.topology)[-1:]) for k in LAYOUTS.values() if k.rows_over]
+    over_domain = [Placement(kind, Shard.whole(e), group) for kind, groups in of_domains for group in groups]
     placements = [
         column(a, 1),
         row(b, own.topology),
         column(c, 0, 0, 12),
         column(c, n - 1, 12, 32),
         replica(d, own.topology),
-        over_unit[-1] if over_unit else column(e, n - 1),
+        over_domain[-1] if over_domain else column(e, n - 1),
     ]
     return GroupedPlan(grouping, Plan(tuple(placements)), own)
 
@@ -224,15 +224,17 @@ def _parts(model: nn.Module, replicas: bool = True) -> list[tuple[str, torch.Ten
 
 
 def expected(
-    each: Sequence[Sequence[int]], run: Run, sync_every: int, strips: Mapping[str, Sequence[slice]]
+    each: Sequence[Sequence[int]], run: Run, sync_every: int, column_slices: Mapping[str, Sequence[slice]]
 ) -> list[list[dict[str, torch.Tensor]]]:
     """Parameters of every replica after each step, without any sharding: [steps][R] by name.
 
     each: [R][M] ranks of each group. One group of all ranks is plain training.
-    strips: columns of each table that have moments of their own. A table without is the same in all replicas.
+    column_slices: columns of each table that have moments of their own. A table without is the same in all replicas.
     """
     replicas = [unsharded() for _ in each]
-    sums = [{name: torch.zeros(TABLES[name][0], len(cut)) for name, cut in strips.items()} for _ in each]
+    sums = [
+        {name: torch.zeros(TABLES[name][0], len(cut)) for name, cut in column_slices.items()} for _ in each
+    ]
     kept = []
     for step in range(run.steps):
         for model, ranks in zip(replicas, each, strict=True):
@@ -245,15 +247,15 @@ def expected(
         with torch.no_grad():
             for model, own in zip(replicas, sums, strict=True):
                 for name, value in model.named_parameters():
-                    if (table := name.split(".")[-2] if "." in name else "") not in strips:
+                    if (table := name.split(".")[-2] if "." in name else "") not in column_slices:
                         value -= LEARNING_RATE * together[name]
                     else:
-                        for i, at in enumerate(strips[table]):
+                        for i, at in enumerate(column_slices[table]):
                             value[:, at] -= _update(value.grad[:, at], own[table][:, i], run.optimizer)
             if (step + 1) % sync_every == 0:
                 for same in (
                     *zip(*(m.parameters() for m in replicas), strict=True),
-                    *(tuple(own[name] for own in sums) for name in strips),
+                    *(tuple(own[name] for own in sums) for name in column_slices),
                 ):
                     mean = torch.stack([x.detach() for x in same]).mean(0)
                     for x in same:
@@ -332,13 +334,13 @@ def _apart(given: Problem, plan: GroupedPlan, run: Run, trained: Sequence[Sequen
     ]
     group_of = {rank: number for number, ranks in enumerate(each) for rank in ranks}
     cut = plan.grouping.size > 1
-    strips = {
+    column_slices = {
         name: [slice(0, 12), slice(12, 32)] if name == "c" and cut else [slice(0, dim)]
         for name, (_, dim) in TABLES.items()
         if name != "d"
     }
-    like = expected(each, run, plan.grouping.sync_every, strips)
-    one = expected([given.topology.ranks], run, 1, strips)
+    like = expected(each, run, plan.grouping.sync_every, column_slices)
+    one = expected([given.topology.ranks], run, 1, column_slices)
     worst = {"replicas": 0.0, "one": 0.0}
     for rank, steps in enumerate(trained):
         for step, found in enumerate(steps):

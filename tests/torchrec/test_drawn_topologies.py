@@ -5,7 +5,7 @@
 
 A case is a topology of 1 to 16 gloo ranks: hosts and pods of one size or of several, devices in or out of order, and
 rows over hosts, over pods, or as a search decides. Some train in groups (DMPCollection). Each has two plans,
-drawn or searched, and one that divides rows over units that the topology does not have: it needs to be refused. In
+drawn or searched, and one that divides rows over domains that the topology does not have: it needs to be refused. In
 groups one plan trains under two optimizers. Every rank compares outputs of three steps and its rows after them, and all
 rows of all tables need to be on some rank.
 """
@@ -33,8 +33,8 @@ from shardcore.core.types import Placement, Plan, Problem, Setting, Shard
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.decisions.driver import decide
-from shardcore.search.decisions.row_units import RowUnits
-from shardcore.step.kinds import LAYOUTS, row_unit_choices, row_unit_of
+from shardcore.search.decisions.row_domains import RowDomains
+from shardcore.step.kinds import LAYOUTS, row_domain_choices, row_domain_of
 from shardcore.step.lower import lower
 from shardcore.step.sharding_groups import Grouping, possible_group_sizes, possible_groupings
 
@@ -66,28 +66,28 @@ def drawn_topology(rng: np.random.Generator) -> Topology:
 
 
 def plans_of(given: Problem, rng: np.random.Generator, sequence: bool) -> tuple[Problem, list[Plan]]:
-    """Two plans, and the problem with their unit of rows: one of both that it may have, or that of a search."""
+    """Two plans, and the problem with their row domain: one of both that it may have, or that of a search."""
     if sequence or rng.random() >= SEARCHED:
-        unit, plans = str(rng.choice(row_unit_choices(given.topology))), []
+        domain, plans = str(rng.choice(row_domain_choices(given.topology))), []
     else:
         model = AnalyticModel(Setting("any", given.global_batch)).for_problem(given)
-        plans = [decide(given, model, [RowUnits()], SHARDERS["anneal"], budget=Budget(evals=300)).plan]
-        unit = row_unit_of(given.topology, plans[0].placements)
-    given = replace(given, topology=replace(given.topology, rows_over=unit))
+        plans = [decide(given, model, [RowDomains()], SHARDERS["anneal"], budget=Budget(evals=300)).plan]
+        domain = row_domain_of(given.topology, plans[0].placements)
+    given = replace(given, topology=replace(given.topology, rows_over=domain))
     while len(plans) < 2:
         plans.append(training.draw(given, rng))
     return given, plans
 
 
 def impossible(given: Problem, rng: np.random.Generator) -> Plan | None:
-    """A plan with the rows of a table over units that TorchRec does not divide them over there, by names of hosts."""
+    """A plan with the rows of a table over domains that TorchRec does not divide them over there, by names of hosts."""
     topology, plan = given.topology, training.draw(given, rng)
     kinds = [k for k in LAYOUTS.values() if k.rows_over and not k.groups(topology)]
     pooled = [t for t in given.tables if t.name not in ("s", "t")]
     if not kinds or len(topology) == 1:
         return None
     kind, table = kinds[rng.integers(len(kinds))], pooled[rng.integers(len(pooled))]
-    some = next(iter(topology.devices_by_unit(ROWS_OVER[kind.rows_over])))
+    some = next(iter(topology.devices_by_domain(ROWS_OVER[kind.rows_over])))
     others = [p for p in plan.placements if p.shard.table is not table]
     return Plan((*others, Placement(kind.name, Shard.whole(table), some)))
 

@@ -100,7 +100,7 @@ def test_pods_of_several_hosts_are_pods(monkeypatch):
     monkeypatch.setenv(POD_SIZE, "2")
     ours = topology_from_torchrec(theirs(world_size=8, pod_size=2))
     assert ours.hosts == ("pod-0/host-0", "pod-0/host-1", "pod-1/host-2", "pod-1/host-3")
-    assert ours.devices_by_unit("within_pod") == ((0, 1, 2, 3), (4, 5, 6, 7)) and pod_size(ours) == 2
+    assert ours.devices_by_domain("within_pod") == ((0, 1, 2, 3), (4, 5, 6, 7)) and pod_size(ours) == 2
 
 
 def test_pods_that_hosts_do_not_tile_are_refused_with_the_sizes_that_do():

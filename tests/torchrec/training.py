@@ -143,10 +143,10 @@ def _draw(t: Table, on: Topology, rng: np.random.Generator) -> list[Placement]:
         return [replica(t, on)]
     if kind == "rows" and n > 1 and even_row_ranges(t.rows, n):
         return [row(t, on)]
-    for by_unit in (x for x in LAYOUTS.values() if x.rows_over and kind in ("host", "grid")):
-        if groups := possible_groups(by_unit, t.rows, on, None):
+    for by_domain in (x for x in LAYOUTS.values() if x.rows_over and kind in ("host", "grid")):
+        if groups := possible_groups(by_domain, t.rows, on, None):
             return [
-                Placement(by_unit.name, Shard(t, 0, t.rows, *c), groups[rng.integers(len(groups))])
+                Placement(by_domain.name, Shard(t, 0, t.rows, *c), groups[rng.integers(len(groups))])
                 for c in (_columns(t, rng) if kind == "grid" else [(0, t.dim)])
             ]
     return [column(t, int(rng.integers(n)))]

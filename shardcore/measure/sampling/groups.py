@@ -186,10 +186,10 @@ def _draw_shard(
     widest = max(MIN_WIDTH, min(config.max_width, most, widest))
     # max_shard_bytes may leave a large table fewer columns than asked for.
     narrowest = min(narrowest, max(d for d in DIMS if d <= widest))
-    # Log-uniform in units of MIN_WIDTH columns, as kernels move vectors of four.
+    # Log-uniform in blocks of MIN_WIDTH columns, as kernels move vectors of four.
     if rng.random() < config.any_width:
-        units = narrowest / MIN_WIDTH * (widest / narrowest) ** rng.random()
-        width = min(widest, round(units) * MIN_WIDTH)
+        blocks = narrowest / MIN_WIDTH * (widest / narrowest) ** rng.random()
+        width = min(widest, round(blocks) * MIN_WIDTH)
     else:
         width = int(rng.choice([d for d in DIMS if narrowest <= d <= widest]))
     # Even at MIN_WIDTH, rows may exceed max_shard_bytes, so rows are cut.

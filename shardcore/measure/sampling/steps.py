@@ -141,10 +141,10 @@ def _draw_column_shards(
     table: Table, devices: Sequence[int], rng: np.random.Generator
 ) -> list[tuple[int, Shard]]:
     """Draw a cut of a table into one to three column-wise shards of random widths, on random devices."""
-    units = table.dim // MIN_WIDTH
-    n_shards = min(units, len(devices), int(rng.choice([1, 2, 3], p=[0.6, 0.3, 0.1])))
-    # Distinct cuts in units of MIN_WIDTH, so that no shard is empty.
-    cuts = [0, *sorted(rng.choice(np.arange(1, units), n_shards - 1, replace=False)), units]
+    blocks = table.dim // MIN_WIDTH
+    n_shards = min(blocks, len(devices), int(rng.choice([1, 2, 3], p=[0.6, 0.3, 0.1])))
+    # Distinct cuts in blocks of MIN_WIDTH, so that no shard is empty.
+    cuts = [0, *sorted(rng.choice(np.arange(1, blocks), n_shards - 1, replace=False)), blocks]
     widths = [int(hi - lo) * MIN_WIDTH for lo, hi in itertools.pairwise(cuts)]
     chosen = map(int, rng.choice(devices, n_shards, replace=False))
     return cut_columns(table, dict(zip(chosen, widths, strict=True)))

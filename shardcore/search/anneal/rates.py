@@ -75,15 +75,15 @@ def _layout_cost_line(
     own, busiest, host, mean, once = line.tolist()
     shared, across = len(layout.groups(problem.topology)[0]) > 1, channel.scope.across
     if shared and channel.group != WORLD:
-        # Devices of a unit have equally many bytes, each as many as their mean.
+        # Devices of a domain have equally many bytes, each as many as their mean.
         busiest, host = busiest + host, 0.0
         if not across:
             own, busiest, mean = own + busiest + mean, 0.0, 0.0
     elif across:
-        # Towers divide what crosses units evenly over the devices of one.
+        # Towers divide what crosses domains evenly over the devices of one.
         own, busiest, host = 0.0, 0.0, own + busiest + host
     elif channel.group != WORLD:
-        # The mean of a group is that of its unit.
+        # The mean of a group is that of its domain.
         host, mean = host + mean, 0.0
     line = np.array([own, busiest, host, mean, once])
     return _busiest_device_line(line) if way == "forward" else line

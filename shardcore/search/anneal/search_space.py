@@ -1,11 +1,11 @@
 """SearchSpace: what annealing may do with a problem's tables, as arrays.
 
-A strip's columns are divided over devices, or a group of devices shares the whole strip.
+An item's columns are divided over devices, or a group of devices shares the whole item.
 The latter needs a kind whose groups have several devices: all of them, or those of a host.
 
-Strips and units are defined in step/options.py.
+Items and blocks are defined in step/options.py.
 
-Shapes: S strips, U units of the largest strip, D devices, F features, N runs.
+Shapes: S items, U blocks of the largest item, D devices, F features, N runs.
 Y layouts of what groups share, G groups. X exchanges (arrays.SearchProblem).
 """
 
@@ -41,18 +41,18 @@ from shardcore.step.options import Options
 from shardcore.step.ways import placements_of_bundles, required_row_division
 
 LARGE = 1 << 19
-"""Strips × devices of a large problem."""
+"""Items × devices of a large problem."""
 _WORTH = 0.01
-"""In a large problem, strips below this share of a device's mean cost and memory are not cut."""
+"""In a large problem, items below this share of a device's mean cost and memory are not cut."""
 
 
 @dataclass(frozen=True, eq=False)
 class SearchSpace:
     """The moves that annealing may make in a problem.
 
-    cache: the problem's tables, and their strips.
+    cache: the problem's tables, and their items.
     fixed: what stays the same during a search, as arrays for the compiled code.
-    divided: [N] strips whose rows are always divided over all devices.
+    divided: [N] items whose rows are always divided over all devices.
     """
 
     cache: Options
@@ -60,22 +60,22 @@ class SearchSpace:
     divided: np.ndarray
 
     @property
-    def shared_strip_bytes(self) -> np.ndarray:
-        """[Y, S] estimated memory of each strip on each device of a group that shares the strip, by layout."""
+    def shared_item_bytes(self) -> np.ndarray:
+        """[Y, S] estimated memory of each item on each device of a group that shares the item, by layout."""
         return self.cache.peak_bytes[self.fixed.shared[0]]
 
-    def strip_and_group(self, kind: str, devices: Group, table: Table) -> tuple[int, int]:
-        """Numbers of a table's strip, and of the device group that shares the table by a kind."""
-        return self.cache.strip_by_name[table.name], self.cache.groups.index(
+    def item_and_group(self, kind: str, devices: Group, table: Table) -> tuple[int, int]:
+        """Numbers of a table's item, and of the device group that shares the table by a kind."""
+        return self.cache.item_by_name[table.name], self.cache.groups.index(
             (layout_for_table(kind, table), devices)
         )
 
-    def with_divided_strips(self, pairs: np.ndarray) -> np.ndarray:
-        """[N, 2] pairs of a strip and its group: the given pairs, and the strips whose rows are always divided."""
-        # A divided strip that `pairs` already give a group keeps that one.
+    def with_divided_items(self, pairs: np.ndarray) -> np.ndarray:
+        """[N, 2] pairs of an item and its group: the given pairs, and the items whose rows are always divided."""
+        # A divided item that `pairs` already give a group keeps that one.
         tables = [self.cache.table(s) for s in self.divided if s not in pairs[:, 0]]
         ways = [required_row_division(table, self.cache.problem) for table in tables]
-        always = [self.strip_and_group(way.kind, way.devices, way.shard.table) for way in ways]
+        always = [self.item_and_group(way.kind, way.devices, way.shard.table) for way in ways]
         return np.concatenate([pairs, np.array(always, dtype=np.int64).reshape(-1, 2)])
 
     @property
@@ -86,7 +86,7 @@ class SearchSpace:
     def problem_with_moves_among_groups(self, group: np.ndarray) -> SearchProblem:
         """Search problem in which the same tables stay shared, but may move to another group of their layout.
 
-        group: [S] the group that shares a strip, -1 for none.
+        group: [S] the group that shares an item, -1 for none.
         """
         fixed, may = self.fixed, np.zeros_like(self.fixed.may_share)
         shared = np.flatnonzero(group >= 0)
@@ -98,23 +98,23 @@ class SearchSpace:
         return fixed._replace(may_share=may)
 
     @property
-    def whole_strip_bytes(self) -> np.ndarray:
-        """[S] estimated bytes of each strip (columns of a table) as one shard."""
-        return self.cache.peak_bytes[self.fixed.options_of_whole_strips()]
+    def whole_item_bytes(self) -> np.ndarray:
+        """[S] estimated bytes of each item (columns of a table) as one shard."""
+        return self.cache.peak_bytes[self.fixed.options_of_whole_items()]
 
     @property
     def allowed_device_counts(self) -> np.ndarray:
-        """[S] number of devices where each strip may be. 0 everywhere if no table is pinned."""
+        """[S] number of devices where each item may be. 0 everywhere if no table is pinned."""
         return self.fixed.allowed.sum(1) if len(self.fixed.allowed) else np.zeros(len(self.cache))
 
     def shard_keys(self, shards: Sequence[Shard]) -> np.ndarray:
-        """[N, 2] strip and units of each shard. All tables of a bundle, or none, have to be given."""
+        """[N, 2] item and blocks of each shard. All tables of a bundle, or none, have to be given."""
         return np.array(self.cache.shard_keys(shards), dtype=np.int64).reshape(-1, 2)
 
     def placements(self, held: np.ndarray, group: np.ndarray) -> list[Placement]:
-        """Placements of strips' units on devices, held [S, D], and of strips that groups share, group [S]."""
-        strips, devices = np.nonzero(held)
-        keys = list(zip(strips.tolist(), held[strips, devices].tolist(), strict=True))
+        """Placements of items' blocks on devices, held [S, D], and of items that groups share, group [S]."""
+        items, devices = np.nonzero(held)
+        keys = list(zip(items.tolist(), held[items, devices].tolist(), strict=True))
         placements = placements_of_bundles(
             self.cache.deal_bundles(keys), devices.tolist(), self.cache.problem
         )
@@ -163,29 +163,29 @@ def search_space(
     by_rows: Sequence[Table] = (),
     cut: bool = True,
 ) -> SearchSpace:
-    """Search space whose strips are cut as `shards`, which have to be all strips of the cache. Exchange rates are 0.
+    """Search space whose items are cut as `shards`, which have to be all items of the cache. Exchange rates are 0.
 
     everywhere: whether groups may share whole tables.
     halves: whether columns may only be halved.
     by_rows: tables whose rows are always divided over all devices.
     cut: whether shards may be cut by columns.
     """
-    all_strips, divided = range(len(cache)), [cache.strip_by_name[t.name] for t in by_rows]
-    # The search itself checks that a shard has several units.
-    may_split = np.array([cut and cache.may_split(s) for s in all_strips], dtype=bool)
+    all_items, divided = range(len(cache)), [cache.item_by_name[t.name] for t in by_rows]
+    # The search itself checks that a shard has several blocks.
+    may_split = np.array([cut and cache.may_split(s) for s in all_items], dtype=bool)
     if is_large_problem(cache):
-        may_split &= _strips_to_cut(cache, shards)
-    # Every number of units of every strip, [sum of sizes].
-    strips = np.repeat(all_strips, cache.size)
-    units = np.concatenate([np.arange(1, n + 1) for n in cache.size])
+        may_split &= _items_to_cut(cache, shards)
+    # Every number of blocks of every item, [sum of sizes].
+    items = np.repeat(all_items, cache.size)
+    blocks = np.concatenate([np.arange(1, n + 1) for n in cache.size])
     # Encode only the shards that a search can reach: encoding takes most of the time.
-    used = may_split[strips] | cache.is_range[strips] | (units == cache.size[strips])
-    cache.make_shards(strips[used], units[used])
+    used = may_split[items] | cache.is_range[items] | (blocks == cache.size[items])
+    cache.make_shards(items[used], blocks[used])
     # Encodings may have taken long: report, or end if the time is over.
     tick()
     layouts = range(len(cache.layouts))
     may_share = np.array(
-        [[everywhere and cache.may_share(s, y) for s in all_strips] for y in layouts], dtype=bool
+        [[everywhere and cache.may_share(s, y) for s in all_items] for y in layouts], dtype=bool
     )
     head = cache.model.compiled()
     fixed = SearchProblem(
@@ -199,25 +199,25 @@ def search_space(
 
 
 def is_large_problem(cache: Options) -> bool:
-    """Tell if a problem has so many strips and devices that the search has to be selective."""
+    """Tell if a problem has so many items and devices that the search has to be selective."""
     return len(cache) * len(cache.speed) > LARGE
 
 
-def _strips_to_cut(cache: Options, shards: Sequence[Shard]) -> np.ndarray:
-    """[S] bool: strips that are cut already, or that are costly or large enough to cut.
+def _items_to_cut(cache: Options, shards: Sequence[Shard]) -> np.ndarray:
+    """[S] bool: items that are cut already, or that are costly or large enough to cut.
 
     All others stay whole and fill gaps. Their shards would take most of the time and memory.
     """
-    n, strips = len(cache.speed), np.arange(len(cache))
-    cache.make_shards(strips, cache.size)
-    whole = cache.option_numbers(strips, cache.size)
+    n, items = len(cache.speed), np.arange(len(cache))
+    cache.make_shards(items, cache.size)
+    whole = cache.option_numbers(items, cache.size)
     added_ms, n_bytes = cache.alone[whole, ADDED_MS], cache.peak_bytes[whole]
     # Reserved bytes may leave devices less than nothing.
     least_bytes = _WORTH * max(0.0, np.mean(usable_bytes(cache.problem)))
     # The mean cost of a device is an n-th of the sum.
     worth = (added_ms * n > _WORTH * added_ms.sum()) | (n_bytes > least_bytes)
     # What memory forces to be cut stays so, however cheap it is.
-    cut = np.array([s for s, units in cache.shard_keys(shards) if units < cache.size[s]], dtype=np.int64)
+    cut = np.array([s for s, blocks in cache.shard_keys(shards) if blocks < cache.size[s]], dtype=np.int64)
     worth[cut] = True
     return worth
 
@@ -233,17 +233,17 @@ def limit_moves(space: SearchSpace, held: np.ndarray, reshard: Reshard, new: Seq
         most_tables, most_bytes = (
             np.iinfo(np.int64).max if x is None else x for x in (reshard.tables, reshard.bytes)
         )
-        units = [cache.deal_bundles([(s, 1)])[0] for s in range(len(cache))]
-        # [S] bytes of weights of a unit. 0 for new tables, which move freely.
-        weight = [sum(s.bytes for s in unit) * (unit[0].table.name not in free) for unit in units]
+        blocks = [cache.deal_bundles([(s, 1)])[0] for s in range(len(cache))]
+        # [S] bytes of weights of a block. 0 for new tables, which move freely.
+        weight = [sum(s.bytes for s in block) * (block[0].table.name not in free) for block in blocks]
         limits = {
             "kept": held.copy(),
-            "strips": space.fixed.strips.copy(),
+            "items": space.fixed.items.copy(),
             "most_tables": most_tables,
             "most_bytes": most_bytes,
             "may_share": np.zeros_like(space.fixed.may_share),
         }
-        limits["strips"][:, [WEIGHT, JOINT]] = np.stack([weight, list(map(len, units))], 1)
+        limits["items"][:, [WEIGHT, JOINT]] = np.stack([weight, list(map(len, blocks))], 1)
     if cache.is_range.any():
         # No device is allowed to gain a row range, so they stay.
         limits["allowed"] = cache.allowed & ~cache.is_range[:, None]

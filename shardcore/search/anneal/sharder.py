@@ -14,7 +14,7 @@ The compiled search takes the cost of an exchange as linear in its bytes.
 These are the bytes of each device, of the busiest device and of the busiest host.
 The model itself decides which plan is best.
 
-Shapes: S strips, D devices. Strips and units are defined in step/options.py.
+Shapes: S items, D devices. Items and blocks are defined in step/options.py.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ _MANY_DEVICES = 1 << 12
 """Devices of a topology beyond which the first start has each table on several devices: it is made at once."""
 _HOPEFUL = 1.5
 """Starts that cost more than this multiple of the cheapest are dropped."""
-_TRIALS_A_STRIP, _FEWEST, _MOST = 20, 500, 20_000
-"""Trials of each start in the first round: so many for each strip, within limits."""
+_TRIALS_AN_ITEM, _FEWEST, _MOST = 20, 500, 20_000
+"""Trials of each start in the first round: so many for each item, within limits."""
 _FEWEST_RECUT = 2_000
 """Fewest trials of a start in rounds that also cool recut plans (Starts.recut_starts). These share as many."""
 _OF_BEST = 0.5
@@ -116,7 +116,7 @@ class Search:
         # The most that plans by columns may cost, relative to the best plan, to be improved further.
         self._columns_limit = _HOPEFUL
         self._waiting: list[Start] = []
-        self._first_trials = int(np.clip(_TRIALS_A_STRIP * len(problem.tables), _FEWEST, _MOST))
+        self._first_trials = int(np.clip(_TRIALS_AN_ITEM * len(problem.tables), _FEWEST, _MOST))
         self._seed, self._chains, self._counting = seed, count(), Lock()
         self._threads = meter.budget.max_threads
         self._ended = len(problem.topology) == 1  # there is nothing to try, or no budget left
@@ -372,7 +372,7 @@ def simplify_plan(plan: Plan, problem: Problem, model: CostModel, seed: int, met
         joined, cache = start.fixed._replace(cut=SHIFTS), start.space.cache
         # [S] whether the whole table costs little.
         is_cheap = (
-            joined.alone[joined.options_of_whole_strips(), ADDED_MS]
+            joined.alone[joined.options_of_whole_items(), ADDED_MS]
             < _CHEAP * start.state.devices[: len(problem.topology), LOAD].mean()
         )
         # Parts of a sequence have to stay equally wide.
@@ -383,8 +383,8 @@ def simplify_plan(plan: Plan, problem: Problem, model: CostModel, seed: int, met
         for joins, trials, temperatures in ((0, whole_trials, (_WARM,)), *_JOINS):
             stays = is_sequence.copy()
             for _ in range(max(1, joins)):
-                # [S, D] columns of tables that are cut. Row ranges are strips on one device each.
-                columns = best.state.held * cache.unit[:, None]
+                # [S, D] columns of tables that are cut. Row ranges are items on one device each.
+                columns = best.state.held * cache.block_width[:, None]
                 columns[((columns > 0).sum(1) < 2) | stays] = 0
                 # [S] device of each table's widest part. Equal parts take turns, or all tables would meet on device 0.
                 widest = (columns + np.indices(columns.shape).sum(0) % n_devices / (2 * n_devices)).argmax(1)
@@ -394,11 +394,11 @@ def simplify_plan(plan: Plan, problem: Problem, model: CostModel, seed: int, met
                 s, d = np.nonzero(narrower & is_cheap[:, None])
                 if joins:
                     s, d = np.divmod([np.where(narrower, columns, np.inf).argmin()], n_devices)
-                state, units = copy_state(best.state), best.state.held[s, d]
+                state, blocks = copy_state(best.state), best.state.held[s, d]
                 compiled.place_shards(
                     joined,
                     state,
-                    np.stack([s, d, -units, s, widest[s], units], 1, dtype=np.int64).reshape(-1, 3),
+                    np.stack([s, d, -blocks, s, widest[s], blocks], 1, dtype=np.int64).reshape(-1, 3),
                 )
                 compiled.refresh_state(search.head, joined, state)
                 search.best, stays[s] = None, joins > 0

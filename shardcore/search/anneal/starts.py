@@ -1,6 +1,6 @@
 """Plans that annealing starts from: greedy ones of several ways to cut and share tables, or an existing plan.
 
-Shapes: S strips, D devices. Strips and units are defined in step/options.py.
+Shapes: S items, D devices. Items and blocks are defined in step/options.py.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from shardcore.search.budget import Meter
 from shardcore.search.state.column_parts import ColumnParts
 from shardcore.search.state.feasible import find_fitting_plan
 from shardcore.search.state.refusal import first_names_text
-from shardcore.search.ties import cheapest_item, cost_ranks
+from shardcore.search.ties import cost_ranks, min_by_cost
 from shardcore.step.engine.arrays import (
     ADDED_MS,
     ARRIVED,
@@ -69,7 +69,7 @@ The first is the share of all memory that counts as tight.
 The others are shares of a device's memory, above which tables are cut.
 """
 _DEVICES_AN_EVAL = 1 << 14
-"""Devices that a greedy plan tries for its strips, for each evaluation that it counts as. Few count as none."""
+"""Devices that a greedy plan tries for its items, for each evaluation that it counts as. Few count as none."""
 
 
 @dataclass
@@ -107,10 +107,10 @@ class Start:
 
 
 class Cut(NamedTuple):
-    """A way to cut and share strips, before they are placed.
+    """A way to cut and share items, before they are placed.
 
-    n: [S] number of equal shards by columns. 0 for shared strips.
-    shared: [N, 2] shared strips, each with the number of its group.
+    n: [S] number of equal shards by columns. 0 for shared items.
+    shared: [N, 2] shared items, each with the number of its group.
     """
 
     n: np.ndarray
@@ -147,11 +147,11 @@ class Starts:
         space, any_fits = self._space_of_shards(shards, name), False
         # Each greedy plan of a large problem takes long, so it gets two.
         shares = _SPLITS[2:5:2] if is_large_problem(space.cache) else _SPLITS
-        series = [[Cut(self._shard_counts_by_cost(space, share), _strip_group_pairs()) for share in shares]]
-        tight = space.whole_strip_bytes.sum() > _TIGHT * sum(usable_bytes(self.problem))
+        series = [[Cut(self._shard_counts_by_cost(space, share), _item_group_pairs()) for share in shares]]
+        tight = space.whole_item_bytes.sum() > _TIGHT * sum(usable_bytes(self.problem))
         if tight and not is_large_problem(space.cache):
             series.append(
-                [Cut(self._shard_counts_by_size(space, share), _strip_group_pairs()) for share in _SMALL]
+                [Cut(self._shard_counts_by_size(space, share), _item_group_pairs()) for share in _SMALL]
             )
         for cuts in series:
             if start := self._cheapest_start(space, cuts):
@@ -166,7 +166,7 @@ class Starts:
             with suppress(Infeasible):
                 # The greedy orders do not read the linear rates, which mislead the plans above here.
                 plans = [order(self.problem, self.model) for order in greedy.ORDERS.values()]
-                best = cheapest_item(plans, lambda p: p.provenance["predicted_ms"])
+                best = min_by_cost(plans, lambda p: p.provenance["predicted_ms"])
                 any_fits = True
                 yield self.start_from_plan(best.placements, name)
         # A packing counts memory only, but it fits.
@@ -178,10 +178,10 @@ class Starts:
     def starts_with_shared_tables(self, shards: Sequence[Shard]) -> Iterator[Start]:
         """Greedy plans of the whole space, with tables shared by groups of devices. Possibly none fits."""
         space = self._space_of_shards(shards, "all")
-        may_share, layouts, runs = space.fixed.may_share, space.cache.layouts, space.fixed.strips[:, RUN]
+        may_share, layouts, runs = space.fixed.may_share, space.cache.layouts, space.fixed.items[:, RUN]
         if not may_share.any():
             return
-        # [S] the layout that copies a strip to all devices.
+        # [S] the layout that copies an item to all devices.
         copied = _first_sharing_layouts(
             may_share, [y for y, layout in enumerate(layouts) if layout.local_batch]
         )
@@ -192,21 +192,21 @@ class Starts:
         series = list[Iterable[np.ndarray]]()
         # No op has whole rows of all tables, or of those of a run, and no exchange is for these.
         for run in (None, *(np.unique(runs).tolist() if len(np.unique(runs)) > 1 else ())):
-            strips = runs == run if run is not None else runs >= 0
-            divided = [_first_sharing_layouts(may_share & strips, several) for several in dividing.values()]
-            others = [np.where(strips & (of_strips < 0), copied, of_strips) for of_strips in divided]
-            series.append(self._layouts_with_more_copies(space, np.where(strips, copied, -1), others))
+            items = runs == run if run is not None else runs >= 0
+            divided = [_first_sharing_layouts(may_share & items, several) for several in dividing.values()]
+            others = [np.where(items & (of_items < 0), copied, of_items) for of_items in divided]
+            series.append(self._layouts_with_more_copies(space, np.where(items, copied, -1), others))
         series.append(self._layouts_with_more_copies(space, copied, [np.full(len(copied), -1)]))
-        for ways in (*series, *self._layouts_dividing_costly_strips(space)):
+        for ways in (*series, *self._layouts_dividing_costly_items(space)):
             if start := self._cheapest_start(space, self._cuts_of_layouts(space, ways)):
                 yield start
 
     def _layouts_with_more_copies(
         self, space: SearchSpace, copied: np.ndarray, others: Iterable[np.ndarray]
     ) -> Iterator[np.ndarray]:
-        """[S] layouts of strips, -1 by columns: step by step more of the smallest strips are copied to all devices."""
-        # Strips that may not be copied come last, beyond n_copies.
-        size = np.where(copied >= 0, space.shared_strip_bytes[copied, np.arange(len(copied))], np.inf)
+        """[S] layouts of items, -1 by columns: step by step more of the smallest items are copied to all devices."""
+        # Items that may not be copied come last, beyond n_copies.
+        size = np.where(copied >= 0, space.shared_item_bytes[copied, np.arange(len(copied))], np.inf)
         smallest, n_copies = np.argsort(size, kind="stable"), int((copied >= 0).sum())
         # In large problems only the ends: none copied, and all that may be.
         shares = _COPIED[:: len(_COPIED) - 1] if is_large_problem(space.cache) else _COPIED
@@ -217,17 +217,17 @@ class Starts:
                 layout_of[copies] = copied[copies]
                 yield layout_of
 
-    def _layouts_dividing_costly_strips(self, space: SearchSpace) -> Iterator[list[np.ndarray]]:
-        """For each layout that divides rows: [S] layouts of strips, with the layout for costly ones, else -1."""
+    def _layouts_dividing_costly_items(self, space: SearchSpace) -> Iterator[list[np.ndarray]]:
+        """For each layout that divides rows: [S] layouts of items, with the layout for costly ones, else -1."""
         fixed = space.fixed
         # With the exchange: of a sequence it costs more than the op.
-        step_ms = self._step_ms(fixed, fixed.options_of_whole_strips(), fixed.strips[:, RUN])
+        step_ms = self._step_ms(fixed, fixed.options_of_whole_items(), fixed.items[:, RUN])
         mean_ms = step_ms.sum() / fixed.devices[:, SPEED].sum()
         for y in (y for y, layout in enumerate(space.cache.layouts) if layout.divides_rows):
             yield [np.where(fixed.may_share[y] & (step_ms > share * mean_ms), y, -1) for share in _DIVIDED]
 
     def _cuts_of_layouts(self, space: SearchSpace, ways: Iterable[np.ndarray]) -> list[Cut]:
-        """Cuts with strips shared by layouts [S], -1 by columns. Layouts that share nothing are left out."""
+        """Cuts with items shared by layouts [S], -1 by columns. Layouts that share nothing are left out."""
         each = {way.tobytes(): way for way in ways if (way >= 0).any()}.values()
         return [self._cut_of_layouts(space, way) for way in each]
 
@@ -246,7 +246,7 @@ class Starts:
             plans = self._greedy_plans(space, smaller)
         if not plans:
             return None
-        best = cheapest_item(plans, _best_ms)
+        best = min_by_cost(plans, _best_ms)
         return Start(self, space, best, space.problem_with_moves_among_groups(best.group))
 
     def _greedy_plans(self, space: SearchSpace, cuts: Iterable[Cut]) -> list[State]:
@@ -255,24 +255,24 @@ class Starts:
         return [state for state in plans if state is not None]
 
     def _greedy_plan(self, space: SearchSpace, cut: Cut) -> State | None:
-        """Greedy plan of one cut: strips placed by falling cost, or by falling size if that fails. None if neither
+        """Greedy plan of one cut: items placed by falling cost, or by falling size if that fails. None if neither
         fits.
 
         Cost is that of the op, and that of the op with its exchange: the cheaper plan of both.
-        Strips that are always shared are among the shared ones.
+        Items that are always shared are among the shared ones.
         """
-        fixed, shared, plans = space.fixed, space.with_divided_strips(cut.shared), list[State]()
-        # Strip and units of equal shards [N, 2].
-        strips = np.repeat(np.arange(len(cut.n)), cut.n)
-        # Shard i of n has units from size * i // n on, so shards differ by a unit at most.
-        i, n = np.arange(len(strips)) - np.repeat(np.cumsum(cut.n) - cut.n, cut.n), cut.n[strips]
-        size = fixed.strips[strips, SIZE]
-        units = size * (i + 1) // n - size * i // n
-        shards = np.stack([strips, units], 1).astype(np.int64)
-        options = fixed.shard[strips, units]
+        fixed, shared, plans = space.fixed, space.with_divided_items(cut.shared), list[State]()
+        # Item and blocks of equal shards [N, 2].
+        items = np.repeat(np.arange(len(cut.n)), cut.n)
+        # Shard i of n has blocks from size * i // n on, so shards differ by a block at most.
+        i, n = np.arange(len(items)) - np.repeat(np.cumsum(cut.n) - cut.n, cut.n), cut.n[items]
+        size = fixed.items[items, SIZE]
+        blocks = size * (i + 1) // n - size * i // n
+        shards = np.stack([items, blocks], 1).astype(np.int64)
+        options = fixed.shard[items, blocks]
         costs = [self._op_ms(fixed, options)]
         if not is_large_problem(space.cache):
-            costs.append(self._step_ms(fixed, options, fixed.strips[strips, RUN]))
+            costs.append(self._step_ms(fixed, options, fixed.items[items, RUN]))
         # Packed once, for it takes longer than what is compiled here.
         problem = pack_record(fixed)
         for i, key in enumerate([*costs, space.cache.peak_bytes[options]]):
@@ -281,20 +281,20 @@ class Starts:
                 break
             state, before_s = self._empty_state(space), self.meter.elapsed_s()
             words = pack_record(state)
-            # Shared strips first: greedy balances single devices around them.
-            compiled.share_strips(words, shared)
+            # Shared items first: greedy balances single devices around them.
+            compiled.share_items(words, shared)
             # Greedy starts from what all devices hold, and groups share.
             compiled.refresh_state(self.head, problem, words)
-            # Strips with fewest devices go first.
+            # Items with fewest devices go first.
             order = np.ascontiguousarray(
-                shards[np.lexsort((cost_ranks(-key), space.allowed_device_counts[strips]))]
+                shards[np.lexsort((cost_ranks(-key), space.allowed_device_counts[items]))]
             )
             self.meter.evals += (len(shards) + len(shared)) * len(fixed.devices) // _DEVICES_AN_EVAL
             if compiled.place_greedily(self.head, problem, words, order):
                 compiled.refresh_state(self.head, problem, words)
                 plans.append(state)
                 self._greedy_s = max(self._greedy_s or 0.0, self.meter.elapsed_s() - before_s)
-        return cheapest_item(plans, _best_ms) if plans else None
+        return min_by_cost(plans, _best_ms) if plans else None
 
     def _has_time_for_greedy_plan(self) -> bool:
         """Tell if one more greedy plan would end in the first quarter of the seconds, and evaluations are left.
@@ -327,11 +327,9 @@ class Starts:
         ):
             return []
         n = np.where(group < 0, (start.state.held > 0).sum(1), 0)
-        most = np.minimum(len(fixed.devices), fixed.strips[:, SIZE])
-        costliest = np.argsort(
-            cost_ranks(-self._op_ms(fixed, fixed.options_of_whole_strips())), kind="stable"
-        )
-        pairs = _strip_group_pairs((s, group[s]) for s in np.flatnonzero(group >= 0).tolist())
+        most = np.minimum(len(fixed.devices), fixed.items[:, SIZE])
+        costliest = np.argsort(cost_ranks(-self._op_ms(fixed, fixed.options_of_whole_items())), kind="stable")
+        pairs = _item_group_pairs((s, group[s]) for s in np.flatnonzero(group >= 0).tolist())
         cuts = list[Cut]()
         for s in costliest[(fixed.may_split & (n > 0))[costliest]][:_RECUT]:
             for parts in (n[s] + 1, n[s] - 1):
@@ -343,7 +341,7 @@ class Starts:
     # --- cuts ---
 
     def _cut_of_layouts(self, space: SearchSpace, layout_of: np.ndarray) -> Cut:
-        """Cut in which groups of layouts [S] share strips; strips of layout -1 are cut if they cost more than the mean
+        """Cut in which groups of layouts [S] share items; items of layout -1 are cut if they cost more than the mean
         load.
         """
         pairs = [
@@ -353,24 +351,24 @@ class Starts:
         ]
         return Cut(self._shard_counts_by_cost(space, 1.0, layout_of >= 0), np.concatenate(pairs))
 
-    def _assign_groups(self, space: SearchSpace, strips: np.ndarray, y: int) -> np.ndarray:
-        """[N, 2] strips, each with a device group of a layout: the least loaded group that has memory for the strip.
+    def _assign_groups(self, space: SearchSpace, items: np.ndarray, y: int) -> np.ndarray:
+        """[N, 2] items, each with a device group of a layout: the least loaded group that has memory for the item.
 
         The costliest go first, or the largest if that fails.
         """
         fixed, groups = space.fixed, np.flatnonzero(space.fixed.groups[:, LAYOUT_OF] == y)
-        # Cost of a strip in a group: its op, and the exchange that its bytes set.
+        # Cost of an item in a group: its op, and the exchange that its bytes set.
         options, rates = (
-            fixed.options_shared_by_layout(y, strips),
+            fixed.options_shared_by_layout(y, items),
             fixed.rates[fixed.groups[groups[0], GROUP_RUN]],
         )
         # The devices of a group on a host are as many as the group has.
         each_ms = rates[OWN] + rates[BUSIEST] + rates[HOST_BUSIEST] * len(space.cache.groups[groups[0]][1])
         cost = self._op_ms(fixed, options) + each_ms * fixed.vectors[options, ENTERED]
-        n_bytes = space.shared_strip_bytes[y][strips]
-        # A strip takes as much on all devices of a group, so the tightest device decides.
+        n_bytes = space.shared_item_bytes[y][items]
+        # An item takes as much on all devices of a group, so the tightest device decides.
         free = np.array([min(fixed.devices[list(space.cache.groups[g][1]), FREE]) for g in groups])
-        chosen = np.zeros(len(strips), dtype=np.int64)
+        chosen = np.zeros(len(items), dtype=np.int64)
         for order in (np.argsort(cost_ranks(-cost), kind="stable"), np.argsort(-n_bytes, kind="stable")):
             load, room, chosen = np.zeros(len(groups)), free.copy(), np.zeros_like(chosen)
             # A single group has them all.
@@ -383,51 +381,51 @@ class Starts:
             # By size only if the order by cost does not fit.
             if (room >= 0).all():
                 break
-        return np.stack([strips, groups[chosen]], 1).astype(np.int64)
+        return np.stack([items, groups[chosen]], 1).astype(np.int64)
 
     def _shard_counts_by_size(
         self, space: SearchSpace, share: float, least: np.ndarray | None = None
     ) -> np.ndarray:
-        """[S] number of shards of each strip such that no shard takes more than a share of a device's mean memory.
+        """[S] number of shards of each item such that no shard takes more than a share of a device's mean memory.
 
         least: [S] numbers that are kept if they are larger, or 0.
 
-        0 for strips that are always shared.
+        0 for items that are always shared.
         """
         # At least a byte: free memory may be 0, and is divided by.
         fixed, most_bytes = space.fixed, max(1, int(share * space.fixed.devices[:, FREE].mean()))
-        wanted = -(-space.whole_strip_bytes // most_bytes)
-        # No fewer shards than memory forces, and none narrower than a unit.
-        n = np.where(fixed.may_split, np.clip(wanted, space.cache.min_shards, fixed.strips[:, SIZE]), 1)
+        wanted = -(-space.whole_item_bytes // most_bytes)
+        # No fewer shards than memory forces, and none narrower than a block.
+        n = np.where(fixed.may_split, np.clip(wanted, space.cache.min_shards, fixed.items[:, SIZE]), 1)
         n[space.divided] = 0
         return n if least is None else np.where(least > 0, np.maximum(n, least), 0)
 
     def _shard_counts_by_cost(
         self, space: SearchSpace, share: float, shared: np.ndarray | None = None
     ) -> np.ndarray:
-        """[S] number of column shards of each strip such that no shard costs more than a share of a device's mean load.
+        """[S] number of column shards of each item such that no shard costs more than a share of a device's mean load.
 
-        0 for the shared strips, and for those that always are.
+        0 for the shared items, and for those that always are.
         """
         fixed = space.fixed
-        op_ms = self._op_ms(fixed, fixed.options_of_whole_strips())
+        op_ms = self._op_ms(fixed, fixed.options_of_whole_items())
         n = np.ones(len(op_ms), dtype=np.int64)
         n[space.divided] = 0
         if shared is not None:
             n[shared] = 0
-        # Only strips by columns count: the shared ones are not in these devices' load.
+        # Only items by columns count: the shared ones are not in these devices' load.
         limit = share * max(op_ms[n > 0].sum() / fixed.devices[:, SPEED].sum(), 1e-300)
         # No more shards than devices: two on one device are one shard.
-        most = np.where(fixed.may_split, np.minimum(len(fixed.devices), fixed.strips[:, SIZE]), 1)
+        most = np.where(fixed.may_split, np.minimum(len(fixed.devices), fixed.items[:, SIZE]), 1)
         parts = np.ceil(np.minimum(op_ms / limit, most)).astype(np.int64)
         return n * np.maximum(parts, space.cache.min_shards)
 
     def _op_ms(self, fixed: SearchProblem, options: np.ndarray) -> np.ndarray:
-        """[N] ms of fused ops that each run one option of a strip, at speed 1."""
+        """[N] ms of fused ops that each run one option of an item, at speed 1."""
         return np.asarray(self.model.head(fixed.option_encodings(options)))
 
     def _step_ms(self, fixed: SearchProblem, options: np.ndarray, runs: np.ndarray) -> np.ndarray:
-        """[N] ms of steps with one option of a strip each: its op, and the exchange of its outputs and ids."""
+        """[N] ms of steps with one option of an item each: its op, and the exchange of its outputs and ids."""
         each_ms, n_runs = fixed.rates[:, OWN] + fixed.rates[:, BUSIEST], len(fixed.runs)
         outputs_ms = each_ms[runs] * fixed.vectors[options, ENTERED]
         ids_ms = each_ms[n_runs + runs] * fixed.vectors[options, ARRIVED]
@@ -457,7 +455,7 @@ class Starts:
         start = self._start_with_placements(
             space,
             placed,
-            _strip_group_pairs(space.strip_and_group(p.kind, p.devices, p.shard.table) for p in shared),
+            _item_group_pairs(space.item_and_group(p.kind, p.devices, p.shard.table) for p in shared),
         )
         if name != "all":
             start.space = replace(space, fixed=space.problem_without_sharing_moves)
@@ -467,12 +465,12 @@ class Starts:
     def start_from_reshard(self, reshard: Reshard, name: str) -> Start:
         """Start from an existing plan under limits on moves. Tables missing in the plan are placed greedily."""
         old = reshard.tables_in_old_plan(self.problem)
-        # Shared and new tables come as whole strips.
+        # Shared and new tables come as whole items.
         whole = [*(t for tables in old.shared.values() for t in tables), *old.new]
         shards = [*(s for s, _ in old.placed), *map(Shard.whole, whole)]
         space = self._new_space(shards, True, name == "halves")
-        pairs = (space.strip_and_group(*group, t) for group, tables in old.shared.items() for t in tables)
-        start = self._start_with_placements(space, old.placed, _strip_group_pairs(pairs))
+        pairs = (space.item_and_group(*group, t) for group, tables in old.shared.items() for t in tables)
+        start = self._start_with_placements(space, old.placed, _item_group_pairs(pairs))
         # Before new tables come: what moves is counted against the plan as it was.
         held = start.state.held.copy()
         todo = space.shard_keys([Shard.whole(t) for t in old.new])
@@ -493,9 +491,9 @@ class Starts:
     def _start_with_placements(
         self, space: SearchSpace, shards: Sequence[tuple[Shard, int]], shared: np.ndarray
     ) -> Start:
-        """Start with shards on given devices, and strips shared by groups. A bundle's tables are placed together."""
+        """Start with shards on given devices, and items shared by groups. A bundle's tables are placed together."""
         state = self._empty_state(space)
-        compiled.share_strips(state, shared)
+        compiled.share_items(state, shared)
         # Keys of a bundle need all its tables, and those are on one device.
         by_device: dict[int, list[Shard]] = {}
         for shard, device in shards:
@@ -538,17 +536,17 @@ def _divide_devices_among_runs(space: SearchSpace, n_bytes: int) -> SearchSpace 
 
     n_bytes: that all devices may use.
     """
-    fixed, run_of_strip, host = space.fixed, space.fixed.strips[:, RUN], space.fixed.host
-    ms = np.bincount(run_of_strip, fixed.alone[fixed.options_of_whole_strips(), ADDED_MS])
-    # Devices with one strip have few launches to save.
-    if np.count_nonzero(ms) < 2 or len(run_of_strip) < 2 * len(host):
+    fixed, run_of_item, host = space.fixed, space.fixed.items[:, RUN], space.fixed.host
+    ms = np.bincount(run_of_item, fixed.alone[fixed.options_of_whole_items(), ADDED_MS])
+    # Devices with one item have few launches to save.
+    if np.count_nonzero(ms) < 2 or len(run_of_item) < 2 * len(host):
         return None
     # [D] places of devices in a row: hosts take turns, so that each run has devices on many.
     by_host = np.argsort(host, kind="stable")
     turn = np.arange(len(host)) - np.searchsorted(host[by_host], host[by_host])
     place = np.argsort(by_host[np.lexsort((host[by_host], turn))])
     # [R] devices that each run needs for its memory, whole ones beyond the first. Cost decides on the others.
-    need = np.bincount(run_of_strip, space.whole_strip_bytes) * len(host) / n_bytes
+    need = np.bincount(run_of_item, space.whole_item_bytes) * len(host) / n_bytes
     need = np.where(need > 1, np.ceil(need), need)
     wish = np.maximum(ms * len(host) / ms.sum() - need, 1e-9)
     share = need + max(0.0, len(host) - need.sum()) * wish / wish.sum()
@@ -558,9 +556,9 @@ def _divide_devices_among_runs(space: SearchSpace, n_bytes: int) -> SearchSpace 
     has = (begins <= place + 0.5) & (place + 0.5 < ends)
     # A small share may have no device's middle. Its run shares the device where it begins.
     has |= ~has.any(1, keepdims=True) & (place == np.floor(np.minimum(begins, len(host) - 1)))
-    # Strips pinned to devices of other runs stay where they may be.
-    anywhere = fixed.allowed if len(fixed.allowed) else np.ones((len(run_of_strip), len(host)), dtype=bool)
-    allowed = anywhere & has[run_of_strip]
+    # Items pinned to devices of other runs stay where they may be.
+    anywhere = fixed.allowed if len(fixed.allowed) else np.ones((len(run_of_item), len(host)), dtype=bool)
+    allowed = anywhere & has[run_of_item]
     allowed |= anywhere & ~allowed.any(1, keepdims=True)
     return replace(space, fixed=fixed._replace(allowed=allowed))
 
@@ -571,13 +569,13 @@ def _best_ms(state: State) -> float:
 
 
 def _first_sharing_layouts(may_share: np.ndarray, layouts: Sequence[int]) -> np.ndarray:
-    """[S] first of several layouts by which groups may share a strip; -1 for none."""
+    """[S] first of several layouts by which groups may share an item; -1 for none."""
     first = np.full(may_share.shape[1], -1)
     for y in reversed(layouts):
         first[may_share[y]] = y
     return first
 
 
-def _strip_group_pairs(pairs: Iterable[tuple[int, int]] = ()) -> np.ndarray:
-    """[N, 2] array of pairs of a strip and the group that shares the strip, for compiled.share."""
+def _item_group_pairs(pairs: Iterable[tuple[int, int]] = ()) -> np.ndarray:
+    """[N, 2] array of pairs of an item and the group that shares the item, for compiled.share."""
     return np.array(list(pairs), dtype=np.int64).reshape(-1, 2)

@@ -4,7 +4,7 @@ An op's shards slow each other down, the more the larger its load. Ops of a load
 feature or of another, but not of all: tables that bring few lookups for their load bring many rows, and so
 on. So branch and bound over boxes of features gives the least rates (`op_rates_lower_bound`).
 
-Shapes: N shards, I items (options.items_and_runs), F features; G intervals of load, W loads, B boxes, P weights
+Shapes: N shards, I bundles (options.bundles_and_runs), F features; G intervals of load, W loads, B boxes, P weights
 of pairs.
 """
 
@@ -62,27 +62,27 @@ class Curve:
         return [(slope, min(0.0, float((ms - slope * load).min()))) for slope in slopes.tolist()]
 
 
-def op_slowdown_curve(codes: np.ndarray, item: np.ndarray, usual: np.ndarray, model: CostModel) -> Curve:
+def op_slowdown_curve(codes: np.ndarray, bundle: np.ndarray, usual: np.ndarray, model: CostModel) -> Curve:
     """Curve of the least slowdown of ops by load. Any loads give valid bounds; loads at the rates of a usual op give
     tight ones.
 
-    codes: [N, F] of all shards. item: [N] their items, rising. An op has at most one shard of an item.
+    codes: [N, F] of all shards. bundle: [N] their bundles, rising. An op has at most one shard of a bundle.
     usual: [F] features of a usual op.
     """
     # Loads count at the least rates of a usual load, so that such an op's slowdown is near 1.
     rates = model.rates(usual)
-    [rates] = op_rates_lower_bound(model, codes, codes @ rates, item, np.array([usual @ rates]))
+    [rates] = op_rates_lower_bound(model, codes, codes @ rates, bundle, np.array([usual @ rates]))
     load = codes @ rates
     # Slowdowns change fast near a usual load, so intervals there are a few per cent.
     inner = max(float(usual @ rates), 1e-12) * np.geomspace(_FROM, _TO, _INTERVALS - 1)
-    top = max(float(np.maximum.reduceat(load, first_shards(item)).sum()), 1e-12) * (1 + 1e-9)
+    top = max(float(np.maximum.reduceat(load, first_shards(bundle)).sum()), 1e-12) * (1 + 1e-9)
     ends = np.concatenate([[0.0], inner[inner < top], [top]])
     own, busy = model.rates(codes), load > 0
     # Rates of an interval hold for all ops in it, as they are those at its lower end. A shard counts at these, or
     # at those of its own features if they are higher. One interval after the other: together they are too many.
     slowdown = [
         ((np.maximum(own, least) * codes).sum(-1)[busy] / load[busy]).min(initial=np.inf)
-        for least in op_rates_lower_bound(model, codes, load, item, ends[:-1])
+        for least in op_rates_lower_bound(model, codes, load, bundle, ends[:-1])
     ]
     slowdown = np.array(slowdown) if busy.any() else np.ones(len(ends) - 1)
     # An op of a later interval has at least the load of all earlier ones, so their slowdowns hold, too.
@@ -90,13 +90,13 @@ def op_slowdown_curve(codes: np.ndarray, item: np.ndarray, usual: np.ndarray, mo
     return Curve((own * codes).sum(1), load, ends, np.maximum.accumulate(slowdown))
 
 
-def first_shards(item: np.ndarray) -> np.ndarray:
-    """[I] index of the first shard of each item."""
-    return np.flatnonzero(np.diff(item, prepend=-1))
+def first_shards(bundle: np.ndarray) -> np.ndarray:
+    """[I] index of the first shard of each bundle."""
+    return np.flatnonzero(np.diff(bundle, prepend=-1))
 
 
 def op_rates_lower_bound(
-    model: CostModel, codes: np.ndarray, load: np.ndarray, item: np.ndarray, wanted: np.ndarray
+    model: CostModel, codes: np.ndarray, load: np.ndarray, bundle: np.ndarray, wanted: np.ndarray
 ) -> np.ndarray:
     """[W, F] lower bounds on the rates of ops whose shards' loads sum to `wanted` [W] or more.
 
@@ -105,25 +105,25 @@ def op_rates_lower_bound(
     pairs leave: of features i and j, ops of that load have a least weighted sum. Any boxes that cover all ops give a
     valid bound, so the number of divisions only decides how near it is.
 
-    codes: [N, F]. load: [N]. item: [N], rising. An op has at most one shard of an item.
+    codes: [N, F]. load: [N]. bundle: [N], rising. An op has at most one shard of a bundle.
     """
     busy = load > 0
     if not busy.any():  # no lookups, so no contention
         return model.rates(np.zeros((len(wanted), codes.shape[1])))
-    codes, load, item = codes[busy], load[busy], item[busy]
+    codes, load, bundle = codes[busy], load[busy], bundle[busy]
     # Features differ by orders of magnitude. In mean shards one set of weights serves all pairs.
     unit = np.where(codes.mean(0) > 0, codes.mean(0), 1.0)
     codes = codes / unit
     # An op of more load has no less of anything than a part of it that has just this load.
-    low = least_feature_sums(codes, load, item, wanted)
+    low = least_feature_sums(codes, load, bundle, wanted)
     # The most of a feature is the least of its negative.
-    high = -least_feature_sums(-codes, load, item, wanted)
+    high = -least_feature_sums(-codes, load, bundle, wanted)
     if (model.rates(low * unit) == model.rates(high * unit)).all():
         return model.rates(low * unit)
     n_loads, n_features = low.shape
     # [P, W, F, F] the least of feature i + weight × feature j, as pairs[p, w, j, i].
     sums = ((codes[:, None] + x * codes[:, :, None]).reshape(len(codes), -1) for x in _WEIGHTS)
-    pairs = np.stack([least_feature_sums(of_pairs, load, item, wanted) for of_pairs in sums])
+    pairs = np.stack([least_feature_sums(of_pairs, load, bundle, wanted) for of_pairs in sums])
     pairs = pairs.reshape(len(_WEIGHTS), n_loads, n_features, n_features)
 
     def box_ms(low: np.ndarray, high: np.ndarray) -> np.ndarray:
@@ -158,17 +158,17 @@ def op_rates_lower_bound(
 
 
 def least_feature_sums(
-    values: np.ndarray, load: np.ndarray, item: np.ndarray, wanted: np.ndarray
+    values: np.ndarray, load: np.ndarray, bundle: np.ndarray, wanted: np.ndarray
 ) -> np.ndarray:
     """[W, J] lower bounds on sums of `values` [N, J] over an op's shards whose loads sum to `wanted` [W].
 
-    A fractional knapsack: it takes load first from items that bring least of the value.
+    A fractional knapsack: it takes load first from bundles that bring least of the value.
     """
-    first = first_shards(item)
-    # Relaxed: the most load of any shard of an item, at the least value a load of any.
+    first = first_shards(bundle)
+    # Relaxed: the most load of any shard of a bundle, at the least value a load of any.
     room = np.maximum.reduceat(load, first)
     each = np.minimum.reduceat(values / load[:, None], first)
-    # [I, J] items by value per load, each column of values in its own order.
+    # [I, J] bundles by value per load, each column of values in its own order.
     order = np.argsort(each, axis=0)
     start = np.zeros((1, values.shape[1]))
     # Piecewise linear curves: load taken so far, and the value that came with it.

@@ -4,7 +4,7 @@ A step takes max over devices of (compute + backward exchange), plus the longest
 Each way to cut a table adds work to devices and bytes to exchanges. Each shard needs all ids of its rows.
 Both add up over tables. So no plan is cheaper than the least work of all tables divided by the devices'
 speeds, with exchanges of evenly divided bytes. These count by a line that is nowhere above the law: a tangent
-of a convex one, a chord of a concave one. Groups within units count by their worst division.
+of a convex one, a chord of a concave one. Groups within domains count by their worst division.
 
 The proof is a linear program over options. It holds for sequences, several collections and too little memory, too.
 Where an even division may not be the cheapest one, it is without exchanges and ids.
@@ -18,8 +18,8 @@ devices, or of equal groups that share the shard. A run is a kind of a collectio
 plan and fractions in the program, so its least ms are a bound. All its constraints hold for plans that take at most
 `top` ms:
 
-- The parts of an item, a table or several kept together, sum to 1.
-- A run is there if any part of an item is. The program has at least that fraction of it, and so of its latencies and
+- The parts of a bundle, a table or several kept together, sum to 1.
+- A run is there if any part of a bundle is. The program has at least that fraction of it, and so of its latencies and
   of launches of runs that are on all devices.
 - Compute of a class of devices is at least rates times features. By load it is convex (contention.Curve), so lines
   below it hold for the sum over devices. A launch serves no more than fits until `top`, so launches count in
@@ -36,7 +36,7 @@ So the lesser of `top` and the program's least ms is a bound. Bisection finds th
 Any prices of constraints, 0 or more, prove a bound if variables have upper limits (weak duality). The solver's prices
 are used like that. So its tolerances may lower the bound, but never raise it.
 
-Shapes: N options, I items, R runs, C classes of devices, D devices.
+Shapes: N options, I bundles, R runs, C classes of devices, D devices.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ import numpy as np
 from shardcore.core.types import Problem, Table
 from shardcore.cost.model import CostModel
 from shardcore.search.bound.contention import Curve, first_shards, op_slowdown_curve
-from shardcore.search.bound.options import Exchanges, Run, items_and_runs, space_description
+from shardcore.search.bound.options import Exchanges, Run, bundles_and_runs, space_description
 from shardcore.step.exchange_lines import has_equal_transfers, is_even_division_cheapest
 from shardcore.step.kinds import Layout
 from shardcore.step.memory import usable_bytes
@@ -68,7 +68,7 @@ _MORE = 1e-2
 _ROUNDING = 2.0**-23
 """Share by which a cost may be off as encodings are rounded to 24 bits (cost.model.round_encodings)."""
 _MISSING = 3.0
-"""Price of an item that is left out, in `top`. No plan leaves one out."""
+"""Price of a bundle that is left out, in `top`. No plan leaves one out."""
 
 Part = tuple[str, int]
 """A part of a step: compute; outputs or ids of a run, by its number; or none of these."""
@@ -101,16 +101,16 @@ def prove_lower_bound(
     problem.require_setting(model.setting)
     if (bounding := model.bounding_model) is None:
         return None
-    items, runs = items_and_runs(problem, bounding, shared)
-    program = Program(problem, bounding, items, runs)
+    bundles, runs = bundles_and_runs(problem, bounding, shared)
+    program = Program(problem, bounding, bundles, runs)
     proved_ms, even_ms = program.lower_bound_ms()
     limit = "the work of all tables, divided evenly"
     if proved_ms > even_ms * (1 + _MORE):
-        item = program.costliest_item()
-        shown = ", ".join(repr(t.name) for t in item[:3]) + ", ..." * (len(item) > 3)
+        bundle = program.costliest_bundle()
+        shown = ", ".join(repr(t.name) for t in bundle[:3]) + ", ..." * (len(bundle) > 3)
         limit = (
             f"tables {shown}: kept together on one device they take more than an even share of all"
-            if len(item) > 1
+            if len(bundle) > 1
             else f"table {shown}: whole on a device it takes more than an even share of all, "
             "and its parts together cost more"
         )
@@ -166,7 +166,7 @@ class Program:
     """The program of a problem.
 
     options: arrays of options, by name:
-      run, item: [N] numbers. part: [N] fraction of the item. on: [N, C] devices of each class that have it.
+      run, bundle: [N] numbers. part: [N] fraction of the bundle. on: [N, C] devices of each class that have it.
       load, alone_ms: [N] as in contention.Curve.
       mean_ms, every_ms, id_ms: [N] of exchanges, as in options.Exchanges.
       resident: [N] bytes that a device has of it at all times.
@@ -178,10 +178,10 @@ class Program:
     """
 
     def __init__(
-        self, problem: Problem, model: CostModel, items: list[tuple[Table, ...]], runs: Sequence[Run]
+        self, problem: Problem, model: CostModel, bundles: list[tuple[Table, ...]], runs: Sequence[Run]
     ) -> None:
         self.problem, self.model, topology = problem, model, problem.topology
-        self.items = items
+        self.bundles = bundles
         # Where even exchanges are not the cheapest, none count.
         counted = float(is_even_division_cheapest(model, topology))
         waits = counted * has_equal_transfers(model, topology)
@@ -197,12 +197,12 @@ class Program:
         for r, run in enumerate(runs):
             # Replicas of all collections are one exchange, so its law is that of all.
             peers = [other for other in runs if other.is_replicated] if run.is_replicated else [run]
-            of_items = [(x.sent / x.part)[first_shards(x.item)] for x in peers]
-            exchanges.append(Exchanges(problem, model, run, np.concatenate(of_items)))
+            of_bundles = [(x.sent / x.part)[first_shards(x.bundle)] for x in peers]
+            exchanges.append(Exchanges(problem, model, run, np.concatenate(of_bundles)))
             lines = exchanges[-1]
             columns = {
                 "run": np.full(len(run.part), r),
-                "item": run.item,
+                "bundle": run.bundle,
                 "part": run.part,
                 "load": self.curves[r].load,
                 "alone_ms": self.curves[r].alone_ms,
@@ -229,7 +229,7 @@ class Program:
                 ),
                 _Room(_NO_PART, options["resident"], on, devices, lambda ms, most=most: most),
             ]
-        # Towers divide a device's bytes over its unit.
+        # Towers divide a device's bytes over its domain.
         if waits and len(topology) > 1 and problem.job.tower_ratio is None:
             for r in (r for r, run in enumerate(runs) if run.layout.is_on_one_device):
                 on, lines = 1.0 * (options["run"] == r), exchanges[r]
@@ -243,7 +243,7 @@ class Program:
         # A usual op has an even part of the tables. Of a kind that groups share, about half of the tables.
         topology = self.problem.topology
         n_ops = len(topology) if run.layout.is_on_one_device else 2 * len(run.layout.groups(topology))
-        return op_slowdown_curve(run.codes, run.item, run.codes[run.part == 1].sum(0) / n_ops, self.model)
+        return op_slowdown_curve(run.codes, run.bundle, run.codes[run.part == 1].sum(0) / n_ops, self.model)
 
     def _options_by_site(
         self, run: Run, columns: Mapping[str, np.ndarray]
@@ -251,21 +251,23 @@ class Program:
         """Arrays of a run's options for each site: of the shards that may be there."""
         n_classes, groups = len(self.speed), run.layout.groups(self.problem.topology)
         for site in sorted({tuple(np.bincount(self.class_of[list(g)], minlength=n_classes)) for g in groups}):
-            may = np.ones(len(self.items), bool)
+            may = np.ones(len(self.bundles), bool)
             if sum(site) == 1:
                 of_class = set(np.flatnonzero(self.class_of == np.argmax(site)).tolist())
-                may &= [not of_class.isdisjoint(self.problem.allowed_devices(t.name)) for t, *_ in self.items]
-            at = np.flatnonzero(may[run.item])
+                may &= [
+                    not of_class.isdisjoint(self.problem.allowed_devices(t.name)) for t, *_ in self.bundles
+                ]
+            at = np.flatnonzero(may[run.bundle])
             yield {name: values[at] for name, values in columns.items()} | {
                 "on": np.tile(np.array(site, dtype=float), (len(at), 1))
             }
 
     # --- the bound ------------------------------------------------------------------------------------------
 
-    def costliest_item(self) -> tuple[Table, ...]:
-        """Item (tables placed together) that takes longest whole on one device."""
+    def costliest_bundle(self) -> tuple[Table, ...]:
+        """Bundle (tables placed together) that takes longest whole on one device."""
         whole = self.options["alone_ms"] * (self.options["part"] == 1) * (self.options["on"].sum(1) == 1)
-        return self.items[self.options["item"][whole.argmax()]]
+        return self.bundles[self.options["bundle"][whole.argmax()]]
 
     def lower_bound_ms(self) -> tuple[float, float]:
         """Lower bound on ms of a step without its dense part, and ms if all work were divided evenly.
@@ -311,12 +313,12 @@ class Program:
         at = np.flatnonzero(np.all(fits, axis=0))
         options = {name: values[at] for name, values in self.options.items()}
         n_options, n_runs, n_classes = len(at), len(self.curves), len(self.speed)
-        # Variables: options; runs that are there, and replicas; ms of each run and class; ids, step; items left out.
-        ends = np.cumsum([n_options, n_runs + 1, n_runs * n_classes, 1, 1, len(self.items)])
+        # Variables: options; runs that are there, and replicas; ms of each run and class; ids, step; bundles left out.
+        ends = np.cumsum([n_options, n_runs + 1, n_runs * n_classes, 1, 1, len(self.bundles)])
         every, present, compute, (ids,), (step,), missing = np.split(np.arange(ends[-1]), ends[:-1])
         compute = compute.reshape(n_runs, n_classes)
         rows = _Rows()
-        self._add_item_constraints(rows, options, present, missing)
+        self._add_bundle_constraints(rows, options, present, missing)
         if without != _COMPUTE:
             self._add_compute_constraints(rows, options, present, compute, time[_COMPUTE])
         latency_ms, counts = self.latency_ms.copy(), dict.fromkeys(("outputs", "ids"), np.ones(n_options))
@@ -353,12 +355,12 @@ class Program:
         # What a variable may lower the cost by, at these prices, is subtracted.
         return max(0.0, float(prices @ least + np.minimum(0.0, cost - matrix.T @ prices) @ limit))
 
-    def _add_item_constraints(
+    def _add_bundle_constraints(
         self, rows: _Rows, options: Mapping[str, np.ndarray], present: np.ndarray, missing: np.ndarray
     ) -> None:
-        """Add constraints that each item is placed whole, and that a run is present as far as any of its items is."""
-        for item, column in enumerate(missing):
-            at = np.flatnonzero(options["item"] == item)
+        """Add constraints: each bundle is placed whole, and a run is present as far as any of its bundles is."""
+        for bundle, column in enumerate(missing):
+            at = np.flatnonzero(options["bundle"] == bundle)
             rows.add_constraint(1.0, (at, options["part"][at]), (column, 1.0))
             for run in np.unique(options["run"][at]):
                 of_run = at[options["run"][at] == run]

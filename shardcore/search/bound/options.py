@@ -3,7 +3,7 @@
 A run is a kind of a collection: its shards on a device are one op, and their bytes exchanges of its own.
 Exchanges are priced by lines below their laws: a tangent of a convex law, a chord of a concave one.
 
-Shapes: N options of a run, I items, D devices, F features, C channels.
+Shapes: N options of a run, I bundles, D devices, F features, C channels.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _TRACE = 1e-9
 class Run:
     """The shards that a device may have by one kind of a collection. Each device of a group has the same.
 
-    item: [N] number of the item (`items_and_runs`), rising. part: [N] fraction of the item.
+    bundle: [N] number of the bundle (`bundles_and_runs`), rising. part: [N] fraction of the bundle.
     codes: [N, F] encodings.
     resident: [N] bytes that a device has of it at all times.
     sent: [N] bytes of outputs of all devices that have it, as they enter the first channel. received: those of ids.
     """
 
     layout: Layout
-    item: np.ndarray
+    bundle: np.ndarray
     part: np.ndarray
     codes: np.ndarray
     resident: np.ndarray
@@ -71,13 +71,13 @@ def considers_all_widths(problem: Problem) -> bool:
     """True if shards of all column widths are options. False if these would be too many for the limits of time and
     memory.
     """
-    return sum(t.dim // problem.shard_width_unit(t) for t in problem.tables) <= MOST_SHARDS
+    return sum(t.dim // problem.column_block_width(t) for t in problem.tables) <= MOST_SHARDS
 
 
 def space_description(problem: Problem, runs: Sequence[Run]) -> str:
     """Plans covered by a lower bound's options, in words."""
-    units = " or ".join(map(str, sorted({problem.shard_width_unit(t) for t in problem.tables})))
-    widths = f"multiples of {units}" if considers_all_widths(problem) else f"{units} times powers of two"
+    blocks = " or ".join(map(str, sorted({problem.column_block_width(t) for t in problem.tables})))
+    widths = f"multiples of {blocks}" if considers_all_widths(problem) else f"{blocks} times powers of two"
     # Groups share whole tables here. Searches also let them share parts (state/column_parts.py).
     others = dict.fromkeys(
         run.layout.words + " (not in parts)" * run.layout.cuts_columns
@@ -105,11 +105,11 @@ class _LongestCaches:
         return self.model.head(sums)
 
 
-def items_and_runs(
+def bundles_and_runs(
     problem: Problem, model: CostModel, shared: Sequence[Layout] | None
 ) -> tuple[list[tuple[Table, ...]], list[Run]]:
-    """Items of a problem, which are tables of a run that plans place together: bundles, and single tables. And the runs
-    that they may have: by columns, and by each kind in `shared` (None: by all). Runs without options are left out.
+    """Bundles of a problem (tables that plans place together, mostly a single one) by run, and the runs that they may
+    have: by columns, and by each kind in `shared` (None: by all). Runs without options are left out.
     """
     longest = dict[Table, Table]()
     # Tables share a cache in one collection only, pooled or not.
@@ -120,44 +120,44 @@ def items_and_runs(
     encoder = _LongestCaches(model, longest)
     options = Options(problem, encoder, map(Shard.whole, problem.tables))
     every = considers_all_widths(problem)
-    widths = [(s, n) for s in range(len(options)) for n in _possible_units(options, s, every)]
+    widths = [(s, n) for s in range(len(options)) for n in _possible_blocks(options, s, every)]
     options.make_shards(*np.array(widths).T)
-    # Numbers of items, by strip and run. By run: items, options, and parts of the items.
-    items, found = dict[tuple[int, int], int](), defaultdict[int, list[tuple[int, int, float]]](list)
+    # Numbers of bundles, by item and run. By run: bundles, options, and parts of the bundles.
+    bundles, found = dict[tuple[int, int], int](), defaultdict[int, list[tuple[int, int, float]]](list)
     for s, n in widths:
         option = int(options.option_numbers(s, n))
-        # Tables of a bundle that run differently are a chain of options, each of an item of its own.
+        # Tables of a bundle that run differently are a chain of options, each a bundle of its own.
         while option:
             run, following = options.options[option].tolist()
-            item = items.setdefault((s, run), len(items))
+            bundle = bundles.setdefault((s, run), len(bundles))
             # Other shards may be on no device.
             if options.vectors[option, RESIDENT] < IMPOSSIBLE:
-                found[run].append((item, option, n / options.size[s]))
+                found[run].append((bundle, option, n / options.size[s]))
             option = following
     for y, layout in enumerate(options.layouts):
         kind, run = layout_of_kind(layout.name), options.runs.index(layout)
-        for (s, _), item in items.items() if shared is None or kind in shared else ():
+        for (s, _), bundle in bundles.items() if shared is None or kind in shared else ():
             # The last device has the remaining rows, which are the fewest: others of a group have no less.
             option, table = options.shared_options[1, y, s], options.table(s)
             # Of ordered rows it may have more to do than others.
             if (
                 option
-                and len(options.strips[s]) == 1
+                and len(options.items[s]) == 1
                 and not (kind.divides_rows and table.ordered)
                 and reason_not_runnable(kind, table, problem) is None
             ):
-                found[run].append((item, option, 1.0))
+                found[run].append((bundle, option, 1.0))
     tables = [
-        tuple(s.table for layout, s in options.parts[strip] if layout == options.runs[run])
-        for strip, run in items
+        tuple(s.table for layout, s in options.parts[item] if layout == options.runs[run])
+        for item, run in bundles
     ]
     return tables, [_run_of_options(options, run, found[run]) for run in sorted(found)]
 
 
-def _possible_units(options: Options, strip: int, every: bool) -> Sequence[int]:
-    """Units of a strip that a device may have by columns. every: whether all, or powers of two and the whole strip."""
-    problem, size = options.problem, int(options.size[strip])
-    if len(problem.topology) == 1 or options.table(strip).name in problem.uncut_tables:
+def _possible_blocks(options: Options, item: int, every: bool) -> Sequence[int]:
+    """Blocks of an item that a device may have by columns. every: whether all, or powers of two and the whole item."""
+    problem, size = options.problem, int(options.size[item])
+    if len(problem.topology) == 1 or options.table(item).name in problem.uncut_tables:
         return [size]
     if every:
         return range(1, size + 1)
@@ -165,14 +165,14 @@ def _possible_units(options: Options, strip: int, every: bool) -> Sequence[int]:
 
 
 def _run_of_options(options: Options, run: int, found: Sequence[tuple[int, int, float]]) -> Run:
-    """Run from its options. found: item, option, and part of the item of each."""
-    item, number, part = (np.array(x) for x in zip(*found, strict=True))
+    """Run from its options. found: bundle, option, and part of the bundle of each."""
+    bundle, number, part = (np.array(x) for x in zip(*found, strict=True))
     layout, vectors, problem = options.runs[run], options.vectors[number], options.problem
     bytes_of = next(iter(layout.channels_in_job(problem.job, problem.topology).values()))
     devices = len(layout.groups(problem.topology)[0])
     return Run(
         layout=layout,
-        item=item,
+        bundle=bundle,
         part=part,
         codes=vectors[:, options.first_code :],
         resident=vectors[:, RESIDENT],
@@ -190,21 +190,21 @@ class Exchanges:
     own_outputs, own_ids: from ms to the most bytes that any device can have then.
     """
 
-    def __init__(self, problem: Problem, model: CostModel, run: Run, of_items: np.ndarray) -> None:
-        """of_items: bytes in the first channel of each item that may be of the kind, of all devices."""
+    def __init__(self, problem: Problem, model: CostModel, run: Run, of_bundles: np.ndarray) -> None:
+        """of_bundles: bytes in the first channel of each bundle that may be of the kind, of all devices."""
         self._model, self._topology = model, problem.topology
         topology, job, n = problem.topology, problem.job, len(problem.topology)
         channels = run.layout.channels_in_job(job, topology)
         entering = {channel: bytes_of(1.0, 1.0, problem) for channel, bytes_of in channels.items()}
         # Bytes of all channels are proportional to those of the first.
         sent = {channel: x / next(iter(entering.values())) for channel, x in entering.items()}
-        # Groups within units exchange by themselves: backward, devices of others do not wait for them.
+        # Groups within domains exchange by themselves: backward, devices of others do not wait for them.
         within = {c: x for c, x in sent.items() if c.group != WORLD and not c.scope.across}
         groups = group_members(next(iter(within)).group if within else WORLD, topology)
         speed = np.array([d.speed for d in topology.devices])
         shares = np.sort(speed[groups].sum(1)) / speed.sum()
         ids: dict[Channel, float] = {run.layout.ids: 1.0} if run.layout.ids else {}
-        points = self._line_end_points(of_items / n, of_items.sum() / n * len(groups))
+        points = self._line_end_points(of_bundles / n, of_bundles.sum() / n * len(groups))
         outputs = self._line_below_exchanges(sent, points, ("forward", "backward"))
         forward = self._line_below_exchanges(within, points, ("forward",))
         backward = self._line_below_exchanges(within, points, ("backward",))
@@ -253,7 +253,7 @@ class Exchanges:
     def _line_end_points(self, each: np.ndarray, most: float) -> tuple[float, float]:
         """Bytes of a device between which the line through the exchange law is nowhere above the law.
 
-        each: those of the shards or items of which some are exchanged. most: of all plans.
+        each: those of the shards or bundles of which some are exchanged. most: of all plans.
         A convex law is above all its tangents. A concave one is above the chord of all that plans may have.
         """
         each = each[each > 0]

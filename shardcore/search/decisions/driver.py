@@ -29,7 +29,7 @@ from shardcore.io.schema import build_record
 from shardcore.search.budget import Budget
 from shardcore.search.sharders import Sharder
 from shardcore.search.state.shards import priced_plan
-from shardcore.search.ties import cheapest_item
+from shardcore.search.ties import min_by_cost
 from shardcore.step.memory import plan_fits
 
 ENTRY = "decisions"
@@ -158,7 +158,7 @@ class Decision(Record):
     """A choice that is made before a search.
 
     name: plural noun for people.
-    level: order of nesting. Devices come first, then units of rows, then tables, then their rows in device
+    level: order of nesting. Devices come first, then row domains, then tables, then their rows in device
       memory, then where they may live: each needs what those before it decided.
     against: decisions that it cannot be combined with, by name, and why.
     changes: change of its proposals to the problem that a plan is of. "": nothing.
@@ -192,7 +192,7 @@ class Decision(Record):
 
     def best(self, outcomes: Sequence[Outcome]) -> Outcome:
         """Outcome that wins a decision. At least one outcome has a plan."""
-        return cheapest_item(outcomes, lambda outcome: outcome.ms)
+        return min_by_cost(outcomes, lambda outcome: outcome.ms)
 
     def because(self, outcomes: Sequence[Outcome]) -> str:
         """Reason, in words, why the winning outcome of a decision wins."""
@@ -294,7 +294,7 @@ class _Driver:
             plans.insert(0, searched)
             # Sharders without a search count no evaluations.
             evals = searched.provenance.get("evals", 0)
-        plan = cheapest_item(plans, lambda plan: plan.provenance["predicted_ms"])
+        plan = min_by_cost(plans, lambda plan: plan.provenance["predicted_ms"])
         return Found(problem=problem, plan=plan, ms=plan.provenance["predicted_ms"], evals=evals)
 
     def _proposal_outcomes(self, decision: Decision, problem: Problem) -> Iterable[Outcome]:

@@ -32,7 +32,7 @@ from shardcore.core.types import Problem
 from shardcore.cost.model import CostModel, first_argmin, price
 from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
 from shardcore.search.sharders import SHARDERS
-from shardcore.step.kinds import CHANNELS, Channel, row_unit_of, shards_by_device
+from shardcore.step.kinds import CHANNELS, Channel, row_domain_of, shards_by_device
 from shardcore.step.lower import Workload, lower
 from shardcore.step.memory import host_tier_bytes, usable_bytes, used_bytes
 from shardcore.step.sharding_groups import (
@@ -160,9 +160,9 @@ class Groups(Decision, noun="groups"):
         model, plans = model.for_problem(group), [found.plan]
         # One group synchronises nothing, so even bytes bring it nothing.
         if grouping.size < len(whole.topology):
-            # Rows over the same units: another decision may have chosen them.
-            unit = row_unit_of(group.topology, found.plan.placements)
-            decided = replace(group, topology=replace(group.topology, rows_over=unit))
+            # Rows over the same domains: another decision may have chosen them.
+            domain = row_domain_of(group.topology, found.plan.placements)
+            decided = replace(group, topology=replace(group.topology, rows_over=domain))
             with suppress(Infeasible):
                 plans.append(SHARDERS[EVEN_BYTES](decided, model))
         # The search minimised a step. What counts is a step with its share of a synchronisation.

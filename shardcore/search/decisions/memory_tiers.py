@@ -37,7 +37,7 @@ from shardcore.search.anneal.reshard import rebind_tables
 from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
 from shardcore.search.decisions.towers import with_towers_of_plan
 from shardcore.search.state.shards import priced_plan
-from shardcore.search.ties import cheapest_item
+from shardcore.search.ties import min_by_cost
 from shardcore.step import access
 from shardcore.step.kinds import Layout, layout_of_kind, layout_on_one_device
 from shardcore.step.memory import (
@@ -395,11 +395,11 @@ def choose_tiers(
             found.append(
                 (float(_penalized_step_ms(total + part * (longer - total), len(limits))), chosen, part)
             )
-        return cheapest_item(found, lambda x: x[0])
+        return min_by_cost(found, lambda x: x[0])
 
     best, low, high = 0, 0, _MEMORIES
     for step in _STEPS:
-        best = cheapest_item((*range(low, high, step), best), lambda memory: best_at(memory)[0])
+        best = min_by_cost((*range(low, high, step), best), lambda memory: best_at(memory)[0])
         low, high = max(best - step + 1, 0), min(best + step, _MEMORIES)
     _, chosen, part = best_at(best)
     tiers = options_of_all_tables(best + part)

@@ -14,7 +14,7 @@ Kernighan and Lin (1970), from a greedy start and from random ones. It looks for
 
 Work is the predicted cost of each table in an op alone, divided by the speeds of a host's devices.
 
-Shapes: U units (tables that have to share a host), H hosts; 2 resources: work in ms, memory in bytes.
+Shapes: U table groups (each of tables that have to share a host), H hosts; 2 resources: work in ms, memory in bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from shardcore.core.constraints import require_tower_units
+from shardcore.core.constraints import require_tower_domains
 from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.links import LEVELS, ROWS_OVER
 from shardcore.core.topology import Topology
@@ -37,14 +37,14 @@ from shardcore.io.towers import Towers
 from shardcore.search.budget import Budget
 from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
 from shardcore.search.state.refusal import first_names_text
-from shardcore.search.ties import cheapest_item
+from shardcore.search.ties import min_by_cost
 from shardcore.step.lower import lower
 from shardcore.step.memory import local_batch_bytes, size_text, table_peak_bytes, usable_bytes
 from shardcore.step.ways import must_be_on_all_devices
 from shardcore.tables.hot_rows import cold_part_names, rename_to_cold_parts
 
-MOST_UNITS = 4096
-"""A search compares all pairs of units."""
+MOST_TABLE_GROUPS = 4096
+"""A search compares all pairs of table groups."""
 _TOLERANCE = 0.1
 """A host's work or memory may exceed its share by this much before affinity stops counting."""
 _OVERFULL, _UNBALANCED, _UNEVEN = 1e12, 1e6, 1e-6
@@ -53,18 +53,18 @@ _WORK, _MEMORY = range(2)
 _ROUNDING = 1e-13
 """Changes of a cost by less than this share of it count as none."""
 _MOST_PASSES = 100
-"""Passes over all units, from one start. A few are enough."""
+"""Passes over all table groups, from one start. A few are enough."""
 _MOST_STARTS, _PAIRS = 32, 500_000
-"""Starts of the local search, and pairs of units over all starts: small problems have more starts."""
+"""Starts of the local search, and pairs of table groups over all starts: small problems have more starts."""
 
 
 # --- problems and plans with towers -------------------------------------------------------------------------
 
 
-def devices_by_tower_unit(topology: Topology) -> dict[str, tuple[int, ...]]:
-    """Devices of each host, or pod, that may have a tower, by the unit's name."""
-    unit_of = LEVELS[ROWS_OVER[topology.row_unit]].unit
-    return {unit_of(topology.devices[unit[0]].host): unit for unit in topology.row_units}
+def devices_by_tower_domain(topology: Topology) -> dict[str, tuple[int, ...]]:
+    """Devices of each host, or pod, that may have a tower, by the domain's name."""
+    domain_of = LEVELS[ROWS_OVER[topology.row_domain]].domain
+    return {domain_of(topology.devices[domain[0]].host): domain for domain in topology.row_domains}
 
 
 def pin_tables_to_towers(problem: Problem, host_of: Mapping[str, str], ratio: float) -> Problem:
@@ -72,7 +72,7 @@ def pin_tables_to_towers(problem: Problem, host_of: Mapping[str, str], ratio: fl
 
     Raises ShardCoreError for hosts that cannot have towers.
     """
-    on_host = devices_by_tower_unit(problem.topology)
+    on_host = devices_by_tower_domain(problem.topology)
     pinned = tuple(
         (t.name, tuple(sorted({*on_host[host_of[t.name]]} & {*problem.allowed_devices(t.name)})))
         for t in problem.tables
@@ -94,7 +94,7 @@ def with_towers_of_plan(plan: Plan, problem: Problem) -> Problem:
     if "tower_ratio" not in plan.provenance:
         return problem
     ratio = plan.provenance["tower_ratio"]
-    name_of = {d: name for name, unit in devices_by_tower_unit(problem.topology).items() for d in unit}
+    name_of = {d: name for name, domain in devices_by_tower_domain(problem.topology).items() for d in domain}
     require(
         isinstance(ratio, int | float) and not isinstance(ratio, bool),
         f"plan has tower_ratio {ratio!r} in its provenance; it needs a number, 1 or more",
@@ -108,8 +108,8 @@ def with_towers_of_plan(plan: Plan, problem: Problem) -> Problem:
         for host in (name_of[d] for d in placement.devices):
             require(
                 host_of.setdefault(name, host) == host,
-                f"plan has towers, but table {name!r} on {problem.topology.row_unit}s {host_of[name]!r} and {host!r}; "
-                "it needs one",
+                f"plan has towers, but table {name!r} on {problem.topology.row_domain}s {host_of[name]!r} and "
+                f"{host!r}; it needs one",
             )
     return pin_tables_to_towers(problem, host_of, ratio)
 
@@ -204,12 +204,12 @@ class OnTowers(Decision, noun="towers"):
 def _pin_to_hosts_of_plan(problem: Problem, plan: Plan) -> Problem:
     """Problem with each table pinned to its host in a plan, where a table has exactly one allowed host."""
     placed = plan.placements_by_table()
-    unit_of = {d: unit for unit in problem.topology.row_units for d in unit}
+    domain_of = {d: domain for domain in problem.topology.row_domains for d in domain}
     # Tables on several hosts, and new ones, stay free.
     pins = dict(problem.constraints.pinned)
     for name in (t.name for t in problem.tables):
-        units = {unit_of[d] for p in placed.get(name, ()) for d in p.devices if d in unit_of}
-        if len(units) == 1 and (allowed := set(*units) & set(problem.allowed_devices(name))):
+        domains = {domain_of[d] for p in placed.get(name, ()) for d in p.devices if d in domain_of}
+        if len(domains) == 1 and (allowed := set(*domains) & set(problem.allowed_devices(name))):
             pins[name] = tuple(sorted(allowed))
     return replace(problem, constraints=replace(problem.constraints, pinned=tuple(pins.items())))
 
@@ -227,8 +227,8 @@ def assign_tower_hosts(
     Raises Infeasible, which names a group and by how much it does not fit, if memory is too small.
     """
     known, topology = {t.name for t in problem.tables}, problem.topology
-    on_host = devices_by_tower_unit(topology)
-    require_tower_units({}, topology.row_units, topology.row_unit, f"problem {problem.name!r}")
+    on_host = devices_by_tower_domain(topology)
+    require_tower_domains({}, topology.row_domains, topology.row_domain, f"problem {problem.name!r}")
     for name in (*(n for group in towers.towers for n in group), *towers.tables):
         require(name in known, f"towers have table {name!r}, which problem {problem.name!r} does not have")
     require(
@@ -236,30 +236,33 @@ def assign_tower_hosts(
         f"problem {problem.name!r} has job.tower_ratio "
         f"{problem.job.tower_ratio}, so its towers are placed already; leave out one of the two",
     )
-    units = _tables_sharing_hosts(problem, towers)
+    table_groups = _tables_sharing_hosts(problem, towers)
     require(
-        len(units) <= MOST_UNITS,
-        f"towers leave {len(units)} groups of tables; at most {MOST_UNITS} are "
+        len(table_groups) <= MOST_TABLE_GROUPS,
+        f"towers leave {len(table_groups)} groups of tables; at most {MOST_TABLE_GROUPS} are "
         "divided over hosts, so more tables need to be in groups",
     )
     allowed_of = {t.name: set(problem.allowed_devices(t.name)) for t in problem.tables}
-    # A unit may live on a host if each of its tables may be on some device there.
+    # A table group may live on a host if each of its tables may be on some device there.
     allowed = np.array(
-        [[all({*host} & allowed_of[name] for name in unit) for host in on_host.values()] for unit in units]
+        [
+            [all({*host} & allowed_of[name] for name in table_group) for host in on_host.values()]
+            for table_group in table_groups
+        ]
     )
-    for unit, may in zip(units, allowed, strict=True):
+    for table_group, may in zip(table_groups, allowed, strict=True):
         require(
             bool(may.any()),
-            f"towers keep tables {first_names_text(unit)} on one host, "
+            f"towers keep tables {first_names_text(table_group)} on one host, "
             "but constraints.pinned leaves them none in common",
         )
-    number = {name: i for i, unit in enumerate(units) for name in unit}
-    unit_of = [number[t.name] for t in problem.tables]
+    number = {name: i for i, table_group in enumerate(table_groups) for name in table_group}
+    group_of = [number[t.name] for t in problem.tables]
     codes = model.encode([Shard.whole(t) for t in problem.tables])
     # [2, T] work and memory of the tables.
     of_tables = [np.asarray(model.head(codes)), [table_peak_bytes(t, problem) for t in problem.tables]]
-    load = np.stack([np.bincount(unit_of, x, len(units)) for x in of_tables], 1)  # [U, 2]
-    affinity = np.zeros((len(units), len(units)))  # [U, U]
+    load = np.stack([np.bincount(group_of, x, len(table_groups)) for x in of_tables], 1)  # [U, 2]
+    affinity = np.zeros((len(table_groups), len(table_groups)))  # [U, U]
     in_matrix = [number[name] for name in towers.tables]
     # Affinity of a table to itself says nothing.
     np.add.at(affinity, np.ix_(in_matrix, in_matrix), towers.affinity_matrix() * (1 - np.eye(len(in_matrix))))
@@ -271,36 +274,40 @@ def assign_tower_hosts(
     room = [max(1, sum(free[d] for d in host)) for host in on_host.values()]
     capacity = np.array(list(zip(speeds, room, strict=True)), dtype=float)
     division = Division(affinity, load, capacity, allowed, seconds)
-    of_units = division.best_division()
-    host = of_units[len(on_host) :]
-    _require_hosts_fit(units, host, load[:, _MEMORY], capacity[:, _MEMORY], problem)
+    of_groups = division.best_division()
+    host = of_groups[len(on_host) :]
+    _require_hosts_fit(table_groups, host, load[:, _MEMORY], capacity[:, _MEMORY], problem)
     host_of = {t.name: list(on_host)[host[number[t.name]]] for t in problem.tables}
     return TowerHosts(
         words="hosts found",
         problem=pin_tables_to_towers(problem, host_of, towers.compression_ratio),
         host_of=host_of,
-        affinity_inside=division.affinity_share_inside(of_units),
-        loads=tuple(map(tuple, division.relative_loads(of_units).tolist())),
+        affinity_inside=division.affinity_share_inside(of_groups),
+        loads=tuple(map(tuple, division.relative_loads(of_groups).tolist())),
     )
 
 
 def _tables_sharing_hosts(problem: Problem, towers: Towers) -> list[tuple[str, ...]]:
     """Tuples of tables that have to share a host: of a tower's group, or of constraints.together.
 
-    Tables and units are in the problem's order.
+    Tables, and the groups, are in the problem's order.
     """
     number = {t.name: i for i, t in enumerate(problem.tables)}
-    # Each table's unit. Groups that have a table in common become one.
-    units = {name: [name] for name in number}
+    # The group of each table. Groups that have a table in common become one.
+    table_groups = {name: [name] for name in number}
     for group in (*towers.towers, *problem.constraints.together):
-        merged = sorted({n for name in group for n in units[name]}, key=number.__getitem__)
-        units |= dict.fromkeys(merged, merged)
+        merged = sorted({n for name in group for n in table_groups[name]}, key=number.__getitem__)
+        table_groups |= dict.fromkeys(merged, merged)
     # In the order of their first tables.
-    return list(dict.fromkeys(map(tuple, units.values())))
+    return list(dict.fromkeys(map(tuple, table_groups.values())))
 
 
 def _require_hosts_fit(
-    units: Sequence[Sequence[str]], host: np.ndarray, n_bytes: np.ndarray, room: np.ndarray, problem: Problem
+    table_groups: Sequence[Sequence[str]],
+    host: np.ndarray,
+    n_bytes: np.ndarray,
+    room: np.ndarray,
+    problem: Problem,
 ) -> None:
     """Raise Infeasible if tables on a host take more memory than the host has."""
     held = np.bincount(host, n_bytes, len(room))
@@ -308,12 +315,16 @@ def _require_hosts_fit(
     if held[h] > room[h]:
         # The largest group there. In smaller ones, it may fit.
         over, here = held[h] - room[h], np.flatnonzero(host == h)
-        unit = units[int(here[np.argmax(n_bytes[here])])]
-        what = f"table {unit[0]!r}" if len(unit) == 1 else f"the group {first_names_text(unit)}"
+        table_group = table_groups[int(here[np.argmax(n_bytes[here])])]
+        what = (
+            f"table {table_group[0]!r}"
+            if len(table_group) == 1
+            else f"the group {first_names_text(table_group)}"
+        )
         raise Infeasible(
             f"problem {problem.name!r} does not fit: no division of its towers over "
             f"{len(room)} hosts was found. In the best one {what} is on host "
-            f"{list(devices_by_tower_unit(problem.topology))[h]!r}, whose tables take {size_text(held[h])} with "
+            f"{list(devices_by_tower_domain(problem.topology))[h]!r}, whose tables take {size_text(held[h])} with "
             f"outputs; it may hold {size_text(room[h])}, {size_text(over)} too little. It may fit in smaller groups, "
             "or with that much more memory on each host"
         )
@@ -323,17 +334,17 @@ def _require_hosts_fit(
 
 
 class Division:
-    """A division of units over hosts, by local search. The first units are empty, one of each host.
+    """A division of table groups over hosts, by local search. The first groups are empty, one of each host.
 
-    What changes places with an empty unit moves, and the empty unit stays where it is.
+    What changes places with an empty group moves, and the empty group stays where it is.
 
     affinity: [U, U] symmetric.
     load: [U, 2] work and memory.
     capacity: [H, 2] speed and memory.
-    allowed: [U, H] hosts where a unit may be.
+    allowed: [U, H] hosts where a table group may be.
     seconds: time after which a division that fits will do. None: no limit.
 
-    Affinity within units is not counted: no division changes that.
+    Affinity within a table group is not counted: no division changes that.
     """
 
     def __init__(
@@ -349,22 +360,22 @@ class Division:
         self.allowed = np.pad(allowed, ((n, 0), (0, 0)), constant_values=True)
         self.memory, self.hosts = capacity[:, _MEMORY], np.arange(n)
         self._meter = Budget(seconds=seconds).start()
-        self._inside_units = float(np.trace(affinity)) / 2
-        # A unit's own affinity is the same in every division, and would count as lost by each move.
+        self._inside_groups = float(np.trace(affinity)) / 2
+        # A table group's own affinity is the same in every division, and would count as lost by each move.
         np.fill_diagonal(self.affinity, 0.0)
         self.all_affinity = float(self.affinity.sum()) / 2
         # [H, 2] what a host has if all have the same share.
         self.share = np.maximum(capacity / capacity.sum(0) * load.sum(0), 1e-300)
 
     def best_division(self) -> np.ndarray:
-        """[H + U] host of each unit in the best division found from all starts."""
+        """[H + U] host of each table group in the best division found from all starts."""
         # Fixed, so that equal problems and towers get equal hosts.
         rng, found = np.random.default_rng(0), list[np.ndarray]()
         starts = min(_MOST_STARTS, max(2, 1 + _PAIRS // len(self.load) ** 2))
         while len(found) < starts and (not found or self._meter.has_budget_left()):
             anywhere = [rng.choice(np.flatnonzero(may)) for may in self.allowed[len(self.hosts) :]]
             found.append(self._improve_division(np.concatenate([self.hosts, anywhere])))
-        return cheapest_item(found, self.cost)
+        return min_by_cost(found, self.cost)
 
     def cost(self, host: np.ndarray) -> float:
         """Cost of a division that the search minimises: the weighted sum of overfull memory, imbalance and lost
@@ -377,9 +388,9 @@ class Division:
 
     def affinity_share_inside(self, host: np.ndarray) -> float:
         """Share of the affinity between different tables that lies within hosts; 1 without affinity."""
-        whole = self.all_affinity + self._inside_units
+        whole = self.all_affinity + self._inside_groups
         return (
-            (self._pair_affinity_share_inside(host) * self.all_affinity + self._inside_units) / whole
+            (self._pair_affinity_share_inside(host) * self.all_affinity + self._inside_groups) / whole
             if whole
             else 1.0
         )
@@ -404,9 +415,9 @@ class Division:
         return _OVERFULL * overfull + _UNBALANCED * beyond + _UNEVEN * (relative**2).sum(-1) / len(self.share)
 
     def _improve_division(self, host: np.ndarray) -> np.ndarray:
-        """Improve a division by exchanges of units between hosts, until no exchange makes the division cheaper."""
+        """Improve a division by swaps of table groups between hosts, until no swap makes the division cheaper."""
         totals, n = self._host_totals(host), len(self.hosts)
-        # [H + U, H] affinity of a unit to those of a host.
+        # [H + U, H] affinity of a table group to those of a host.
         near = self.affinity @ np.eye(n)[host]
         for _ in range(_MOST_PASSES):
             before = host.copy()
@@ -431,7 +442,7 @@ class Division:
         return host
 
     def _exchange_costs(self, u: int, host: np.ndarray, totals: np.ndarray, near: np.ndarray) -> np.ndarray:
-        """[H + U] cost of exchanging one unit with every unit; inf for units that may not move or share its host."""
+        """[H + U] cost of swapping one table group with each; inf for groups that may not move or share its host."""
         here, now = host[u], self._host_penalties(totals, self.hosts)
         differs = self.load[u] - self.load  # [H + U, 2] that the other host gains
         # The affinity between both stays between hosts, but `near` counts it as gained, twice.

@@ -30,7 +30,7 @@ class Rollout:
     placed: the plans.
     used: [C, K, N, D] share of the devices' memory before.
     costs: [C, K, N, D, PARTS] ms before, if the policy asks the cost model.
-    before, after: [C, K, N] the cache's number of what the device held of the shard's strip.
+    before, after: [C, K, N] the cache's number of what the device held of the shard's item.
     latents: [C, K, D, L] of the devices in the end.
     """
 
@@ -92,13 +92,13 @@ class Rollouts:
                     None if context is None else context[:, None, i],
                 )
                 yield -(np.nan_to_num(self.net.device_scores(self.weights, inputs)) + noise[:, :, i])
-                strip, units, device = keys[:, i, 0][:, None], keys[:, i, 1][:, None], devices[:, :, i]
-                held = batch.held_units[(*at, strip, device)]
+                item, blocks, device = keys[:, i, 0][:, None], keys[:, i, 1][:, None], devices[:, :, i]
+                held = batch.held_blocks[(*at, item, device)]
                 before[:, :, i], after[:, :, i] = (
-                    cache.option_numbers(strip, held - units),
-                    cache.option_numbers(strip, held),
+                    cache.option_numbers(item, held - blocks),
+                    cache.option_numbers(item, held),
                 )
-                # Parts of a strip that meet become one shard, so its latent replaces that of the part.
+                # Parts of an item that meet become one shard, so its latent replaces that of the part.
                 sums[(*at, device)] += latents[after[:, :, i]] - latents[before[:, :, i]]
 
         numbers = cache.option_numbers(keys[..., 0], keys[..., 1])

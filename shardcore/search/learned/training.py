@@ -10,7 +10,7 @@ separate optimizers. Features are scaled once, not by task. An update takes plan
 
 Half of a pool's tables are for training. Test problems have only tables of the other half.
 
-Shapes: K plans of a problem, N shards, F features, D devices, P plans of several problems, S strips, L latents.
+Shapes: K plans of a problem, N shards, F features, D devices, P plans of several problems, S items, L latents.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ def relative_costs(policy: Rollouts, problems: Sequence[Prepared]) -> np.ndarray
 class Prepared:
     """A problem, ready for rollouts.
 
-    keys: [1, N, 2] its shards, each a strip and units.
+    keys: [1, N, 2] its shards, each an item and blocks.
     x: [M, F] features of all shards of the cache; a bundle has several rows.
     bundle: [M] number of each row's shard in the cache.
     """
@@ -294,8 +294,8 @@ class CostSample:
     def of_first_plan(cls, prepared: Prepared, placed: Placed) -> CostSample:
         """Sample of the first plan among plans placed for a problem."""
         # [S, D] numbers of what devices hold. 0 is nothing.
-        units = placed.batch.held_units[0, 0]
-        numbers = prepared.cache.option_numbers(np.arange(len(units))[:, None], units)
+        blocks = placed.batch.held_blocks[0, 0]
+        numbers = prepared.cache.option_numbers(np.arange(len(blocks))[:, None], blocks)
         # One row for each table of a bundle, on the device that holds the bundle.
         held = (numbers[..., None] == prepared.bundle) & (prepared.bundle > 0)
         _, devices, rows = np.nonzero(held)

@@ -103,20 +103,20 @@ def may_cut_table(table: Table, problem: Problem) -> bool:
     constraints = problem.constraints
     pairs = (*constraints.pinned, *constraints.kinds, *constraints.min_widths)
     named = {*constraints.unsplit, *problem.group_by_table, *(name for name, _ in pairs)}
-    # A part is whole units, which the job's codecs take.
+    # A part is whole blocks, which the job's codecs take.
     longest = _part_name(table, table.dim, table.dim)
-    fits = table.dim >= 2 * problem.shard_width_unit(table) and len(longest) <= MOST_NAME
+    fits = table.dim >= 2 * problem.column_block_width(table) and len(longest) <= MOST_NAME
     is_new = not any(other.name.startswith(f"{table.name}[") for other in problem.tables)
     # TorchRec needs each map of ids once.
     return table.managed_collision is None and fits and is_new and table.name not in named
 
 
 def even_cut_columns(table: Table, n: int, problem: Problem) -> list[int]:
-    """Columns before which to cut a table into n even parts, if it has as many units. Parts of a sequence are equal."""
-    unit = problem.shard_width_unit(table)
-    n_units = table.dim // unit
-    n = next(m for m in range(min(n, n_units), n_units + 1) if n_units % m == 0 or not table.sequence)
-    return [n_units * i // n * unit for i in range(1, n)]
+    """Columns before which to cut a table into n even parts, if it has n column blocks. A sequence has equal parts."""
+    block = problem.column_block_width(table)
+    n_blocks = table.dim // block
+    n = next(m for m in range(min(n, n_blocks), n_blocks + 1) if n_blocks % m == 0 or not table.sequence)
+    return [n_blocks * i // n * block for i in range(1, n)]
 
 
 def parts_of_plan(plan: Plan, problem: Problem) -> ColumnParts:
@@ -132,7 +132,7 @@ def parts_of_plan(plan: Plan, problem: Problem) -> ColumnParts:
         if (
             shared
             and may_cut_table(table, problem)
-            and all(c % problem.shard_width_unit(table) == 0 for c in columns)
+            and all(c % problem.column_block_width(table) == 0 for c in columns)
         ):
             cuts[name] = columns
     return with_tables_in_parts(problem, cuts)

@@ -77,7 +77,7 @@ class Way(NamedTuple):
 def _ways_to_run(bundle: Bundle, problem: Problem) -> Iterator[Way]:
     """Ways to run a bundle that constraints allow: by columns, shared by groups, and sequences in equal parts."""
     table = bundle[0].table
-    dim, unit, most = table.dim, problem.shard_width_unit(table), problem.max_shard_width(table)
+    dim, block, most = table.dim, problem.column_block_width(table), problem.max_shard_width(table)
     devices = np.array(problem.allowed_devices(table.name))[:, None]
     by_columns = [
         layout
@@ -88,15 +88,15 @@ def _ways_to_run(bundle: Bundle, problem: Problem) -> Iterator[Way]:
     stays_whole = len(bundle) > 1 or table.name in problem.uncut_tables
     for layout in by_columns:
         if not (stays_whole or table.sequence):
-            yield Way(layout, devices, range(unit, most + 1, unit))
+            yield Way(layout, devices, range(block, most + 1, block))
         elif dim <= problem.topology.max_shard_columns:
             yield Way(layout, devices, (dim,))
     for layout in LAYOUTS.values() if len(bundle) == 1 else ():
         if not layout.is_on_one_device and reason_not_runnable(layout, table, problem) is None:
             yield Way(layout, np.array(sharing_groups(layout, table, problem)), (dim,))
     for layout in by_columns if table.sequence and not stays_whole else ():
-        for n in range(2, min(dim // unit, len(devices)) + 1):
-            if dim // unit % n == 0 and dim // n <= most:
+        for n in range(2, min(dim // block, len(devices)) + 1):
+            if dim // block % n == 0 and dim // n <= most:
                 yield Way(layout, devices, (dim // n,))
 
 
@@ -363,11 +363,11 @@ class Packings:
         for n, way in enumerate(self._ways(i)):
             fixed = self._pass_with_fixed_tables((*self.first[:i], n, *self.first[i + 1 :]))
             if fixed and (parts := fixed.place(i, False)):
-                unit = self.problem.shard_width_unit(bundle[0].table)
+                block = self.problem.column_block_width(bundle[0].table)
                 return list(
                     map(
                         way.placement_on_first_site,
-                        bundle if len(parts) == 1 else cut_into_equal_parts(bundle[0], len(parts), unit),
+                        bundle if len(parts) == 1 else cut_into_equal_parts(bundle[0], len(parts), block),
                     )
                 )
         return []

@@ -166,7 +166,10 @@ def _largest_table_reason(uncut: _Whole) -> str:
         # The message is of the device that comes nearest.
         largest = max(problem.allowed_devices(table.name), key=lambda d: uncut.may_hold[d])
         where = f"the largest device{' where it may live' * (table.name in problem.pinned_devices)}"
-        stays, width = len(bundle) > 1 or table.name in problem.uncut_tables, problem.shard_width_unit(table)
+        stays, width = (
+            len(bundle) > 1 or table.name in problem.uncut_tables,
+            problem.column_block_width(table),
+        )
         if reason_not_runnable(layout_on_one_device(table), table, problem) is not None:
             cause = problem.why_codec_fails(layout_on_one_device(table), table) or "constraints.kinds"
             reason = f"table {table.name!r} has to be divided by rows ({cause})"

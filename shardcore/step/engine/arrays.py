@@ -1,7 +1,7 @@
 """The records that the compiled search works on: SearchProblem and State.
 
-An option is a way to run some columns of a strip. Its vector is what it adds to the op of its run: memory, bytes,
-counts of caches, and the encoding. A strip's shards are options of single devices. A strip that a group shares is an
+An option is a way to run some columns of an item. Its vector is what it adds to the op of its run: memory, bytes,
+counts of caches, and the encoding. An item's shards are options of single devices. An item that a group shares is an
 option of each device of the group. A bundle whose tables run differently is a chain of options.
 
 A device has an op for each run. Its vector is the sum of the vectors of its options. All that a plan costs and
@@ -9,13 +9,13 @@ takes follows from these vectors.
 
 An array with no rows means "does not apply".
 
-Shapes: S strips, U most units of a strip, O options, V entries of a vector, D devices, H hosts.
+Shapes: S items, U most blocks of an item, O options, V entries of a vector, D devices, H hosts.
 N runs: first the K kinds of what single devices hold, then others (step/memory.py).
 X exchanges: of each run's outputs, then of each run's ids. Exchange x is that of run x % N.
 Y layouts of what groups of devices share, G groups. C caches, L log entries, P parameters, A heads.
 B slots of a run's stage, P most phases of a step, E edits of a move, Q counters. Digits stand for themselves.
 
-Strips and units are defined in step/options.py.
+Items and blocks are defined in step/options.py.
 """
 
 # Annotations are numba's types, which pyright does not know as types.
@@ -38,13 +38,13 @@ RESIDENT, ARRIVED, ENTERED, LOOKUPS, FEATURES, ON_HOST, CACHED = range(7)
 """Entries of a vector: sums (memory.Sums; RESIDENT is Sums.always_bytes), counts of caches (memory.Caches), then the
 encoding."""
 RUN, SIZE, TABLE, RANK, WEIGHT, JOINT = range(6)
-"""Columns of SearchProblem.strips.
+"""Columns of SearchProblem.items.
 
 RUN: number of the run, 0 to K - 1.
-SIZE: units of the whole strip.
+SIZE: blocks of the whole item.
 TABLE: number of the table.
 RANK: place in the order in which TorchRec runs tables.
-WEIGHT: bytes of weights of a unit, where re-sharding has limits.
+WEIGHT: bytes of weights of a block, where re-sharding has limits.
 JOINT: tables that move together: several where constraints keep them so.
 """
 OWN, BUSIEST, HOST_BUSIEST, TOTAL, ONCE, WORK_BUSIEST, WORK_TOTAL, WORK_ONCE = range(8)
@@ -82,7 +82,7 @@ class SearchProblem(NamedTuple):
     """Constants of a search. Annotations are numba's types."""
 
     # Options, by number. Number 0 is nothing.
-    shard: int32[:, ::1]  # [S, U + 1] the option of so many units
+    shard: int32[:, ::1]  # [S, U + 1] the option of so many blocks
     shared: int64[
         :, :, ::1
     ]  # [2, Y, S] that of each device of a layout's groups but the last, and of the last
@@ -90,9 +90,9 @@ class SearchProblem(NamedTuple):
     options: int64[:, ::1]  # [O, 2] see OPTION_RUN
     alone: float64[:, ::1]  # [O, 7] see OF_SENT
     first_code: int64  # where encodings begin in vectors
-    strips: int64[:, ::1]  # [S, 6] see RUN
+    items: int64[:, ::1]  # [S, 6] see RUN
     may_split: boolean[::1]  # [S] whether columns may be cut
-    allowed: boolean[:, ::1]  # [S, D] where a strip may live; no rows: anywhere
+    allowed: boolean[:, ::1]  # [S, D] where an item may live; no rows: anywhere
     devices: float64[:, ::1]  # [D, 2] see SPEED
     host: int64[::1]  # [D]
     rates: float64[:, ::1]  # [X, 8] see OWN
@@ -106,7 +106,7 @@ class SearchProblem(NamedTuple):
     # Tables shared by groups of devices.
     groups: int64[:, ::1]  # [G, 4] see LAYOUT_OF
     group_of: int64[:, ::1]  # [Y, D] the device's group in each layout; -1: none
-    may_share: boolean[:, ::1]  # [Y, S] whether groups may share the strip
+    may_share: boolean[:, ::1]  # [Y, S] whether groups may share the item
     # Memory.
     # What no run holds, at each moment (memory_timeline.MOMENTS), without replicas and with: bytes, and multiples of
     # State.value[SENT] and of ids that arrived. The last row has the largest of each.
@@ -126,7 +126,7 @@ class SearchProblem(NamedTuple):
     fixed_ids: float64  # bytes of their ids in a local batch, as they are sent
     fixed_scratch: float64  # bytes that the dense optimizer makes to update them
     # Re-sharding limits.
-    kept: int16[:, ::1]  # [S, D] units in the plan to start from; no rows: no limits
+    kept: int16[:, ::1]  # [S, D] blocks in the plan to start from; no rows: no limits
     most_tables: int64  # that may move
     most_bytes: int64  # that may move
 
@@ -134,13 +134,13 @@ class SearchProblem(NamedTuple):
         """[..., F] the cost model's encodings of options, by their numbers [...]."""
         return np.ascontiguousarray(self.vectors[options][..., self.first_code :])
 
-    def options_of_whole_strips(self) -> np.ndarray:
-        """[S] the option number of each strip (columns of a table) as a single, uncut shard."""
-        return self.shard[np.arange(len(self.strips)), self.strips[:, SIZE]]
+    def options_of_whole_items(self) -> np.ndarray:
+        """[S] the option number of each item (columns of a table) as a single, uncut shard."""
+        return self.shard[np.arange(len(self.items)), self.items[:, SIZE]]
 
-    def options_shared_by_layout(self, y: int, strips: np.ndarray) -> np.ndarray:
-        """[...] option numbers of strips shared by groups of layout y, on each device of a group except the last."""
-        return self.shared[0, y, strips]
+    def options_shared_by_layout(self, y: int, items: np.ndarray) -> np.ndarray:
+        """[...] option numbers of items shared by groups of layout y, on each device of a group except the last."""
+        return self.shared[0, y, items]
 
 
 class State(NamedTuple):
@@ -149,11 +149,11 @@ class State(NamedTuple):
     Rows D and D + 1 of ops, ms and devices are those of a trial: of its first device, and of its second.
     """
 
-    held: Array("SD", int16)  # units
-    count: Array("D", int64)  # number of strips on a device
-    strips: Array("DS", int32)  # which strips; the first `count` entries are valid
-    group: Array("S", int64)  # the group that shares the strip; -1: none
-    shared: Array("S", int64)  # the shared strips; the first number[N_SHARED] are valid
+    held: Array("SD", int16)  # blocks
+    count: Array("D", int64)  # number of items on a device
+    items: Array("DS", int32)  # which items; the first `count` entries are valid
+    group: Array("S", int64)  # the group that shares the item; -1: none
+    shared: Array("S", int64)  # the shared items; the first number[N_SHARED] are valid
     ops: Array("TNV", float64)  # the vector of each op
     ms: Array("TNA", float64)  # of each op at speed 1, by head
     row: Array("TN", int64)  # the row of `ops` and `ms` that has a device's op
@@ -174,9 +174,9 @@ class State(NamedTuple):
     slots: Array("N4B", float64)  # bytes in a run's stages
     moments: Array("7", float64)  # bytes that no run holds
     phases: Array("P", float64)  # bytes in each phase of a step
-    edit: Array("E3", int64)  # a move: strip, device, units afterwards
+    edit: Array("E3", int64)  # a move: item, device, blocks afterwards
     # A device of -1 marks a change of group; the third entry is then the group before.
-    log: Array("L3", int32)  # done since the best plan: strip, device, units before
+    log: Array("L3", int32)  # done since the best plan: item, device, blocks before
     number: Array("Q", int64)  # counters, see LOG
     value: Array("8", float64)  # costs, see BEST
     random: Array("1", uint64)  # state of the random generator; not 0, where xorshift stays
@@ -199,7 +199,7 @@ ADDED_MS: ms that it adds to an op, without the launch.
 SINGLE_MS: ms of an op with only this option, at speed 1.
 """
 SHARDS, FIRST_RANK = 2, 3
-"""Further columns of State.runs: shards, and the least rank of its strips. Those before are sums
+"""Further columns of State.runs: shards, and the least rank of its items. Those before are sums
 (memory_timeline.OUTPUTS)."""
 LOG, WORST, N_MOVED, BYTES_MOVED, N_SHARED, N_RUNS, REPLICAS, WIDEST = range(8)
 """Indices of State.number.
@@ -207,7 +207,7 @@ LOG, WORST, N_MOVED, BYTES_MOVED, N_SHARED, N_RUNS, REPLICAS, WIDEST = range(8)
 LOG: entries in the log.
 WORST: the slowest device.
 N_MOVED, BYTES_MOVED: tables and bytes moved.
-N_SHARED: strips that groups share.
+N_SHARED: items that groups share.
 N_RUNS: runs that have a shard.
 REPLICAS: 1 if replicas are among them, else 0.
 WIDEST + x: the device that carries most in exchange x. It has to come last.
@@ -229,7 +229,7 @@ def empty_state(problem: SearchProblem, n_hosts: int, batch: tuple[int, ...] = (
     """A search state with no shards placed. batch: leading dimension of its arrays, for several plans."""
     n_devices, n_runs, length = problem.fixed_ops.shape
     sizes = {
-        "S": len(problem.strips),
+        "S": len(problem.items),
         "D": n_devices,
         "T": n_devices + 2,
         "I": n_hosts + 1,

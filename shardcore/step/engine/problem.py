@@ -29,7 +29,7 @@ def search_problem_fields(options: Options, shared: bool) -> dict[str, Any]:
     shared: whether groups share tables.
     """
     problem, runs, layouts, stages = options.problem, options.runs, options.layouts, options.stages
-    job, topology, n_strips = problem.job, problem.topology, len(options)
+    job, topology, n_items = problem.job, problem.topology, len(options)
     order = table_sort_keys(problem)
     rank = {name: i for i, name in enumerate(sorted(order, key=order.__getitem__))}
     group_of = np.full((len(layouts), len(topology)), -1)
@@ -42,28 +42,28 @@ def search_problem_fields(options: Options, shared: bool) -> dict[str, Any]:
     on_hosts = topology.devices_by_host
     # The first entry may make options.
     return {
-        "shared": options.shared_options if shared else np.zeros((2, len(layouts), n_strips), np.int64),
+        "shared": options.shared_options if shared else np.zeros((2, len(layouts), n_items), np.int64),
         "shard": options.option_numbers(
-            np.arange(n_strips)[:, None], np.arange(options.size.max() + 1)
+            np.arange(n_items)[:, None], np.arange(options.size.max() + 1)
         ).astype(np.int32),
         "vectors": options.vectors,
         "options": np.ascontiguousarray(options.options),
         "alone": options.alone,
         "first_code": options.first_code,
-        "strips": np.array(
+        "items": np.array(
             [
                 options.kind,
                 options.size,
-                # One number for a table: its row ranges are several strips, but move as one table.
-                [options.strip_by_name[options.table(s).name] for s in range(n_strips)],
+                # One number for a table: its row ranges are several items, but move as one table.
+                [options.item_by_name[options.table(s).name] for s in range(n_items)],
                 # Tables of a bundle that run apart from its first count as fixed ones.
                 [
                     min(rank[s.table.name] for run, s in parts if run is parts[0][0])
                     for parts in options.parts
                 ],
                 # No limits of re-sharding: `limit_moves` puts them in.
-                np.zeros(n_strips),
-                np.zeros(n_strips),
+                np.zeros(n_items),
+                np.zeros(n_items),
             ],
             np.int64,
         ).T.copy(),

@@ -7,7 +7,7 @@ from test_lower_bound import contended, crowded
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem
 from shardcore.search.bound.contention import least_feature_sums, op_rates_lower_bound
-from shardcore.search.bound.options import Run, items_and_runs
+from shardcore.search.bound.options import Run, bundles_and_runs
 from shardcore.testing.problems import BATCH, MIB, draw_random_tables
 
 
@@ -15,7 +15,7 @@ def run_of(model) -> Run:
     """Columns of 8 tables on two devices."""
     tables = draw_random_tables(np.random.default_rng(1), 8, dims=(4, 8, 12))
     problem = Problem("ops", tables, Topology((Device(MIB),) * 2), BATCH)
-    _, [run] = items_and_runs(problem, model, ())
+    _, [run] = bundles_and_runs(problem, model, ())
     return run
 
 
@@ -32,11 +32,11 @@ def test_no_op_of_a_load_has_lower_rates(model):
     drawn, unit = [], np.maximum(run.codes.sum(0), 1e-9)
     for i in range(600):
         liking = run.codes @ (rng.lognormal(0, 3, len(unit)) / unit)
-        best = [max(np.flatnonzero(run.item == t), key=lambda s: liking[s] / load[s]) for t in range(8)]
+        best = [max(np.flatnonzero(run.bundle == t), key=lambda s: liking[s] / load[s]) for t in range(8)]
         op = sorted(best, key=lambda s: liking[s] / load[s])[: 1 + i % 8]
         drawn.append((load[op].sum(), run.codes[op].sum(0)))
     loads = np.array([of for of, _ in drawn])
-    least = op_rates_lower_bound(model, run.codes, load, run.item, loads)
+    least = op_rates_lower_bound(model, run.codes, load, run.bundle, loads)
     for (_, sums), rates in zip(drawn, least, strict=True):
         assert (model.rates(sums) >= rates * (1 - 1e-9)).all()
 
@@ -63,7 +63,7 @@ def test_features_that_raise_no_rate_are_not_divided():
     run = run_of(model)
     load = run.codes @ model.rates(run.codes.sum(0))
     wanted = np.array([load.max()])
-    [rates] = op_rates_lower_bound(model, run.codes, load, run.item, wanted)
-    each = least_feature_sums(run.codes, load, run.item, wanted)
+    [rates] = op_rates_lower_bound(model, run.codes, load, run.bundle, wanted)
+    each = least_feature_sums(run.codes, load, run.bundle, wanted)
     # Only the number of shards counts, and it is one feature.
     assert rates == pytest.approx(model.rates(each)[0], rel=1e-6)

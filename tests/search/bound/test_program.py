@@ -21,7 +21,7 @@ from shardcore.cost.model import price
 from shardcore.cost.profile import load_profile
 from shardcore.search.bound.contention import Curve, op_slowdown_curve
 from shardcore.search.bound.lower_bound import dual_feasible_functions, prove_lower_bound
-from shardcore.search.bound.options import Run, items_and_runs
+from shardcore.search.bound.options import Run, bundles_and_runs
 from shardcore.step.lower import Workload, lower
 from shardcore.testing.plans import all_plans
 from shardcore.testing.problems import BATCH, MIB, draw_random_tables, small_problem_model
@@ -172,7 +172,7 @@ def test_sums_of_dual_feasible_functions_are_at_most_1():
 
 def curve_of(run: Run, model) -> Curve:
     """The curve of ops of two devices."""
-    return op_slowdown_curve(run.codes, run.item, run.codes[run.part == 1].sum(0) / 2, model)
+    return op_slowdown_curve(run.codes, run.bundle, run.codes[run.part == 1].sum(0) / 2, model)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_lines_are_below_all_ops(model):
     near = []
     for _ in range(300):
         tables = rng.permutation(8)[: rng.integers(1, 9)]
-        op = [int(rng.choice(np.flatnonzero(run.item == t))) for t in tables]
+        op = [int(rng.choice(np.flatnonzero(run.bundle == t))) for t in tables]
         ms = float(model.head(run.codes[op].sum(0)[None])[0])
         if ms - model.launch_ms() <= most_ms:
             below = max(slope * curve.load[op].sum() + once for slope, once in lines)
@@ -208,11 +208,11 @@ def test_no_op_takes_less_than_its_load_does(made):
         given = Problem(
             "ops", draw_random_tables(rng, 8, dims=(4, 8, 12)), Topology((Device(MIB),) * 2), BATCH
         )
-        _, [run] = items_and_runs(given, model, ())
+        _, [run] = bundles_and_runs(given, model, ())
         curve = curve_of(run, model)
         for _ in range(300):
             tables = rng.permutation(8)[: rng.integers(1, 9)]
-            op = [int(rng.choice(np.flatnonzero(run.item == t))) for t in tables]
+            op = [int(rng.choice(np.flatnonzero(run.bundle == t))) for t in tables]
             ms = float(model.head(run.codes[op].sum(0)[None])[0]) - model.launch_ms()
             load = curve.load[op].sum()
             slowdown = curve.slowdown[np.searchsorted(curve.ends, load, side="right") - 1]

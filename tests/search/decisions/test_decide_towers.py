@@ -30,7 +30,7 @@ from shardcore.io.towers import Towers, read_towers
 from shardcore.search import SHARDERS, Budget, greedy
 from shardcore.search.bound.lower_bound import prove_lower_bound
 from shardcore.search.decisions.driver import decide
-from shardcore.search.decisions.row_units import RowUnits
+from shardcore.search.decisions.row_domains import RowDomains
 from shardcore.search.decisions.towers import (
     Division,
     OnTowers,
@@ -70,23 +70,23 @@ def pairs(n: int = 12) -> Towers:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_no_division_of_few_units_is_better(seed):
+def test_no_division_of_few_groups_is_better(seed):
     rng = np.random.default_rng(seed)
-    n_units, n_hosts = 8 - seed % 2, 2 + seed % 2
-    affinity = np.triu(rng.random((n_units, n_units)) * (rng.random((n_units, n_units)) < 0.6), 1)
-    load = np.stack([rng.uniform(1, 4, n_units), rng.uniform(1, 4, n_units)], 1)
+    n_groups, n_hosts = 8 - seed % 2, 2 + seed % 2
+    affinity = np.triu(rng.random((n_groups, n_groups)) * (rng.random((n_groups, n_groups)) < 0.6), 1)
+    load = np.stack([rng.uniform(1, 4, n_groups), rng.uniform(1, 4, n_groups)], 1)
     room = load[:, 1].sum() * (1.1 if seed % 3 else 3) / n_hosts
     capacity = np.stack([np.ones(n_hosts), np.full(n_hosts, room)], 1)
-    allowed = rng.random((n_units, n_hosts)) < 0.9
+    allowed = rng.random((n_groups, n_hosts)) < 0.9
     allowed[:, 0] |= ~allowed.any(1)
     division = Division(affinity + affinity.T, load, capacity, allowed)
     least = min(
         division.cost(np.array([*range(n_hosts), *h]))
-        for h in product(range(n_hosts), repeat=n_units)
-        if allowed[range(n_units), h].all()
+        for h in product(range(n_hosts), repeat=n_groups)
+        if allowed[range(n_groups), h].all()
     )
     found = division.best_division()
-    assert allowed[range(n_units), found[n_hosts:]].all()
+    assert allowed[range(n_groups), found[n_hosts:]].all()
     assert division.cost(found) == pytest.approx(least, rel=1e-9, abs=1e-9)
 
 
@@ -181,17 +181,17 @@ def test_towers_of_pods_send_as_towers_of_hosts_do(rows):
     """With rows over pods, each pod is a tower. The same bytes travel within and across pods."""
     t, u = Table("t", 100, 16, 1.0), Table("u", 100, 8, 1.0)
     found = []
-    for on, names, unit in (
+    for on, names, domain in (
         (on_hosts("aabb"), ("a", "b"), "host"),
         (on_hosts(IN_PODS, rows_over="pod"), ("p", "q"), "pod"),
     ):
         whole = Problem("towers", (t, u), on, B)
         problem = pin_tables_to_towers(whole, dict(zip("tu", names, strict=True)), 4.0)
-        first = Placement(f"{unit}_row", Shard.whole(t), (0, 1)) if rows else column(t, 0)
+        first = Placement(f"{domain}_row", Shard.whole(t), (0, 1)) if rows else column(t, 0)
         plan = Plan((first, column(u, 2)), {"tower_ratio": 4.0})
         sent = entering(lower(plan, problem).traffic)
         found.append(sorted(sent.values()))
-        assert {CHANNEL[name].scope.unit for name in sent} == {f"within_{unit}"}
+        assert {CHANNEL[name].scope.domain for name in sent} == {f"within_{domain}"}
         assert with_towers_of_plan(plan, whole) == problem
     assert found[0] == found[1]
 
@@ -213,12 +213,12 @@ def test_towers_are_divided_over_pods_and_a_plan_to_start_from_keeps_them(algori
         with_towers_of_plan(apart, on_pods)
 
 
-def test_units_of_rows_are_not_chosen_for_towers():
+def test_row_domains_are_not_chosen_for_towers():
     """Their number is the model's."""
     with pytest.raises(
-        ShardCoreError, match="units of rows and towers were both asked for; a model has towers of"
+        ShardCoreError, match="row domains and towers were both asked for; a model has towers of"
     ):
-        decide(problem_of(), MODEL, [OnTowers(pairs()), RowUnits()], SHARDERS["size_greedy"])
+        decide(problem_of(), MODEL, [OnTowers(pairs()), RowDomains()], SHARDERS["size_greedy"])
 
 
 @pytest.mark.parametrize("ratio", [1, 8])
@@ -294,8 +294,8 @@ def test_a_plan_under_construction_costs_what_its_workload_does():
     space = search_space_by_columns(found.problem, MODEL, whole, cut=False)
     keys = [space.cache.shard_key(placement.shard) for placement in plan.placements]
     batch = PlanBatch(space, np.array([keys]))
-    for placement, (strip, units) in zip(plan.placements, keys, strict=True):
-        batch.place(strip, units, placement.devices[0])
+    for placement, (item, blocks) in zip(plan.placements, keys, strict=True):
+        batch.place(item, blocks, placement.devices[0])
     assert batch.cost_ms()[0, 0] == pytest.approx(price(lower(plan, found.problem), MODEL).total_ms)
 
 

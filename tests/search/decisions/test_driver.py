@@ -23,7 +23,7 @@ from shardcore.search.decisions.driver import Decision, Proposal, decide, ledger
 from shardcore.search.decisions.groups import FoundGroups, Groups
 from shardcore.search.decisions.hot_rows import HotRows
 from shardcore.search.decisions.memory_tiers import MemoryTiers
-from shardcore.search.decisions.row_units import RowUnits
+from shardcore.search.decisions.row_domains import RowDomains
 from shardcore.search.decisions.towers import OnTowers, with_towers_of_plan
 from shardcore.step.lower import lower
 from shardcore.step.sharding_groups import problem_of_group
@@ -147,13 +147,13 @@ def test_out_of_time_it_ends_with_what_it_has(monkeypatch):
     "make",
     [
         lambda of: Groups("8"),
-        lambda of: RowUnits(),
+        lambda of: RowDomains(),
         lambda of: HotRows(),
         lambda of: MemoryTiers(),
         lambda of: OnTowers(Towers(2.0, (("t6", "t7"),))),
         lambda of: Start(SHARDERS["random"](of, MODEL), of, algorithm="anneal"),
     ],
-    ids=["groups", "row units", "hot rows", "tiers", "towers", "start"],
+    ids=["groups", "row domains", "hot rows", "tiers", "towers", "start"],
 )
 def test_every_decision_gives_a_plan_of_its_problem_at_its_cost_and_a_ledger_that_files_keep(make, tmp_path):
     asked = problem(sequences=2)

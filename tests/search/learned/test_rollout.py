@@ -131,9 +131,9 @@ def test_halves_that_meet_on_a_device_look_like_the_shard_that_they_become(name)
         problem, MODEL, [*whole, *cut_into_equal_parts(Shard.whole(widest), 4, 4)], cut=False
     )
     cache, policy = space.cache, untrained(name)
-    strip = cache.strip_by_name[widest.name]
-    units = int(cache.size[strip]) // 4
-    keys = [(s, int(cache.size[s])) for s in range(5) if s != strip] + [(strip, units)] * 4
+    item = cache.item_by_name[widest.name]
+    blocks = int(cache.size[item]) // 4
+    keys = [(s, int(cache.size[s])) for s in range(5) if s != item] + [(item, blocks)] * 4
     rollouts = Rollouts(policy.net, policy.weights, 20, np.random.default_rng(0))
     rollout = rollouts.roll_out(space, np.array([keys]))
     latents, in_order = rollouts.latents_of_cached_shards(cache), np.array(keys)[rollout.placed.order[0]]
@@ -141,7 +141,7 @@ def test_halves_that_meet_on_a_device_look_like_the_shard_that_they_become(name)
     for k in range(20):
         held = np.zeros((5, len(cache.speed)), int)
         np.add.at(held, (in_order[:, 0], rollout.placed.devices[0, k]), in_order[:, 1])
-        met += (held[strip] > units).any()
+        met += (held[item] > blocks).any()
         expected = latents[cache.option_numbers(np.arange(5)[:, None], held)].sum(0)
         assert rollout.latents[0, k] == pytest.approx(expected / cache.speed[:, None], abs=1e-3)
     assert met

@@ -17,48 +17,50 @@ SHARED_TRIALS = 0.1
 
 
 @entry(float64(HEAD, WORDS, WORDS, int64, float64, float64))
-def anneal(head, problem, state, trials, hot_ms, cold_ms):
+def anneal(head, problem_words, state_words, trials, hot_ms, cold_ms):
     """Try `trials` moves while the temperature falls from hot_ms to cold_ms. With 0 trials, the same as
     `refresh_state`.
 
     Returns the exact cost of the best plan met, in ms.
     """
-    fx, st = problem_at(problem), state_at(state)
+    problem, state = problem_at(problem_words), state_at(state_words)
     if trials == 0:
-        undo_logged_changes(fx, st, int64(0))
-        recompute_state(head, fx, st)
-        st.value[BEST] = exact_cost_ms(fx, st)
+        undo_logged_changes(problem, state, int64(0))
+        recompute_state(head, problem, state)
+        state.value[BEST] = exact_cost_ms(problem, state)
     # A change of a group costs time for each device, and there are fewer such changes.
-    often = min(SHARED_TRIALS, 2.0 / device_count(st)) if fx.may_share.any() else 0.0
+    often = min(SHARED_TRIALS, 2.0 / device_count(state)) if problem.may_share.any() else 0.0
     # Geometric cooling: a constant factor for each trial.
     temperature, cooling = hot_ms, (cold_ms / hot_ms) ** (1.0 / max(trials, 1))
     for _ in range(trials):
         temperature *= cooling
         # Metropolis' rule. The random number is drawn first, so that one comparison decides.
-        threshold = st.value[ENERGY] - temperature * math.log(max(draw_uniform(st), 1e-300))
-        if often > 0.0 and draw_uniform(st) < often:
-            if not try_shared_move(head, fx, st, threshold):
+        threshold = state.value[ENERGY] - temperature * math.log(max(draw_uniform(state), 1e-300))
+        if often > 0.0 and draw_uniform(state) < often:
+            if not try_shared_move(head, problem, state, threshold):
                 continue
         else:
-            a, b, n = propose_move(fx, st)
+            a, b, n = propose_move(problem, state)
             if n == 0:
                 continue
-            energy = price_edits(head, fx, st, a, b, n)
-            if energy >= threshold or not edits_fit(fx, st, a, b, n):
+            energy = price_edits(head, problem, state, a, b, n)
+            if energy >= threshold or not edits_fit(problem, state, a, b, n):
                 continue
-            accept_edits(fx, st, a, b, n)
-            st.value[ENERGY] = energy
+            accept_edits(problem, state, a, b, n)
+            state.value[ENERGY] = energy
         # Moves follow the smooth energy; the best plan is chosen by the exact cost.
-        cost = exact_cost_ms(fx, st)
-        if is_less(cost, st.value[BEST]):
-            st.value[BEST] = cost
+        cost = exact_cost_ms(problem, state)
+        if is_less(cost, state.value[BEST]):
+            state.value[BEST] = cost
             # The log leads back to the best plan, which is now the present one.
-            st.number[LOG] = 0
-        elif st.number[LOG] + MOST_EDITS > len(st.log):  # the log is full: start again from the best plan
-            undo_logged_changes(fx, st, int64(0))
-            recompute_state(head, fx, st)
-            exact_cost_ms(fx, st)
-    return st.value[BEST]
+            state.number[LOG] = 0
+        elif state.number[LOG] + MOST_EDITS > len(
+            state.log
+        ):  # the log is full: start again from the best plan
+            undo_logged_changes(problem, state, int64(0))
+            recompute_state(head, problem, state)
+            exact_cost_ms(problem, state)
+    return state.value[BEST]
 
 
 def refresh_state(head: Any, problem: Any, state: Any) -> float:

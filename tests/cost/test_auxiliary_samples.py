@@ -9,8 +9,8 @@ import pytest
 from laws import COLD, SETTING, cache_law, comm_samples, compute_samples, linear_law, spread
 
 from shardcore.core.types import Shard, Table
-from shardcore.cost import accuracy, collective_fit, fit, known_errors, lending
-from shardcore.cost.drift_correction import Lent, Measurements, rescale_sample
+from shardcore.cost import accuracy, auxiliary_samples, collective_fit, fit, known_errors
+from shardcore.cost.drift_correction import AuxiliarySamples, Measurements, rescale_sample
 from shardcore.cost.metrics import mape
 from shardcore.io import dataset
 from shardcore.io.measurements import ComputeRequest, ComputeSample
@@ -24,8 +24,8 @@ def measurements(compute, comm=()):
     return Measurements(dataset.most_precise_samples(compute), list(comm), [])
 
 
-def lender(compute, comm=(), name="datasets/x"):
-    return Lent(name, "other", measurements(compute, comm))
+def auxiliary(compute, comm=(), name="datasets/x"):
+    return AuxiliarySamples(name, "other", measurements(compute, comm))
 
 
 def machine(small: float, large: float, samples):
@@ -43,7 +43,7 @@ def theirs():
 
 @pytest.fixture(scope="module")
 def here():
-    """Groups that the lender does not have."""
+    """Groups that the auxiliary machine does not have."""
     samples = {s.id: s for s in compute_samples(cache_law, 400, noise=0.03)}
     return list(samples.values())[200:]
 
@@ -58,7 +58,9 @@ def error(model, samples) -> float:
 def test_few_own_groups_bring_a_lenders_shape_to_their_level(theirs, here, small, large):
     mine = machine(small, large, here)
     own, test = measurements(mine[:60]), mine[60:]
-    trained, _, words = lending.train_with_lenders(own, SETTING, [lender(theirs)], CONFIG, None)
+    trained, _, words = auxiliary_samples.train_with_auxiliary_samples(
+        own, SETTING, [auxiliary(theirs)], CONFIG, None
+    )
     assert re.fullmatch(
         r"lends ops their shape: own groups err by .*% with it, .*% without \(cross-validation\)",
         words["datasets/x"],
@@ -78,8 +80,10 @@ def test_few_own_groups_bring_a_lenders_shape_to_their_level(theirs, here, small
 
 def test_a_machine_that_differs_by_one_factor_gets_it_and_nothing_else(theirs, here):
     mine = machine(0.5, 0.5, here)
-    _, shape, _ = lending.train_with_lenders(measurements(mine[:30]), SETTING, [lender(theirs)], CONFIG, None)
-    law = lending._Law("x", shape.law, theirs)
+    _, shape, _ = auxiliary_samples.train_with_auxiliary_samples(
+        measurements(mine[:30]), SETTING, [auxiliary(theirs)], CONFIG, None
+    )
+    law = auxiliary_samples._Law("x", shape.law, theirs)
     again = law.scaled_shape(measurements(mine[:30]).compute)
     assert again.is_final and 0.9 < law.level_factor(mine) / law.level_factor(mine[:30]) < 1.1
     kept = fit.train(mine[:60], [], SETTING, CONFIG, start=again).model
@@ -95,8 +99,8 @@ def test_a_lender_whose_timings_mean_nothing_lends_nothing(theirs, here):
         for s, i in zip(theirs, shuffled, strict=True)
     ]
     own = measurements(here[:70])
-    trained, shape, words = lending.train_with_lenders(
-        own, SETTING, [lender(noise), lender(theirs, name="datasets/y")], CONFIG, None
+    trained, shape, words = auxiliary_samples.train_with_auxiliary_samples(
+        own, SETTING, [auxiliary(noise), auxiliary(theirs, name="datasets/y")], CONFIG, None
     )
     assert words["datasets/x"].startswith("lends ops nothing: own groups err by ")
     assert words["datasets/y"].startswith("lends ops their shape: own groups err by ")
@@ -105,7 +109,9 @@ def test_a_lender_whose_timings_mean_nothing_lends_nothing(theirs, here):
 
 
 def test_without_own_groups_the_level_is_unknown_and_intervals_say_so(theirs, here):
-    trained, _, words = lending.train_with_lenders(measurements([]), SETTING, [lender(theirs)], CONFIG, None)
+    trained, _, words = auxiliary_samples.train_with_auxiliary_samples(
+        measurements([]), SETTING, [auxiliary(theirs)], CONFIG, None
+    )
     assert words["datasets/x"] == "lends ops their shape; 0 own groups tell the level"
     model = trained.model
     assert error(model, here) < 15 and model.meta["metrics"]["compute_mape"] > 30
@@ -115,11 +121,13 @@ def test_without_own_groups_the_level_is_unknown_and_intervals_say_so(theirs, he
         slower = machine(times, times, here)
         low, high = accuracy.confidence_intervals(model, slower, 0.9)
         assert np.mean([x <= s.total_ms <= y for s, x, y in zip(slower, low, high, strict=True)]) > 0.9
-    # The lender's law at the own level, no worse and no better.
+    # The auxiliary machine's law at the own level, no worse and no better.
     law = fit.train_op_model(measurements(theirs).compute, SETTING, dataclasses.replace(CONFIG, epochs=2))
     assert error(model, here) == pytest.approx(error(law, here))
     few = machine(2.0, 2.0, here)[:10]
-    told = lending.train_with_lenders(measurements(few), SETTING, [lender(theirs)], CONFIG, None)[0].model
+    told = auxiliary_samples.train_with_auxiliary_samples(
+        measurements(few), SETTING, [auxiliary(theirs)], CONFIG, None
+    )[0].model
     assert error(told, machine(2.0, 2.0, here)) < 20
     low, high = (accuracy.confidence_intervals(m, here[:1], 0.9) for m in (told, model))
     assert low[1] / low[0] < high[1] / high[0] / 2
@@ -178,8 +186,8 @@ def test_exchanges_of_a_kind_that_is_rare_here_join_at_its_level(here):
     own = [*kinds["all_to_all"][:20], *kinds["reduce_scatter"][:3]]
     test = kinds["reduce_scatter"][40:]
     compute = here[:60]
-    found = lending.train_with_lenders(
-        measurements(compute, own), SETTING, [lender([], theirs)], QUICK, None
+    found = auxiliary_samples.train_with_auxiliary_samples(
+        measurements(compute, own), SETTING, [auxiliary([], theirs)], QUICK, None
     )[0].model
     predicted, measured = collective_fit.predicted_and_measured_ms(found.weights, test, "forward")
     assert mape(predicted, measured) < 10
@@ -208,14 +216,14 @@ def test_exchanges_that_mean_nothing_do_not_join(here):
         dataclasses.replace(s, forward=scaled([s], by)[0].forward)
         for s, by in zip(wrong, np.geomspace(0.05, 20, len(wrong)).tolist(), strict=True)
     ]
-    _, shape, _ = lending.train_with_lenders(
-        measurements(here[:60], own), SETTING, [lender([], noise)], QUICK, None
+    _, shape, _ = auxiliary_samples.train_with_auxiliary_samples(
+        measurements(here[:60], own), SETTING, [auxiliary([], noise)], QUICK, None
     )
     assert shape.comm == []
 
 
 def test_few_groups_without_a_lender_of_ops_are_too_few(theirs):
     with pytest.raises(Exception, match="there are 29 measured groups.*needs at least 50"):
-        lending.train_with_lenders(
-            measurements(compute_samples(linear_law, 30)), SETTING, [lender(theirs[:9])], CONFIG, None
+        auxiliary_samples.train_with_auxiliary_samples(
+            measurements(compute_samples(linear_law, 30)), SETTING, [auxiliary(theirs[:9])], CONFIG, None
         )

@@ -15,7 +15,7 @@ from shardcore.plans.replan import Start
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.decisions.driver import decide
 from shardcore.search.decisions.groups import Groups
-from shardcore.search.decisions.row_units import RowUnits
+from shardcore.search.decisions.row_domains import RowDomains
 from shardcore.step.lower import lower
 
 MODEL = AnalyticModel(Setting("any", 512))
@@ -34,16 +34,16 @@ def problem(*kinds: str, within_pod: float = 40.0, **given) -> Problem:
 def found(of: Problem, *decisions, **budget):
     model = MODEL.for_problem(of)
     return decide(
-        of, model, decisions or [RowUnits()], SHARDERS["anneal"], budget=Budget(**budget or {"evals": 200})
+        of, model, decisions or [RowDomains()], SHARDERS["anneal"], budget=Budget(**budget or {"evals": 200})
     )
 
 
-@pytest.mark.parametrize("within_pod, unit", [(40.0, "pod"), (2.0, "host")])
-def test_rows_are_divided_over_the_units_whose_links_are_fast_enough(within_pod, unit):
+@pytest.mark.parametrize("within_pod, domain", [(40.0, "pod"), (2.0, "host")])
+def test_rows_are_divided_over_the_domains_whose_links_are_fast_enough(within_pod, domain):
     of = problem(*BOTH, within_pod=within_pod)
     best = found(of)
-    assert {p.kind for p in best.plan.placements} == {f"{unit}_row"}
-    assert best.ledger.chosen.startswith(f"rows over {unit}s of ") and best.ms == min(
+    assert {p.kind for p in best.plan.placements} == {f"{domain}_row"}
+    assert best.ledger.chosen.startswith(f"rows over {domain}s of ") and best.ms == min(
         x.ms for x in best.outcomes
     )
     assert [entry.facts for entry in best.ledger.entries] == [{"tables divided so": 2}] * 2
@@ -52,32 +52,32 @@ def test_rows_are_divided_over_the_units_whose_links_are_fast_enough(within_pod,
     assert price(lower(best.plan, of), MODEL.for_problem(of)).total_ms == pytest.approx(best.ms)
 
 
-def test_what_one_unit_cannot_run_the_other_does():
+def test_what_one_domain_cannot_run_the_other_does():
     best = found(problem("pod_row", within_pod=2.0))
     assert best.ledger.chosen == "rows over pods of 4 devices" and best.ledger.entries[0].why
-    with pytest.raises(ShardCoreError, match="none of 2 proposals of units of rows has a plan"):
+    with pytest.raises(ShardCoreError, match="none of 2 proposals of row domains has a plan"):
         found(replace(problem(*BOTH), optimizer="adam"))
 
 
-@pytest.mark.parametrize("unit", ["host", "pod"])
-def test_a_topology_that_says_it_has_no_choice(unit):
-    best = found(problem(*BOTH, within_pod=2.0 if unit == "pod" else 40.0, rows_over=unit))
-    assert [entry.proposed.split()[2] for entry in best.ledger.entries] == [f"{unit}s"]
-    assert {p.kind for p in best.plan.placements} == {f"{unit}_row"}
+@pytest.mark.parametrize("domain", ["host", "pod"])
+def test_a_topology_that_says_it_has_no_choice(domain):
+    best = found(problem(*BOTH, within_pod=2.0 if domain == "pod" else 40.0, rows_over=domain))
+    assert [entry.proposed.split()[2] for entry in best.ledger.entries] == [f"{domain}s"]
+    assert {p.kind for p in best.plan.placements} == {f"{domain}_row"}
 
 
-def test_a_plan_to_start_from_keeps_the_units_of_its_job():
+def test_a_plan_to_start_from_keeps_the_domains_of_its_job():
     of = problem(*BOTH)
     over_hosts = found(replace(of, topology=replace(of.topology, rows_over="host"))).plan
-    best = found(of, RowUnits(over_hosts), Start(over_hosts, of, algorithm="anneal"))
+    best = found(of, RowDomains(over_hosts), Start(over_hosts, of, algorithm="anneal"))
     assert {p.kind for p in best.plan.placements} == {"host_row"} and len(best.ledger.entries) == 1
     assert "price" in best.plan.provenance["moved"]
 
 
-def test_each_size_of_groups_has_units_of_its_own():
-    best = found(problem(*BOTH), Groups(), RowUnits())
-    units = {
+def test_each_size_of_groups_has_domains_of_its_own():
+    best = found(problem(*BOTH), Groups(), RowDomains())
+    domains = {
         x.proposal.words: x.found and [e.proposed for e in x.found.ledger.entries] for x in best.outcomes
     }
-    assert len(units["all 8 devices as one group"]) == 2
+    assert len(domains["all 8 devices as one group"]) == 2
     assert best.grouped_plan.problem.topology.rows_over is None

@@ -1,4 +1,4 @@
-"""Units of rows: hosts or pods, over which TorchRec divides rows of tables (table_row_wise, grid_shard).
+"""Row domains: hosts or pods, over which TorchRec divides rows of tables (table_row_wise, grid_shard).
 
 A job divides rows over one of both: over pods if it has TORCHREC_RESOLVED_POD_SIZE. Over a pod, more devices
 share a table's lookups and memory, and its outputs cross fewer and slower links. So neither is always better.
@@ -14,19 +14,19 @@ from shardcore.core.links import ROWS_OVER
 from shardcore.core.types import Plan, Problem
 from shardcore.cost.model import CostModel
 from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
-from shardcore.step.kinds import layout_of_kind, row_unit_choices, row_unit_of
+from shardcore.step.kinds import layout_of_kind, row_domain_choices, row_domain_of
 
 
 @dataclass(frozen=True)
-class RowUnits(Decision, noun="units of rows"):
-    """Choose the units that rows are divided over, where the topology leaves it open.
+class RowDomains(Decision, noun="row domains"):
+    """Choose the domains that rows are divided over, where the topology leaves it open.
 
-    start: a plan that the search improves. Its job keeps its units.
+    start: a plan that the search improves. Its job keeps its domains.
     """
 
     start: Plan | None = None
 
-    name: ClassVar[str] = "units of rows"
+    name: ClassVar[str] = "row domains"
     level: ClassVar[int] = 2
     against: ClassVar[Mapping[str, str]] = {
         "towers": "a model has towers of hosts, or of pods where topology.rows_over says so"
@@ -37,18 +37,20 @@ class RowUnits(Decision, noun="units of rows"):
     ) -> Generator[Proposal, Outcome, None]:
         """Problem with rows divided over hosts, and over pods where all pods are of one size."""
         topology = problem.topology
-        units = (row_unit_of(topology, self.start.placements),) if self.start else row_unit_choices(topology)
-        for i, unit in enumerate(units):
-            # Devices of a unit, as TorchRec's groups of ranks have them.
-            size = len(topology.devices_by_unit(ROWS_OVER[unit])[0])
+        domains = (
+            (row_domain_of(topology, self.start.placements),) if self.start else row_domain_choices(topology)
+        )
+        for i, domain in enumerate(domains):
+            # Devices of a domain, as TorchRec's groups of ranks have them.
+            size = len(topology.devices_by_domain(ROWS_OVER[domain])[0])
             yield Proposal(
-                words=f"rows over {unit}s of {size} device{'s' * (size > 1)}",
-                problem=replace(problem, topology=replace(topology, rows_over=unit)),
-                more=len(units) - 1 - i,
+                words=f"rows over {domain}s of {size} device{'s' * (size > 1)}",
+                problem=replace(problem, topology=replace(topology, rows_over=domain)),
+                more=len(domains) - 1 - i,
             )
 
     def adopt(self, proposal: Proposal, found: Found, problem: Problem, model: CostModel) -> Found:
-        """The plan as one of the original problem, whose topology names no unit (host, pod) over which rows are
+        """The plan as one of the original problem, whose topology names no domain (host, pod) over which rows are
         divided: kinds of sharding say it.
         """
         return replace(found, problem=replace(found.problem, topology=problem.topology))

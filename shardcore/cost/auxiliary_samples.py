@@ -1,12 +1,13 @@
-"""Samples of other machines lend the shape of costs. This machine's own samples give their level.
+"""Auxiliary samples, of other machines, give the shape of costs. This machine's own samples give their level.
 
-The groups of a lender train a law. Own groups bring it here in two ways. One factor is best where machines differ in
-speed only. Launch and rates fitted anew are best where ops differ, but few groups fit them badly. The mean of both errs
-less than either chosen by few groups would (docs/decisions/cost-models.md). It brings some of the lender's groups here,
-op by op: by what it takes here over what the law takes there. They join own ones, and training goes on from the law.
+The groups of an auxiliary machine train a law. Own groups bring it here in two ways. One factor is best where machines
+differ in speed only. Launch and rates fitted anew are best where ops differ, but few groups fit them badly. The mean of
+both errs less than either chosen by few groups would (docs/decisions/cost-models.md). It brings some of the auxiliary
+groups here, op by op: by what it takes here over what the law takes there. They join own ones, and training goes on
+from the law.
 
-Cross-validation on own groups chooses the lender. Own groups alone are one of the choices, so a lender that does not
-help lends nothing. With very few own groups nothing is chosen, and the law takes one factor.
+Cross-validation on own groups chooses the auxiliary machine. Own groups alone are one of the choices, so a machine that
+does not help has no effect. With very few own groups nothing is chosen, and the law takes one factor.
 
 Exchanges join at the own level of their collective, payload and direction, if own ones are predicted better then
 (collective_fit.fit_exchange_rates).
@@ -26,14 +27,19 @@ import numpy as np
 
 from shardcore.core.types import Setting
 from shardcore.cost import collective_fit, features, fit, quantiles
-from shardcore.cost.drift_correction import MOST_LENT, Lent, Measurements, rescale_sample
+from shardcore.cost.drift_correction import (
+    MOST_AUXILIARY_SAMPLES,
+    AuxiliarySamples,
+    Measurements,
+    rescale_sample,
+)
 from shardcore.cost.fit_config import MIN_COMPUTE, MIN_STARTED, FitConfig, Progress, Shape, TrainedModel
 from shardcore.cost.neural import NeuralModel
 from shardcore.io.dataset import Sample, split_of_sample
 from shardcore.io.measurements import CollectiveSample, ComputeSample
 
 _JOINED = 120
-"""A lender's groups that join own ones."""
+"""An auxiliary machine's groups that join own ones."""
 _LINEAR = ("launch", "rates")
 """Weights that an op's ms are linear in: their mean gives the mean of ms."""
 _FAVOUR = 4
@@ -41,23 +47,27 @@ _FAVOUR = 4
 _FOLDS = 4
 _LEVEL = 0.56
 """Standard deviation of the logarithm of a machine's level that no own sample tells. 90% take 0.4 to 2.5 times as long
-as the lender."""
+as the auxiliary machine."""
 _SHAPE = 0.15
 """The same of ops around their machine's level (datasets/cpu-amd-epyc for an Intel Xeon)."""
 
 
-def train_with_lenders(
-    own: Measurements, setting: Setting, lenders: Sequence[Lent], config: FitConfig, progress: Progress | None
+def train_with_auxiliary_samples(
+    own: Measurements,
+    setting: Setting,
+    auxiliaries: Sequence[AuxiliarySamples],
+    config: FitConfig,
+    progress: Progress | None,
 ) -> tuple[TrainedModel, Shape, dict[str, str]]:
-    """Train a cost model on few samples and those of other machines. Returns it, what was lent, and text on each
-    lender.
+    """Train a cost model on few own samples and auxiliary ones. Returns it, what joined, and text on each auxiliary
+    machine.
 
     Its quantiles and its error are those of cross-validation on own groups. With fewer than 20, they are as wide as
-    the level is uncertain. Raises as fit.train. With a lender few own groups suffice, or none.
+    the level is uncertain. Raises as fit.train. With an auxiliary machine few own groups suffice, or none.
     """
     mine = [s for s in own.compute if s.error is None and split_of_sample(s.id) != "test"]
     tune = partial(fit.train_op_model, setting=setting, config=config)
-    # Ops that were timed here, too, would make a lender look better than it is on others.
+    # Ops that were timed here, too, would make an auxiliary machine look better than it is on others.
     asked = {s.request for s in own.compute}
     laws = [
         # Half the epochs, as a law is trained further on own groups.
@@ -66,9 +76,11 @@ def train_with_lenders(
             fit.train_op_model(theirs, setting, replace(config, epochs=math.ceil(config.epochs / 2))),
             theirs,
         )
-        for x in lenders
+        for x in auxiliaries
         if len(
-            theirs := [s for s in x.known.compute if s.error is None and s.request not in asked][:MOST_LENT]
+            theirs := [s for s in x.known.compute if s.error is None and s.request not in asked][
+                :MOST_AUXILIARY_SAMPLES
+            ]
         )
         >= MIN_COMPUTE
     ]
@@ -76,7 +88,7 @@ def train_with_lenders(
         # Nothing is chosen, and nothing but the level is fitted.
         best = laws[0].scaled_shape(mine) if laws else Shape(None)
         words = {
-            law.lender: f"lends ops their shape; {len(mine)} own groups tell the level" for law in laws[:1]
+            law.auxiliary: f"lends ops their shape; {len(mine)} own groups tell the level" for law in laws[:1]
         }
         # The level is known as far as they tell it.
         normal = NormalDist(0, math.hypot(_SHAPE, 1 / math.sqrt(_LEVEL**-2 + len(mine) * _SHAPE**-2)))
@@ -93,25 +105,27 @@ def train_with_lenders(
             logs = _cross_validate(
                 mine, lambda some, rest, of=law.fitted_shape: _log_ratios(tune(some, start=of(some)), rest)
             )
-            tried.append((law.lender, law.fitted_shape(mine), logs))
-        # Few own groups cannot tell errors of some percent more. A lender errs less then, mostly.
-        lender, best, logs = min(
+            tried.append((law.auxiliary, law.fitted_shape(mine), logs))
+        # Few own groups cannot tell errors of some percent more. An auxiliary machine errs less then, mostly.
+        auxiliary, best, logs = min(
             tried, key=lambda one: _mean_percent_error(one[2]) * (1 if one[0] else 1 + _FAVOUR / len(mine))
         )
         words = {
-            name: f"lends ops {'their shape' if name == lender else 'nothing'}: own groups err by "
+            name: f"lends ops {'their shape' if name == auxiliary else 'nothing'}: own groups err by "
             f"{min(_mean_percent_error(x) for of, _, x in tried if of == name):.1f}% with it{alone} (cross-validation)"
-            for name in (law.lender for law in laws)
+            for name in (law.auxiliary for law in laws)
         }
         measured = features.measured_ms([s for k in range(_FOLDS) for s in mine[k::_FOLDS]]).sum(1)
         band = quantiles.fit_error_quantiles(measured / np.exp(logs), measured)
-    offers = [[s for s in collective_fit.priceable_samples(x.known.comm) if s.error is None] for x in lenders]
+    offers = [
+        [s for s in collective_fit.priceable_samples(x.known.comm) if s.error is None] for x in auxiliaries
+    ]
     known = [
         s
         for s in collective_fit.priceable_samples(own.comm)
         if s.error is None and split_of_sample(s.id) != "test"
     ]
-    # Without own exchanges, the lender's level is all that is known.
+    # Without own exchanges, the auxiliary machine's level is all that is known.
     comm = min(
         [[], *offers] if known else offers, key=partial(_cross_validated_exchange_error, known), default=()
     )
@@ -145,23 +159,23 @@ def train_with_lenders(
 
 @dataclass(frozen=True, eq=False)
 class _Law:
-    """A lender's law of ops, and the groups that it was trained on."""
+    """An auxiliary machine's law of ops, and the groups that it was trained on."""
 
-    lender: str
+    auxiliary: str
     model: NeuralModel
     groups: Sequence[ComputeSample]
 
     def level_factor(self, own: Sequence[ComputeSample]) -> float:
-        """Median ratio of measured times of own ops to those that the lender's law predicts."""
+        """Median ratio of measured times of own ops to those that the auxiliary machine's law predicts."""
         return math.exp(float(np.median(_log_ratios(self.model, own)))) if own else 1.0
 
     def scaled_shape(self, own: Sequence[ComputeSample]) -> Shape:
-        """The lender's law scaled by one factor, with the lender's samples scaled likewise."""
+        """The auxiliary machine's law scaled by one factor, with its samples scaled likewise."""
         scaled = self._scaled_law(own)
         return Shape(scaled, self._rescaled_groups(scaled), is_final=True)
 
     def fitted_shape(self, own: Sequence[ComputeSample]) -> Shape:
-        """The lender's law, with the lender's samples rescaled op by op to this machine."""
+        """The auxiliary machine's law, with its samples rescaled op by op to this machine."""
         refitted, scaled = fit.refit_rates(self.model, own), self._scaled_law(own)
         mean = {name: (refitted.weights[name] + scaled.weights[name]) / 2 for name in _LINEAR}
         return Shape(
@@ -170,12 +184,12 @@ class _Law:
         )
 
     def _scaled_law(self, own: Sequence[ComputeSample]) -> NeuralModel:
-        """The lender's law scaled to the speed of this machine, by its measured ops."""
+        """The auxiliary machine's law scaled to the speed of this machine, by its measured ops."""
         scaled = {name: self.level_factor(own) * self.model.weights[name] for name in _LINEAR}
         return replace(self.model, weights={**self.model.weights, **scaled})
 
     def _rescaled_groups(self, here: NeuralModel) -> list[ComputeSample]:
-        """The lender's samples, rescaled by the ratio of this machine's law `here` to the lender's law."""
+        """Auxiliary samples, rescaled by the ratio of this machine's law `here` to the auxiliary machine's law."""
         joined = self.groups[:_JOINED]
         factors = fit.predicted_op_ms(here, joined) / fit.predicted_op_ms(self.model, joined)
         return [rescale_sample(s, *x) for s, x in zip(joined, factors.tolist(), strict=True)]
@@ -206,12 +220,12 @@ def _mean_percent_error(logs: np.ndarray) -> float:
 
 
 def _cross_validated_exchange_error(
-    own: Sequence[CollectiveSample], lent: Sequence[CollectiveSample]
+    own: Sequence[CollectiveSample], auxiliary: Sequence[CollectiveSample]
 ) -> float:
-    """Cross-validated error in percent on own collectives, with a lender's samples joined."""
+    """Cross-validated error in percent on own collectives, with an auxiliary machine's samples joined."""
 
     def fold_log_ratios(some: Sequence[CollectiveSample], rest: Sequence[CollectiveSample]) -> np.ndarray:
-        law = collective_fit.fit_exchange_rates(some, lent)
+        law = collective_fit.fit_exchange_rates(some, auxiliary)
         both = (
             collective_fit.predicted_and_measured_ms(law, [s], way)
             for s in rest
