@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -102,6 +102,17 @@ BETWEEN_HOSTS = tuple(
     n for n in RATES if n.endswith("_round_us") or "between_hosts" in n or n == "network_gbps"
 )
 """Those between hosts, which each network has."""
+MEASUREMENTS: Mapping[str, tuple[Sequence[str], str]] = {
+    "ops": (
+        [name for name in RATES if name not in (*SPEC, *NETWORK_RATES)],
+        "shardcore measure --out DIR; shardcore profile fit DIR --from CARD --out CARD.json",
+    ),
+    "collectives": (
+        [name for name in NETWORK_RATES if name not in SPEC],
+        "nccl-tests; shardcore profile network OURS --from-nccl-tests LOG --from CARD --out OURS.json",
+    ),
+}
+"""The rates that each kind of measurement shows, and its commands."""
 HOST_GBPS = ("host_read_gbps", "host_update_gbps", "host_cache_gbps")
 """Rates that scale with the link to host memory."""
 MOST_UNCERTAINTY = 3.0
@@ -223,16 +234,21 @@ class Profile(Record, noun="profile"):
         """Values of the profile's rates, by name."""
         return {name: rate.value for name, rate in self.rates.items()}
 
-    def error_band(self, prices: Callable[[Sequence[Mapping[str, float]]], np.ndarray]) -> np.ndarray:
+    def error_band(
+        self,
+        prices: Callable[[Sequence[Mapping[str, float]]], np.ndarray],
+        names: Container[str] = RATES,
+    ) -> np.ndarray:
         """Relative standard error of prices computed from the profile's rates, whose errors count as independent.
 
         prices: (K sets of values of rates) -> prices [K, ...].
+        names: rates whose errors count.
         """
         values = self.values
         moved = [
             {**values, name: rate.value * math.exp(rate.uncertainty)}
             for name, rate in self.rates.items()
-            if rate.uncertainty
+            if rate.uncertainty and name in names
         ]
         logs = np.log(prices([values, *moved]))
         return np.sqrt(((logs[1:] - logs[0]) ** 2).sum(0))

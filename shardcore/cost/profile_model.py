@@ -9,7 +9,8 @@ Shapes: N shards, F = 4 features, G ops, D devices, K models; ... any leading di
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -235,10 +236,20 @@ class ProfileModel(CostModel):
         """One sentence: prices are of a profile, not measured here, with their relative error."""
         return [f"{NOT_MEASURED} (band ±{self.step_error_band(workload):.0%})"]
 
-    def step_error_band(self, workload: Workload) -> float:
+    def with_rates_off(self, names: Container[str], errors: float) -> ProfileModel:
+        """The model with some rates so many standard errors slower, or faster if negative. Sizes in bytes stay."""
+        values = dict(self.profile.values)
+        for name, rate in self.profile.rates.items():
+            if name in names and rate.unit != "bytes":
+                values[name] *= math.exp(errors * rate.uncertainty * (-1 if rate.unit == "GB/s" else 1))
+        return dataclasses.replace(self, profile=self.profile.with_values(values))
+
+    def step_error_band(self, workload: Workload, names: Container[str] = RATES) -> float:
         """Relative standard error of a step's predicted ms, from the uncertainties of the profile's rates.
 
         Without the dense part, whose ms are given.
+
+        names: rates whose errors count.
         """
         no_dense = dataclasses.replace(workload.job, dense_forward_ms=None, dense_backward_ms=None)
         step = dataclasses.replace(workload, job=no_dense)
@@ -248,7 +259,7 @@ class ProfileModel(CostModel):
         def price_rates(many: Sequence[Rates]) -> np.ndarray:
             return self.steps_ms(step, [dataclasses.replace(self, at=values) for values in many])
 
-        return float(self.profile.error_band(price_rates))
+        return float(self.profile.error_band(price_rates, names))
 
     def steps_ms(self, workload: Workload, models: Sequence[ProfileModel]) -> np.ndarray:
         """[K] ms of a step under K models that differ in their rates only.

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from shardcore.core.types import Problem
+from shardcore.cost.known_errors import step_error_band
+from shardcore.cost.profile import MEASUREMENTS
 from shardcore.plans.hot_drift import HotDrift
 from shardcore.report.figures import figure_with_panels
 from shardcore.report.text import records_table, text_table
 from shardcore.search.decisions.driver import Entry, Found, Ledger, Outcome
 from shardcore.search.decisions.memory_tiers import least_link_ms, link_ms_savings, tiers_of_tables
 from shardcore.search.decisions.provision import Provision, best_cluster_of_each_offer
+from shardcore.search.decisions.towers import with_towers_of_plan
+from shardcore.step.lower import lower
 from shardcore.step.memory import size_text
 from shardcore.tables.hot_rows import HOT
 
@@ -159,14 +164,23 @@ def memory_tiers_text(problem: Problem) -> str:
 # --- clusters ----------------------------------------------------------------------------------------------
 
 
-def _cluster_record(outcome: Outcome) -> dict[str, Any]:
-    """Table row of a cluster that has a plan, by header; "-" for unknown figures."""
+def _error_band(outcome: Outcome) -> float:
+    """Relative error that a profile expects of a cluster's step; 0 for a trained model."""
+    found, model = outcome.found, outcome.proposal.model
+    if found is None or model is None:
+        return 0.0
+    problem = with_towers_of_plan(found.plan, found.problem)
+    return step_error_band(model.for_problem(problem), lower(found.plan, problem)) or 0.0
+
+
+def _cluster_record(outcome: Outcome, band: float) -> dict[str, Any]:
+    """Table row of a cluster that has a plan, by header. band: relative error of its step."""
     cluster, samples_per_s = outcome.proposal, outcome.proposal.samples_per_s(outcome.ms)
     return {
         "offer": cluster.offer.name,
         "hosts": cluster.hosts,
         "devices": len(cluster.problem.topology),
-        "step ms": f"{outcome.ms:.2f}",
+        "step ms": f"{outcome.ms:.2f}" + f" ±{band:.0%}" * (band > 0),
         "samples/s": f"{samples_per_s:,.0f}",
         "price/h": f"{cluster.price_per_hour:,.2f}",
         "price of 10^9 samples": f"{1e9 / samples_per_s / 3600 * cluster.price_per_hour:,.2f}",
@@ -182,7 +196,20 @@ def cluster_lines(decision: Provision, result: Found) -> Iterator[str]:
         f"{chosen.words}, {chosen.price_per_hour:,.2f} an hour, {result.ms:.3f} ms a step; {len(outcomes)} "
         f"clusters searched in {sum(x.seconds for x in outcomes):.0f} s"
     )
-    yield records_table([_cluster_record(x) for x in best])
+    bands = {x.proposal.words: _error_band(x) for x in outcomes}
+    yield records_table([_cluster_record(x, bands[x.proposal.words]) for x in best])
+    # At the fast end of its band, such a cluster would be chosen.
+    if unranked := [
+        name
+        for x in outcomes
+        if x.found and (name := x.proposal.words) != chosen.words
+        for fast in [replace(x, found=replace(x.found, ms=x.ms * (1 - bands[name])))]
+        if best_cluster_of_each_offer([best[0], fast], decision.target)[0] is fast
+    ]:
+        yield (
+            f"within the errors of their profiles these may be better, too: {', '.join(unranked)}. To rank them, "
+            f"measure: {' or '.join(how for _, how in MEASUREMENTS.values())}"
+        )
     if left_out := sum(offer.most_hosts for offer in decision.offers) - len(outcomes):
         yield (
             f"{left_out} clusters were left out: their devices do not divide the global batch of "

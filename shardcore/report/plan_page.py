@@ -59,9 +59,11 @@ def published_version_page(
             "<h2>What bounds it</h2>",
             *(f"<p>{escape(line)}</p>" for line in plan_report.explanation_sentences(explained)),
             _shards_html(explained),
-            _memory_html(explained),
+            html_table(plan_report.MEMORY_HEADERS, plan_report.memory_rows(explained)),
+            note_html(plan_report.peak_moment_text(explained)),
             "<h2>Instead</h2>",
-            _alternatives_html(explained),
+            html_table(("", "ms", "against this plan"), plan_report.alternative_rows(explained)),
+            note_html(explained.searched),
             *(["<h2>Against the version before</h2>", _moves_html(moves)] if moves is not None else []),
             "<h2>Decisions</h2>",
             html_table(
@@ -128,17 +130,6 @@ def _shards_html(x: Explanation) -> str:
     shown = [(s.shard, s.kind, f"{s.saves_ms:.3f}", size_text(s.bytes)) for s in x.shards[:MOST_ROWS]]
     headers = (f"on device {x.device}", "kind", "without it, ms less", "weights")
     return html_table(headers, shown) + _remaining_rows_note(len(x.shards))
-
-
-def _memory_html(x: Explanation) -> str:
-    rows = html_table(plan_report.MEMORY_HEADERS, plan_report.memory_rows(x))
-    return rows + note_html(plan_report.peak_moment_text(x))
-
-
-def _alternatives_html(x: Explanation) -> str:
-    return html_table(("", "ms", "against this plan"), plan_report.alternative_rows(x)) + note_html(
-        x.searched
-    )
 
 
 def _moves_html(moves: Diff) -> str:

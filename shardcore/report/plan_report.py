@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from shardcore.core.step_cost import PredictedCost
 from shardcore.core.types import Placement, Problem
+from shardcore.cost.profile import MEASUREMENTS
 from shardcore.plans.decisions import Decision, Version
 from shardcore.plans.diff import Diff
 from shardcore.plans.drift import Drift
@@ -49,6 +50,13 @@ def _explanation_paragraphs(x: Explanation) -> Iterator[str]:
         yield text_table(("in parts", "whole where its widest part is, ms"), rows)
     yield f"{text_table(MEMORY_HEADERS, memory_rows(x))}\n({peak_moment_text(x)})"
     yield f"{text_table(('instead', 'ms', 'against this plan'), alternative_rows(x))}\n({x.searched})"
+    if x.doubts:
+        rows = [
+            (d.measured, f"±{d.band:.0%}", f"{d.regret:.1%}", MEASUREMENTS[d.measured][1]) for d in x.doubts
+        ]
+        yield text_table(
+            ("measure", "error of the step", "another plan saves, at most", "how"), rows, words=(3,)
+        )
 
 
 def _bottleneck_text(x: Explanation) -> str:
@@ -98,15 +106,12 @@ def _exchange_text(x: Explanation) -> str:
     ids = max(x.input_bytes)
     if ids:
         message += f"\nDevice {x.input_bytes.index(ids)} receives most ids: {size_text(ids)} a step with their lengths."
-    return f"{message}\n{_towers_text(x)}" if x.without_towers_ms is not None else message
-
-
-def _towers_text(x: Explanation) -> str:
-    """Time that towers save."""
-    return (
-        f"Towers make what crosses hosts smaller: without them this plan would take {x.without_towers_ms:.3f} ms "
-        f"({percent_change(x.without_towers_ms or 0.0, x.total_ms)}). The tower modules' own work is not counted."
-    )
+    if x.without_towers_ms is not None:
+        message += (
+            f"\nTowers make what crosses hosts smaller: without them this plan would take {x.without_towers_ms:.3f} ms "
+            f"({percent_change(x.without_towers_ms, x.total_ms)}). The tower modules' own work is not counted."
+        )
+    return message
 
 
 def _memory_text(x: Explanation) -> str:

@@ -25,6 +25,7 @@ from shardcore.search import compare
 from shardcore.search.bound.lower_bound import Bound, prove_lower_bound
 from shardcore.search.budget import Budget
 from shardcore.search.decisions.towers import step_ms_without_towers
+from shardcore.search.doubts import Doubt, plan_doubts
 from shardcore.search.sharders import BASELINES, SHARDERS, SPACE_OF
 from shardcore.step.kinds import ID_CHANNELS, layout_of_kind
 from shardcore.step.lower import Workload, lower
@@ -91,6 +92,7 @@ class Explanation:
     searched: search of the alternatives, in words.
     cuts_ms: for each table in parts, ms that the step takes more if all of it is where its widest part is.
     without_towers_ms: ms of the step if the job had no towers. None: it has none.
+    doubts: measurements that could change the plan, under a hardware profile.
     """
 
     algorithm: str
@@ -114,6 +116,7 @@ class Explanation:
     searched: str
     cuts_ms: Mapping[str, float]
     without_towers_ms: float | None = None
+    doubts: tuple[Doubt, ...] = ()
 
 
 def explain(
@@ -135,9 +138,10 @@ def explain(
     plan, workload, cost = priced.plan, priced.workload, priced.cost
     algorithm, seed = str(plan.provenance.get("algorithm", "")), int(plan.provenance.get("seed", 0))
     searcher = algorithm if algorithm in SHARDERS else FALLBACK
-    evals = plan.provenance.get("evals") if searcher == algorithm else None
     # As much effort as the plan had, so that a difference is the alternative's.
-    budget = (budget or Budget()).with_default_end(evals or DEFAULT_EVALS, None)
+    budget = (budget or Budget()).with_default_end(
+        (plan.provenance.get("evals") if searcher == algorithm else None) or DEFAULT_EVALS, None
+    )
 
     def search_alternative(
         what: str, problem: Problem, algorithm: str = searcher, kept_ms: float | None = None
@@ -181,11 +185,10 @@ def explain(
     ready_ms = np.array(cost.compute_ms) + cost.backward_comm_ms
     device = int(np.argmax(cost.device_ms if any(cost.fetch_wait_ms) else ready_ms))
     # The rest of the step counts as exchange, on the device that ends last.
-    compute_ms, fetch_wait_ms = cost.compute_ms[device], cost.fetch_wait_ms[device]
     parts = {
-        "compute": compute_ms,
-        "exchange": cost.total_ms - compute_ms - fetch_wait_ms,
-        "fetching": fetch_wait_ms,
+        "compute": cost.compute_ms[device],
+        "exchange": cost.total_ms - cost.compute_ms[device] - cost.fetch_wait_ms[device],
+        "fetching": cost.fetch_wait_ms[device],
     }
     # Bytes of ids, and of all other channels, [D].
     ids = workload.traffic[[c in ID_CHANNELS for c in workload.channels]].sum(0)
@@ -193,8 +196,10 @@ def explain(
     may_hold = np.array(usable_bytes(problem))
     # A device may have nothing that is not reserved.
     fullest = int(np.argmax(np.where(may_hold > 0, workload.memory_bytes / np.maximum(may_hold, 1), 0.0)))
-    limits = [f"{budget.evals:,} evaluations"] if budget.evals else []
-    limits += [f"{budget.seconds:g} s"] if budget.seconds else []
+    limits = [
+        *([f"{budget.evals:,} evaluations"] if budget.evals else []),
+        *([f"{budget.seconds:g} s"] if budget.seconds else []),
+    ]
     # The plan with all of a table where its widest part is, for each table in parts.
     uncut = {
         name: (
@@ -230,6 +235,9 @@ def explain(
         },
         searched=f"{searcher}, seed {seed}, {' or '.join(limits) or 'no limit'} each",
         without_towers_ms=step_ms_without_towers(plan, problem, model),
+        doubts=plan_doubts(
+            priced, problem, model, lambda p, m: SHARDERS[searcher](p, m, seed=seed, budget=budget)
+        ),
     )
 
 

@@ -63,8 +63,9 @@ def search_with_neuroshard(
 
     One evaluation is one greedy pass priced. Raises Infeasible (see `feasible_shards`) and SettingMismatch.
     """
-    beam = Beam(problem, model, GreedyGrid(config.scales), config, (budget or Budget()).start())
-    return beam.plan(algorithm="neuroshard", seed=seed, config=asdict(config))
+    return Beam(problem, model, GreedyGrid(config.scales), config, (budget or Budget()).start()).plan(
+        algorithm="neuroshard", seed=seed, config=asdict(config)
+    )
 
 
 class GreedyGrid:

@@ -162,7 +162,16 @@ class _Anytime:
             if beam_evals is not None and self.meter.evals >= beam_evals:
                 beam_evals = None
                 has_time = self.meter.has_time(_SPARE * (self.meter.elapsed_s() - began_s))
-                if has_time and (plan := self._add_search("neuroshard", self._beam_plan)):
+                # The beam counts its own evaluations, but keeps to the same seconds.
+                meter = Meter(Budget(seconds=self.meter.budget.seconds), self.meter.started_s)
+                if has_time and (
+                    plan := self._add_search(
+                        "neuroshard",
+                        lambda of=meter: Beam(
+                            self.problem, self.model, GreedyGrid(_BEAM.scales), _BEAM, of
+                        ).plan(),
+                    )
+                ):
                     # Annealing starts from it in its next round.
                     search.add_plan(plan.placements, space)
             self._curve.append((self.meter.evals, self.best_ms))
@@ -213,11 +222,6 @@ class _Anytime:
                 plan = other()
             self._keep_if_cheapest(plan.placements, name, plan.provenance["predicted_ms"])
             return plan
-
-    def _beam_plan(self) -> Plan:
-        # The beam counts its own evaluations, but keeps to the same seconds.
-        meter = Meter(Budget(seconds=self.meter.budget.seconds), self.meter.started_s)
-        return Beam(self.problem, self.model, GreedyGrid(_BEAM.scales), _BEAM, meter).plan()
 
     def _keep_if_cheapest(self, placements: Sequence[Placement], found_by: str, ms: float = 0.0) -> None:
         """Keep a plan if it fits and is the cheapest so far.

@@ -198,7 +198,9 @@ class Starts:
             series.append(self._layouts_with_more_copies(space, np.where(items, copied, -1), others))
         series.append(self._layouts_with_more_copies(space, copied, [np.full(len(copied), -1)]))
         for ways in (*series, *self._layouts_dividing_costly_items(space)):
-            if start := self._cheapest_start(space, self._cuts_of_layouts(space, ways)):
+            # Ways that share nothing are plans by columns, which come elsewhere.
+            each = {way.tobytes(): way for way in ways if (way >= 0).any()}.values()
+            if start := self._cheapest_start(space, [self._cut_of_layouts(space, way) for way in each]):
                 yield start
 
     def _layouts_with_more_copies(
@@ -225,11 +227,6 @@ class Starts:
         mean_ms = step_ms.sum() / fixed.devices[:, SPEED].sum()
         for y in (y for y, layout in enumerate(space.cache.layouts) if layout.divides_rows):
             yield [np.where(fixed.may_share[y] & (step_ms > share * mean_ms), y, -1) for share in _DIVIDED]
-
-    def _cuts_of_layouts(self, space: SearchSpace, ways: Iterable[np.ndarray]) -> list[Cut]:
-        """Cuts with items shared by layouts [S], -1 by columns. Layouts that share nothing are left out."""
-        each = {way.tobytes(): way for way in ways if (way >= 0).any()}.values()
-        return [self._cut_of_layouts(space, way) for way in each]
 
     # --- greedy plans ---
 
@@ -344,12 +341,16 @@ class Starts:
         """Cut in which groups of layouts [S] share items; items of layout -1 are cut if they cost more than the mean
         load.
         """
-        pairs = [
-            self._assign_groups(space, np.flatnonzero(layout_of == y), y)
-            for y in np.unique(layout_of)
-            if y >= 0
-        ]
-        return Cut(self._shard_counts_by_cost(space, 1.0, layout_of >= 0), np.concatenate(pairs))
+        return Cut(
+            self._shard_counts_by_cost(space, 1.0, layout_of >= 0),
+            np.concatenate(
+                [
+                    self._assign_groups(space, np.flatnonzero(layout_of == y), y)
+                    for y in np.unique(layout_of)
+                    if y >= 0
+                ]
+            ),
+        )
 
     def _assign_groups(self, space: SearchSpace, items: np.ndarray, y: int) -> np.ndarray:
         """[N, 2] items, each with a device group of a layout: the least loaded group that has memory for the item.

@@ -283,7 +283,7 @@ def assign_tower_hosts(
         problem=pin_tables_to_towers(problem, host_of, towers.compression_ratio),
         host_of=host_of,
         affinity_inside=division.affinity_share_inside(of_groups),
-        loads=tuple(map(tuple, division.relative_loads(of_groups).tolist())),
+        loads=tuple(map(tuple, (division.host_totals(of_groups) / division.share).tolist())),
     )
 
 
@@ -382,7 +382,7 @@ class Division:
         affinity.
         """
         return float(
-            self._host_penalties(self._host_totals(host), self.hosts).sum()
+            self._host_penalties(self.host_totals(host), self.hosts).sum()
             - self._pair_affinity_share_inside(host)
         )
 
@@ -395,11 +395,7 @@ class Division:
             else 1.0
         )
 
-    def relative_loads(self, host: np.ndarray) -> np.ndarray:
-        """[H, 2] work and memory of each host, relative to the host's share."""
-        return self._host_totals(host) / self.share
-
-    def _host_totals(self, host: np.ndarray) -> np.ndarray:
+    def host_totals(self, host: np.ndarray) -> np.ndarray:
         """[H, 2] total work and memory of each host."""
         return np.stack([np.bincount(host, x, len(self.share)) for x in self.load.T], 1)
 
@@ -416,7 +412,7 @@ class Division:
 
     def _improve_division(self, host: np.ndarray) -> np.ndarray:
         """Improve a division by swaps of table groups between hosts, until no swap makes the division cheaper."""
-        totals, n = self._host_totals(host), len(self.hosts)
+        totals, n = self.host_totals(host), len(self.hosts)
         # [H + U, H] affinity of a table group to those of a host.
         near = self.affinity @ np.eye(n)[host]
         for _ in range(_MOST_PASSES):
@@ -436,7 +432,7 @@ class Division:
                     host[w] = new
                 host[:n] = self.hosts
                 # Sums afresh: differences would gather rounding errors.
-                totals = self._host_totals(host)
+                totals = self.host_totals(host)
             if (host == before).all():
                 break
         return host

@@ -328,16 +328,6 @@ class Recipe:
     costs_of: tuple[str, ...] = ()
 
 
-def negative_imagined_costs(net: DreamShard, w: Weights, rollout: Rollout) -> np.ndarray:
-    """[K] negative plan costs as predicted by a cost network: rewards."""
-    return -net.plan_cost(w, rollout.latents[0])
-
-
-def negative_model_costs(net: DreamShard, w: Weights, rollout: Rollout) -> np.ndarray:
-    """[K] negative plan costs under the CostModel: rewards."""
-    return -rollout.placed.total_ms[0]
-
-
 def compute_evenness(net: AutoShard, w: Weights, rollout: Rollout) -> np.ndarray:
     """[K] least over largest compute of devices under each plan, without exchanges: rewards."""
     parts_ms = rollout.placed.batch.device_part_ms()[0]
@@ -351,21 +341,24 @@ def squared_cost_errors(net: DreamShard, w: Weights, latents: Any, parts: Any, t
     return (of_parts**2).mean((0, 1)).sum() + (of_plans**2).mean()
 
 
-def squared_compute_errors(net: AutoShard, w: Weights, latents: Any, parts: Any, totals: Any) -> Any:
-    """Squared errors of a cost network's predictions of devices' compute."""
-    return ((net.single_shard_cost(w, latents) - parts[..., 0] - parts[..., 2]) ** 2).mean()
-
-
 _DREAMSHARD = ("table", "costs", "choice")
 RECIPES = {
     "dreamshard": Recipe(
-        negative_imagined_costs, _DREAMSHARD, squared_cost_errors, ("cost_table", "heads", "overall")
+        # The reward of a plan is its negative cost as the cost network predicts it.
+        lambda net, w, rollout: -net.plan_cost(w, rollout.latents[0]),
+        _DREAMSHARD,
+        squared_cost_errors,
+        ("cost_table", "heads", "overall"),
     ),
-    "dreamshard_direct": Recipe(negative_model_costs, _DREAMSHARD),
+    # Here it is the negative cost under the CostModel.
+    "dreamshard_direct": Recipe(lambda net, w, rollout: -rollout.placed.total_ms[0], _DREAMSHARD),
     "autoshard": Recipe(
         compute_evenness,
         ("table", "cost", "progress", "device", "score.", "next"),
-        squared_compute_errors,
+        # Its network predicts the compute of devices, forward and backward.
+        lambda net, w, latents, parts, totals: (
+            (net.single_shard_cost(w, latents) - parts[..., 0] - parts[..., 2]) ** 2
+        ).mean(),
         ("table", "cost"),
     ),
 }

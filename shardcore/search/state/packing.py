@@ -280,20 +280,19 @@ class Packings:
         ]
         self.possible = len(self.firsts) == len(self.bundles)
         self.first = (0,) * len(self.bundles)
-        self._ways, self._choice = cache(self._list_ways), lru_cache(4)(self._make_choice)
+        self._ways = cache(
+            lambda i: [
+                way.with_placements_of(self.bundles[i]) for way in _ways_to_run(self.bundles[i], problem)
+            ]
+        )
+        self._choice = lru_cache(4)(self._make_choice)
         self._peak_bytes, self.sums = (
             peak_bytes_function(problem),
             cache(partial(shard_sums, problem=problem)),
         )
 
-    def _list_ways(self, i: int) -> list[Way]:
-        return [
-            way.with_placements_of(self.bundles[i]) for way in _ways_to_run(self.bundles[i], self.problem)
-        ]
-
     def _make_choice(self, numbers: tuple[int, ...]) -> _Choice:
-        ways = [self._ways(i)[n] if n else self.firsts[i] for i, n in enumerate(numbers)]
-        return _Choice(self, ways)
+        return _Choice(self, [self._ways(i)[n] if n else self.firsts[i] for i, n in enumerate(numbers)])
 
     @cached_property
     def caches(self) -> Caches:
