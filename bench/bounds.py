@@ -52,14 +52,6 @@ def tiny_problem(pool: list[Table], model: neural.NeuralModel, seed: int) -> Pro
     return Problem(drawn.name, drawn.tables, Topology(devices, links=links), model.setting.batch)
 
 
-def block_divisions(blocks: int, n_devices: int) -> list[np.ndarray]:
-    """All divisions of `blocks` equal parts over devices, as counts per device [D]."""
-    return [
-        np.bincount(way, minlength=n_devices)
-        for way in combinations_with_replacement(range(n_devices), blocks)
-    ]
-
-
 def table_ways(table: Table, problem: Problem, model: CostModel) -> tuple[np.ndarray, np.ndarray]:
     """Encodings [W, D, K, F] by sharding type and exchanged bytes [W, C, D] by channel, of a table's W placements."""
     n, topology = len(problem.topology), problem.topology
@@ -67,7 +59,9 @@ def table_ways(table: Table, problem: Problem, model: CostModel) -> tuple[np.nda
         [Shard(table, 0, table.rows, 0, w) for w in range(MIN_WIDTH, table.dim + 1, MIN_WIDTH)]
     )
     codes, sent, of_block = [], [], problem.global_batch * OUTPUT_BYTES * MIN_WIDTH * table.features
-    for held in block_divisions(len(of_columns), n):
+    # All divisions of the table's blocks over devices, as counts of each.
+    for way in combinations_with_replacement(range(n), len(of_columns)):
+        held = np.bincount(way, minlength=n)
         codes.append(np.zeros((n, len(LAYOUTS), of_columns.shape[1])))
         codes[-1][:, KINDS.index(WHOLE_ROWS)] = np.where(held[:, None] > 0, of_columns[held - 1], 0.0)
         id_bytes = np.where(held > 0, received_id_bytes(Shard.whole(table), problem), 0)

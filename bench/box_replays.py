@@ -151,9 +151,11 @@ def plans_by_name(problem: Problem, model: CostModel, budget: Budget) -> list[tu
 
 def with_ample_memory(problem: Problem) -> Problem:
     """Problem with enough memory on every device for any plan."""
-    devices = (dataclasses.replace(d, memory_bytes=validation.MOST_BYTES) for d in problem.topology.devices)
     return dataclasses.replace(
-        problem, topology=dataclasses.replace(problem.topology, devices=tuple(devices))
+        problem,
+        topology=problem.topology.with_devices(
+            dataclasses.replace(d, memory_bytes=validation.MOST_BYTES) for d in problem.topology.devices
+        ),
     )
 
 

@@ -129,7 +129,8 @@ def take_figures(figures: Sequence[Figure], out: Path, given: Mapping[str, str])
     left = sum(f.minutes for f in figures)
     for i, figure in enumerate(figures, 1):
         said = f"[{i} of {len(figures)}] {figure.name}"
-        if is_done(figure, out / figure.name, commit):
+        # Done by the same commands, at the same commit.
+        if _recorded_run(out / figure.name / DONE) == {"commit": commit, "commands": list(figure.commands)}:
             became[figure.name] = "done before"
         elif why := _missing_reason(figure, given, became):
             became[figure.name] = f"skipped: {why}"
@@ -151,11 +152,6 @@ def headline_verdicts(figures: Sequence[Figure], out: Path) -> list[tuple[str, s
             value, verdict = headline.verdict(text)
             rows.append((headline.name, value, f"{headline.low:g} to {headline.high:g}", verdict))
     return rows
-
-
-def is_done(figure: Figure, folder: Path, commit: str) -> bool:
-    """Tell if a folder has the output of a figure at a git commit."""
-    return _recorded_run(folder / DONE) == {"commit": commit, "commands": list(figure.commands)}
 
 
 def _recorded_run(path: Path) -> dict[str, Any] | None:

@@ -183,7 +183,10 @@ def compare_job_with_prediction(
         "by three": (by_three.problem, by_three.model),
     }
     predicted = {
-        arm: {name: _predicted_ms(plan, of, ours) for name, plan in plans.items()}
+        arm: {
+            name: price(lower(rebind_tables(plan, of), of, fits=False), ours.for_problem(of)).total_ms
+            for name, plan in plans.items()
+        }
         for arm, (of, ours) in arms.items()
     }
     predicted["mean"] = dict.fromkeys(plans, job.total_ms)
@@ -204,11 +207,6 @@ def compare_job_with_prediction(
     }
 
 
-def _predicted_ms(plan: Plan, problem: Problem, model: Any) -> float:
-    workload = lower(rebind_tables(plan, problem), problem, fits=False)
-    return price(workload, model.for_problem(problem)).total_ms
-
-
 def _median_noise_ms(rounds_ms: Sequence[Sequence[float]]) -> float:
     """Half width of the 95% interval of a median step time, from medians of rounds."""
     medians = [float(np.median(ms)) for ms in rounds_ms]
@@ -217,11 +215,12 @@ def _median_noise_ms(rounds_ms: Sequence[Sequence[float]]) -> float:
 
 def model_of_other_machine(model: Any, factor: float) -> Any:
     """Cost model of an imagined machine: lookups slower, exchanges faster by a factor."""
-    factors = {
-        q: traced_factors.Factor(factor if q.family == traced_factors.COMPUTE else 1 / factor, 0.0, 0)
-        for q in QUANTITIES
-    }
-    return model.corrected_by(factors)
+    return model.corrected_by(
+        {
+            q: traced_factors.Factor(factor if q.family == traced_factors.COMPUTE else 1 / factor, 0.0, 0)
+            for q in QUANTITIES
+        }
+    )
 
 
 def error_summary(jobs: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:

@@ -41,7 +41,7 @@ from shardcore.core.tiers import Memory
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
-from shardcore.cost.model import CostModel, price
+from shardcore.cost.model import price
 from shardcore.search import SHARDERS, Budget
 from shardcore.step import memory
 from shardcore.step.kinds import WHOLE_ROWS, even_row_share
@@ -149,10 +149,6 @@ def mean_device_bytes(problem: Problem) -> float:
     return float(np.mean(memory.used_bytes(Plan(tuple(placements)), problem)))
 
 
-def suite_model(problem: Problem) -> CostModel:
-    return AnalyticModel(problem.setting(problem.topology.hardware or "gpu")).for_problem(problem)
-
-
 def problem_of_size(n_tables: int, n_devices: int, batch: int, pods: int = 1) -> Problem:
     """Problem of a given size: pool tables of dim 16 to 128 on hosts of 8 devices, with 1.5 times their memory.
 
@@ -175,7 +171,8 @@ def problem_of_size(n_tables: int, n_devices: int, batch: int, pods: int = 1) ->
 
 def search_costs(problem: Problem, names: Sequence[str], budget: Budget) -> dict[str, Any]:
     """Cost of the plan, or reason of failure, and CPU seconds of each search on a problem."""
-    model, found = suite_model(problem), {}
+    model = AnalyticModel(problem.setting(problem.topology.hardware or "gpu")).for_problem(problem)
+    found = {}
     for name in names:
         began = time.process_time()
         try:

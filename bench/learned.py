@@ -87,12 +87,6 @@ def load_or_train_policy(
     return found
 
 
-def plan_cost_and_seconds(arm: common.Arm, problem: Problem) -> tuple[float, float]:
-    """Cost of a sharding arm's plan, nan if infeasible, and CPU seconds."""
-    plan, seconds = common.timed_plan(arm, problem)
-    return plan.provenance["predicted_ms"] if plan else np.nan, seconds
-
-
 def compare_policies(args: argparse.Namespace, model: NeuralModel) -> None:
     to_learn, testing = train_and_test_tables()
     trained = [
@@ -131,8 +125,9 @@ def compare_policies(args: argparse.Namespace, model: NeuralModel) -> None:
     cost, seconds = ({name: [] for name in arms} for _ in range(2))
     for i, problem in enumerate(drawn):
         for name, arm in arms.items():
-            for kept, found in zip((cost, seconds), plan_cost_and_seconds(arm, problem), strict=True):
-                kept[name].append(found)
+            plan, took_s = common.timed_plan(arm, problem)
+            cost[name].append(plan.provenance["predicted_ms"] if plan else np.nan)
+            seconds[name].append(took_s)
         print_progress(f"problem {i + 1} of {len(drawn)}: {len(problem.tables)} tables")
     found = evaluate.compute_standings(cost, seconds, "anneal_columns")
     print(

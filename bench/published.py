@@ -135,16 +135,13 @@ def torchrec_planner_us(timing: Timing) -> float:
         passes = 2 if timing.op == "allreduce" else 1
         gbps = NEAR_GBPS if timing.hosts == 1 else FAR_GBPS
         return passes * timing.sent[0] * (1 - 1 / len(timing.sent)) / gbps / 1e3
-    us, gbps = (
-        0.0,
-        {"device": HBM_GBPS, "uvm": UVM_GBPS, "uvm_caching": CACHE_GBPS}[_memory(timing.shards[0].table)],
+    gbps = {"device": HBM_GBPS, "uvm": UVM_GBPS, "uvm_caching": CACHE_GBPS}[_memory(timing.shards[0].table)]
+    moved = timing.batch * sum(
+        t.pooling * (8 + t.dim * PRECISION_BYTES[t.precision]) + t.dim * 4
+        for t in (shard.table for shard in timing.shards)
     )
-    for table in (shard.table for shard in timing.shards):
-        lookups = timing.batch * table.pooling
-        moved = lookups * (8 + table.dim * PRECISION_BYTES[table.precision]) + timing.batch * table.dim * 4
-        us += moved / gbps / 1e3
     # Backward is twice forward.
-    return us * {"fwd": 1, "bwd": 2, "fwd+bwd": 3}.get(timing.op, 2)
+    return moved / gbps / 1e3 * {"fwd": 1, "bwd": 2, "fwd+bwd": 3}.get(timing.op, 2)
 
 
 # --- errors -------------------------------------------------------------------------------------------------
@@ -194,14 +191,20 @@ def profile_errors(
         profile = made[card].on_network(networks[network]) if network else made[card]
         name = f"{card} on {network}" if network else card
         predictor = Predictor(own)
-        predicted = predictor.times_us(profile.values)
         bands = profile.error_band(
             lambda many, p=predictor: np.array([p.times_us(values) for values in many])
         )
-        for t, us, band in zip(own, predicted, bands, strict=True):
-            part = "asked" if any(words in t.source for words in sources) else "fitted"
-            error, theirs = us / t.time_us - 1, torchrec_planner_us(t) / t.time_us - 1
-            asked.append(Asked(t, name, part, float(error), float(band), theirs))
+        for t, us, band in zip(own, predictor.times_us(profile.values), bands, strict=True):
+            asked.append(
+                Asked(
+                    timing=t,
+                    card=name,
+                    part="asked" if any(words in t.source for words in sources) else "fitted",
+                    error=float(us / t.time_us - 1),
+                    band=float(band),
+                    torchrec=torchrec_planner_us(t) / t.time_us - 1,
+                )
+            )
     return asked
 
 
@@ -211,16 +214,14 @@ HEADERS = ("", "rows", "mean", "worst", "bias", "in the band", "TorchRec's const
 def summary_cells(title: str, some: Sequence[Asked]) -> tuple[str, ...]:
     """Summary row of prediction errors, with the columns of HEADERS."""
     errors = np.array([a.error for a in some])
-    inside = np.mean([abs(np.log1p(a.error)) <= a.band for a in some])
-    theirs = np.mean([abs(a.torchrec) for a in some])
     return (
         title,
         str(len(some)),
         f"{abs(errors).mean():.1%}",
         f"{abs(errors).max():.0%}",
         f"{errors.mean():+.1%}",
-        f"{inside:.0%}",
-        f"{theirs:.0%}",
+        f"{np.mean([abs(np.log1p(a.error)) <= a.band for a in some]):.0%}",
+        f"{np.mean([abs(a.torchrec) for a in some]):.0%}",
     )
 
 

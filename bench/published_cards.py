@@ -19,6 +19,7 @@ MIB, GB = 1 << 20, 10**9
 _RECSYS = "NVIDIA/recsys-examples, FBGEMM TBE on H100"
 _SHEET = "data sheet of NVIDIA H100 SXM"
 _STREAMED = f"{_SHEET}: 3,350 GB/s, three quarters of it as streaming kernels reach"
+_STEPS = "MLPerf's DLRM-DCNv2, published steps less predicted embeddings: median"
 _IDS = f"{_SHEET}: 3,350 GB/s over the passes of FBGEMM's kernels of ids"
 
 BASE: Mapping[str, tuple[float, float, str]] = {
@@ -34,6 +35,7 @@ BASE: Mapping[str, tuple[float, float, str]] = {
     "network_gbps": (50, 0.0, "data sheet of NVIDIA DGX H100: a 400 Gb/s card for each GPU"),
     "pcie_gbps": (64, 0.0, _SHEET),
     "switch_generation": (3, 0.0, "data sheet of NVIDIA HGX H100"),
+    "peak_tflops": (989, 0.0, _SHEET),
     "compute_factor": (1, 0.1, "the law"),
     "exchange_factor": (1, 0.08, "the law"),
     "forward_op_us": (50, 0.18, f"{_RECSYS}: 16 to 24% of peak at 65,536 lookups"),
@@ -59,6 +61,7 @@ BASE: Mapping[str, tuple[float, float, str]] = {
     "host_read_gbps": (67, 0.3, _RECSYS),
     "host_update_gbps": (85, 0.3, _RECSYS),
     "host_cache_gbps": (50, 0.4, _RECSYS),
+    "dense_tflops": (312, 0.2, f"{_STEPS} of 43 systems, scaled to H100"),
     "bucketize_gbps": (200, 0.7, f"{_IDS}: about 16"),
     "order_gbps": (400, 0.7, f"{_IDS}: about 8"),
 } | {
@@ -121,7 +124,7 @@ def _card_spec(memory_gb: float, hbm: float, sm: float, l2_mib: float, **more: f
     }
 
 
-_A100 = {"nvlink_gbps": 300, "network_gbps": 25, "pcie_gbps": 32, "switch_generation": 2}
+_A100 = {"nvlink_gbps": 300, "network_gbps": 25, "pcie_gbps": 32, "switch_generation": 2, "peak_tflops": 312}
 _PCIE = {"switch_generation": 1, "network_gbps": 25}
 _AMD = {"granule_bytes": 128, "pcie_gbps": 64, "network_gbps": 50, "switch_generation": 1}
 _CORE = "data sheet of AMD EPYC 7003, one core: 10 lines of 64 bytes on their way, 90 ns each"
@@ -129,6 +132,7 @@ _GLOO = "gloo over the loopback of a host: copies through sockets, at a core's r
 _CPU_SPEC = {
     **_card_spec(64, 204.8, 3.0, 32, nvlink_gbps=7, network_gbps=1.25, pcie_gbps=7, switch_generation=1),
     "granule_bytes": 64,
+    "peak_tflops": 0.096,
 }
 _CPU: Mapping[str, tuple[float, float, str]] = {
     **dict.fromkeys(("read_gbps", "update_gbps"), (7, 0.6, _CORE)),
@@ -137,6 +141,11 @@ _CPU: Mapping[str, tuple[float, float, str]] = {
     "repeat_gbps": (20, 0.6, "data sheet of AMD EPYC 7003: a line of 64 bytes each 3 ns from L3"),
     "forward_lookup_ns": (10, 0.7, f"{_CORE}: a row overlaps with about nine others"),
     "backward_lookup_ns": (20, 0.7, f"{_CORE}: a row and its gradient"),
+    "dense_tflops": (
+        0.05,
+        0.7,
+        "data sheet of AMD EPYC 7003, one core: half of two FMAs of 8 floats a cycle at 3 GHz",
+    ),
     "sort_lookup_ns": (30, 0.7, "radix sort of 4 passes, a count and a move each, at about 4 ns"),
     **{f"{c}_within_host_gbps": (2, 0.7, _GLOO) for c in PROFILED_COLLECTIVES},
     **{f"{c}_between_hosts_gbps": (1, 0.7, "data sheet: 10 Gb/s Ethernet") for c in PROFILED_COLLECTIVES},
@@ -159,48 +168,63 @@ CARDS: Mapping[str, Card] = {
         ("H100 80GB HBM3", "H100"),
         ("H100",),
         exchanges="nvidia-a100-40",
+        rates={"dense_tflops": (338, 0.15, f"{_STEPS} of 23 systems")},
     ),
     "nvidia-a100-80": Card(
         "nvidia-a100-40",
         _card_spec(80, 2039, 152.3, 40),
         ("A100-SXM4-80GB", "A100 80GB", "A100"),
         ("A100-80",),
+        rates={"dense_tflops": (141, 0.2, f"{_STEPS} of one system")},
     ),
-    "nvidia-h200": Card("nvidia-h100-sxm", _card_spec(141, 4800, 231.7, 50), ("H200",), ("H200",)),
+    "nvidia-h200": Card(
+        "nvidia-h100-sxm",
+        _card_spec(141, 4800, 231.7, 50),
+        ("H200",),
+        ("H200",),
+        rates={"dense_tflops": (396, 0.15, f"{_STEPS} of 7 systems")},
+    ),
     "nvidia-b200": Card(
         "nvidia-h100-sxm",
-        _card_spec(180, 8000, 290.8, 126, nvlink_gbps=900, switch_generation=4),
+        _card_spec(180, 8000, 290.8, 126, nvlink_gbps=900, switch_generation=4, peak_tflops=2250),
         ("B200",),
         ("B200",),
+        rates={"dense_tflops": (613, 0.15, f"{_STEPS} of 8 systems")},
     ),
     "nvidia-gb200": Card(
         "nvidia-b200",
-        _card_spec(186, 8000, 290.8, 126, pcie_gbps=450),
+        _card_spec(186, 8000, 290.8, 126, pcie_gbps=450, peak_tflops=2500),
         ("GB200",),
         ("GB200",),
     ),
     "nvidia-b300": Card(
         "nvidia-b200", _card_spec(288, 8000, 290.8, 126, network_gbps=100), ("B300",), ("B300",)
     ),
-    "nvidia-h20": Card("nvidia-h100-sxm", _card_spec(96, 4000, 154.4, 60), ("H20",), ("H20",)),
+    "nvidia-h20": Card(
+        "nvidia-h100-sxm", _card_spec(96, 4000, 154.4, 60, peak_tflops=148), ("H20",), ("H20",)
+    ),
     "nvidia-h100-pcie": Card(
         "nvidia-h100-sxm",
-        _card_spec(80, 2039, 200.1, 50, nvlink_gbps=64, **_PCIE),
+        _card_spec(80, 2039, 200.1, 50, nvlink_gbps=64, peak_tflops=756, **_PCIE),
         ("H100 PCIe",),
         ("H100 PCIe",),
     ),
     **{
         name: Card(
             "nvidia-h100-sxm",
-            _card_spec(48, 864, sm, 96, nvlink_gbps=32, pcie_gbps=32, **_PCIE),
+            _card_spec(48, 864, sm, 96, nvlink_gbps=32, pcie_gbps=32, peak_tflops=peak, **_PCIE),
             (gpu,),
             (gpu,),
         )
-        for name, gpu, sm in (("nvidia-l40", "L40", 353.6), ("nvidia-l40s", "L40S", 357.8))
+        for name, gpu, sm, peak in (("nvidia-l40", "L40", 353.6, 181), ("nvidia-l40s", "L40S", 357.8, 362))
     },
     "nvidia-v100": Card(
         "nvidia-h100-sxm",
-        _card_spec(32, 900, 122.4, 6, nvlink_gbps=150, network_gbps=6.25, pcie_gbps=16, switch_generation=1),
+        {
+            **_card_spec(32, 900, 122.4, 6, nvlink_gbps=150, network_gbps=6.25, pcie_gbps=16),
+            "switch_generation": 1,
+            "peak_tflops": 125,
+        },
         ("V100",),
         ("V100",),
         exchanges="nvidia-a100-40",
@@ -208,12 +232,14 @@ CARDS: Mapping[str, Card] = {
     ),
     "amd-mi350": Card(
         "nvidia-h100-sxm",
-        _card_spec(288, 8000, 614.4, 256, nvlink_gbps=537, **_AMD),
+        _card_spec(288, 8000, 614.4, 256, nvlink_gbps=537, peak_tflops=2300, **_AMD),
         ("MI350", "MI355"),
         ("MI350", "MI355X"),
         error=0.15,
     ),
-    "amd-mi300x": Card("amd-mi350", _card_spec(192, 5300, 638.4, 256, nvlink_gbps=448), ("MI300X",)),
+    "amd-mi300x": Card(
+        "amd-mi350", _card_spec(192, 5300, 638.4, 256, nvlink_gbps=448, peak_tflops=1307), ("MI300X",)
+    ),
     "cpu": Card("base", _CPU_SPEC, rates=_CPU),
 }
 """In the order in which they are made."""
@@ -295,8 +321,12 @@ SHIPPED = tuple(name for name in CARDS if name != "h100-96")
 
 
 def base_profile() -> Profile:
-    rates = {n: Rate(float(BASE[n][0]), BASE[n][1], RATES[n][0], BASE[n][2]) for n in RATES}
-    return Profile("base", (), 80 * GB, rates)
+    return Profile(
+        "base",
+        (),
+        80 * GB,
+        {n: Rate(float(value), sure, RATES[n][0], source) for n, (value, sure, source) in BASE.items()},
+    )
 
 
 def _is_of_network(timing: Timing, sheet: Sheet) -> bool:

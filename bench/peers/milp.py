@@ -231,7 +231,7 @@ class _Program:
         self.free, self.bytes = room.left, np.array(list(map(room.bytes_of, self.bundles)), dtype=np.int64)
         speed = np.array([d.speed for d in problem.topology.devices])
         compute_ms = _surrogate_ms(self.bundles, model, surrogate, len(speed))
-        columns = np.array([_columns_of_bundle(bundle) for bundle in self.bundles])
+        columns = np.array([sum(shard.width for shard in bundle) for bundle in self.bundles])
         self.load = np.maximum(compute_ms, 0)[:, None] / speed + (columns * per_column_ms)[:, None]
         self.may = np.zeros(self.load.shape, dtype=bool)
         for i, bundle in enumerate(self.bundles):
@@ -287,11 +287,6 @@ class _Program:
         for i, d in enumerate(devices):
             room.put(self.bundles[i], int(d))
         return bool((room.left >= np.minimum(self.free, 0)).all())
-
-
-def _columns_of_bundle(bundle: Bundle) -> int:
-    """Number of columns of a bundle of shards."""
-    return sum(shard.width for shard in bundle)
 
 
 def _surrogate_ms(chosen: Sequence[Bundle], model: CostModel, surrogate: str, n_devices: int) -> np.ndarray:

@@ -254,6 +254,7 @@ class ProblemOptions:
                 "replica_optimizer",
                 "dense_forward_ms",
                 "dense_backward_ms",
+                "dense_mflops",
                 "forward_payload",
                 "backward_payload",
             )
@@ -464,6 +465,7 @@ class NewOptions:
     nvlink_gbps: links of a device within a host, each way
     network_gbps: links of a device between hosts, each way
     pcie_gbps: link of a device to host memory, each way
+    peak_tflops: matrix units, numbers of 16 bits without sparsity
     device_name: part of torch.cuda.get_device_name() by which this card is recognised
     """
 
@@ -476,6 +478,7 @@ class NewOptions:
     nvlink_gbps: PositiveFloat | None = None
     network_gbps: PositiveFloat | None = None
     pcie_gbps: PositiveFloat | None = None
+    peak_tflops: PositiveFloat | None = None
     device_name: list[Annotated[str, "TEXT"]] | None = None
     out: Annotated[ProfileFile, Output()]
 

@@ -14,7 +14,6 @@ from shardcore.cli.options import require_writable_outputs
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.tiers import BELOW, Memory
 from shardcore.core.types import Plan, Problem
-from shardcore.cost.known_errors import step_error_band
 from shardcore.cost.model import CostModel, at_confidence, predicted_total_ms
 from shardcore.cost.move_rates import read_move_rates
 from shardcore.io import files, writing
@@ -186,12 +185,6 @@ def extrapolation_sentences(found: Found, model: CostModel) -> list[str]:
     if isinstance(found, FoundGroups):
         return grouped.extrapolation_sentences(found.grouped_plan, found.whole, model)
     return model.out_of_range(lower(found.plan, with_towers_of_plan(found.plan, found.problem)))
-
-
-def error_band_text(found: Found, model: CostModel) -> str:
-    """Expected error of a plan's cost under a hardware profile, as " ±N%". "" under a trained model."""
-    band = step_error_band(model, lower(found.plan, with_towers_of_plan(found.plan, found.problem)))
-    return "" if band is None else f" ±{band:.0%}"
 
 
 def write_plan_and_problem(args: PlanOptions, found: Found) -> None:

@@ -130,6 +130,7 @@ def _print_plan_summary(
         found if isinstance(found, FoundGroups) else None,
         at_confidence(model, args.confidence),
     )
+    workload = lower(found.plan, with_towers_of_plan(found.plan, found.problem))
     if (found.ledger and args.explain) or decisions_report.has_several_proposals(found.ledger):
         print(f"{decisions_report.ledger_text(found.ledger)}\n")
     sure = f" with {args.confidence:.0%} confidence in each op" if args.confidence else ""
@@ -143,7 +144,7 @@ def _print_plan_summary(
     )
     print(
         f"{args.out or args.out_problem or args.problem}: {f'{groups.description}: ' if groups else ''}"
-        f"{found.ms:.3f} ms predicted{sure}{deciding.error_band_text(found, model)}, found in {seconds:.2f} s "
+        f"{found.ms:.3f} ms predicted{sure}{known_errors.error_bands_text(model, workload)}, found in {seconds:.2f} s "
         f"by {by}{ended}"
         f"{deciding.changes_from_start_text(args, found, decisions, original, cautious)}"
     )
@@ -195,7 +196,7 @@ def price(args: PriceOptions) -> None:
             require_full_cover(found, own)
         own = with_towers_of_plan(found, own)
         workload, cautious = lower(found, own), at_confidence(model, args.confidence)
-    cost, band = predicted(workload, cautious), known_errors.step_error_band(model, workload)
+    cost, bands = predicted(workload, cautious), known_errors.error_bands(model, workload)
     beyond = (
         grouped.extrapolation_sentences(of_groups, whole, model)
         if of_groups
@@ -206,14 +207,14 @@ def price(args: PriceOptions) -> None:
         **dataclasses.asdict(cost),
         "memory_bytes": workload.memory_bytes,
         "extrapolated": beyond,
-        **({"band": band} if band else {}),
+        **(dict(zip(("band", "embeddings_band"), bands, strict=True)) if bands else {}),
         **(grouped.grouped_cost_json(of_groups, whole, cautious) if of_groups else {}),
     }
     if args.json:
         print(rounded_json(body))
     else:
         sure = f" with {args.confidence:.0%} confidence in each op" if args.confidence else ""
-        error = f" ±{band:.0%}" if band else ""
+        error = known_errors.error_bands_text(model, workload)
         of = f"; {grouped.grouped_cost_text(body, of_groups, whole)}" if of_groups else ""
         print(f"{args.plan}: {body['total_ms']:.3f} ms a step predicted{sure}{error}{of}")
         print(f"under {known_errors.model_label(model)}\n")

@@ -10,6 +10,7 @@ from shardcore.core.catalog import DENSE_OPTIMIZERS
 from shardcore.core.payloads import require_payload
 from shardcore.core.validation import (
     MOST_BYTES,
+    MOST_COUNT,
     MOST_MS,
     MOST_RATIO,
     Record,
@@ -146,6 +147,9 @@ class Job(Record, noun="job"):
     pipeline: pipeline of TorchRec, which decides whether ids travel while the dense part runs
     dense_forward_ms: time of the dense part's forward pass on a device; give both times or neither
     dense_backward_ms: time of the dense part's backward pass on a device; give both times or neither
+    dense_mflops: in place of these times, millions of floating-point operations of the dense part's forward pass on a
+      sample (a multiplication and an addition are two; backward takes twice as many), for hardware profiles, which know
+      a rate of them
     id_bytes: bytes of an id: 8 for int64, 4 for int32.
     length_bytes: bytes of a length: how many ids a sample has for a feature.
     forward_payload: type in which outputs travel: fp32, fp16, bf16, fp8, int8 or mx4; fp8-256: with a scale for 256
@@ -164,6 +168,7 @@ class Job(Record, noun="job"):
     pipeline: Annotated[str, one_of(PIPELINES)] = "sparse_dist"
     dense_forward_ms: Annotated[float | None, within(0, MOST_MS), "MS"] = None
     dense_backward_ms: Annotated[float | None, within(0, MOST_MS), "MS"] = None
+    dense_mflops: Annotated[float | None, within(0, MOST_COUNT), "MFLOPS"] = None
     id_bytes: Annotated[int, one_of((4, 8))] = 8
     length_bytes: Annotated[int, one_of((4, 8))] = 4
     forward_payload: Annotated[str, require_payload, "PAYLOAD"] = "fp32"
@@ -178,9 +183,10 @@ class Job(Record, noun="job"):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(
-            (self.dense_forward_ms is None) == (self.dense_backward_ms is None),
+            (self.dense_forward_ms is None) == (self.dense_backward_ms is None)
+            and None in (self.dense_forward_ms, self.dense_mflops),
             f"job has dense_forward_ms {self.dense_forward_ms} and dense_backward_ms "
-            f"{self.dense_backward_ms}; it needs both, or neither",
+            f"{self.dense_backward_ms}; it needs both, or neither, and neither with dense_mflops ({self.dense_mflops})",
         )
 
     @property
@@ -190,7 +196,8 @@ class Job(Record, noun="job"):
 
     @property
     def dense_ms(self) -> float:
-        """ms of the dense part of a training step, forward and backward."""
+        """ms of the dense part of a training step, forward and backward. 0 for dense_mflops, until a model knows their
+        ms (cost.model.with_predicted_dense_ms)."""
         return (self.dense_forward_ms or 0.0) + (self.dense_backward_ms or 0.0)
 
     @property

@@ -646,8 +646,9 @@ class Problem(KeptHash, Record, noun="problem"):
     def setting(self, hardware: str) -> Setting:
         """Setting (hardware, batch, precision, optimizer, payloads) of the problem's training steps on some
         hardware."""
-        payloads = self.job.forward_payload, self.job.backward_payload
-        return Setting(hardware, self.global_batch, self.precision, self.optimizer, *payloads)
+        return Setting(
+            hardware, self.global_batch, self.precision, self.optimizer, *self.job.payloads.values()
+        )
 
     def require_setting(self, setting: Setting) -> None:
         """Raise SettingMismatch unless a cost model for `setting` is valid for this problem."""

@@ -32,7 +32,7 @@ MOST_SPEED, SLOWDOWN_LIMIT, MOST_GBPS, MOST_MS = 1e3, 1e9, 1e9, 1e9
 MOST_RATIO = 1e6
 """Largest compression of outputs by towers."""
 MOST_COUNT, MOST_SEED = 1_000_000_000, 1 << 53
-"""Limits of a count in a config (samples, evaluations, epochs), and of a seed."""
+"""Limits of a count (samples, evaluations, epochs; millions of operations of a sample), and of a seed."""
 MOST_UNIX_S = 253402300799.0
 """Unix s, the end of the year 9999. Nothing is done later."""
 MOST_REPEATS = 1_000_000

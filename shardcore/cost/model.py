@@ -13,7 +13,7 @@ from abc import abstractmethod
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
@@ -27,6 +27,8 @@ from shardcore.step.exchanges import CommCost, ExchangeLaw
 from shardcore.step.kinds import CHANNELS, Channel
 from shardcore.step.lower import Workload, lower
 from shardcore.tables.host_rows import with_shared_cache_load_factors
+
+Step = TypeVar("Step", Problem, Workload)
 
 
 def round_encodings(codes: np.ndarray) -> np.ndarray:
@@ -139,6 +141,11 @@ class CostModel(ExchangeLaw, Protocol):
         Raises ShardCoreError for a model of a kind that has no rates to multiply.
         """
         raise ShardCoreError(f"model is a {type(self).__name__}; traces correct trained models and profiles")
+
+    @property
+    def dense_tflops(self) -> float | None:
+        """TFLOP/s that dense parts of models reach on the hardware. None: the cost model does not know it."""
+        return None
 
     @property
     def bounding_model(self) -> CostModel | None:
@@ -318,8 +325,24 @@ def device_phase_ms(workload: Workload, model: CostModel) -> np.ndarray:
     return np.moveaxis(ms, (-1, 0), (0, -1)) / speed
 
 
+def with_predicted_dense_ms(step: Step, model: CostModel) -> Step:
+    """A problem or workload whose dense part has ms, in place of its operations, at a model's rate of them.
+
+    Unchanged if it states none, or if the model knows no rate (CostModel.dense_tflops).
+    """
+    if step.job.dense_mflops is None or model.dense_tflops is None:
+        return step
+    # Millions of operations in a TFLOP/s are microseconds.
+    of_sample_ms = step.job.dense_mflops / model.dense_tflops * 1e-3
+    forward_ms = of_sample_ms * (step.global_batch / len(step.topology))
+    # Backward, a layer has gradients of its input and of its weights: a product as large as forward for each.
+    times = {"dense_forward_ms": forward_ms, "dense_backward_ms": 2 * forward_ms}
+    return replace(step, job=replace(step.job, dense_mflops=None, **times))
+
+
 def _predict_cost(workload: Workload, model: CostModel) -> PredictedCost:
     """The predicted cost of one training step, without a check of the measured range."""
+    workload = with_predicted_dense_ms(workload, model)
     forward, backward, link = device_phase_ms(workload, model)
     # Collectives depend on when devices arrive, so compute comes first.
     comm = model.comm(workload.traffic, forward + backward, workload.topology)
@@ -363,7 +386,7 @@ class PricedPlan:
 
 def price_plan(plan: Plan, problem: Problem, model: CostModel, fits: bool = True) -> PricedPlan:
     """Lower a plan to a training step and price it. Raises what `lower` raises."""
-    workload = lower(plan, problem, fits)
+    workload = with_predicted_dense_ms(lower(plan, problem, fits), model)
     return PricedPlan(plan, workload, price(workload, model))
 
 

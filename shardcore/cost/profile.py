@@ -47,6 +47,7 @@ SPEC: Mapping[str, tuple[str, str]] = {
     "network_gbps": ("GB/s", "links of a device between hosts, each way"),
     "pcie_gbps": ("GB/s", "link of a device to host memory, each way"),
     "switch_generation": ("1", "generation of the switches within a host: from the third on they sum"),
+    "peak_tflops": ("TFLOP/s", "matrix units, numbers of 16 bits without sparsity"),
 }
 """Rates of a data sheet: unit and words. Others scale with them (profile_fit.scale_profile)."""
 RATES: Mapping[str, tuple[str, str]] = {
@@ -72,6 +73,7 @@ RATES: Mapping[str, tuple[str, str]] = {
     "host_read_gbps": ("GB/s", "rows that are read from host memory without a cache"),
     "host_update_gbps": ("GB/s", "rows and state that are read and written in host memory"),
     "host_cache_gbps": ("GB/s", "rows that a cache fetches and writes back"),
+    "dense_tflops": ("TFLOP/s", "the dense part of a model, forward and backward, with its optimizer"),
     "bucketize_gbps": ("GB/s", "ids that are put in buckets before they travel"),
     "order_gbps": ("GB/s", "ids that are put in order after they travelled"),
 } | {

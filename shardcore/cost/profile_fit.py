@@ -439,21 +439,24 @@ def _rate_sources(timings: Sequence[Timing], names: Sequence[str], depends: np.n
 
 # --- scaling ------------------------------------------------------------------------------------------------
 
-_SCALES: Mapping[str, tuple[str, float, float]] = {
-    **dict.fromkeys(
-        ("read_gbps", "stream_gbps", "update_gbps", "bucketize_gbps", "order_gbps"), ("hbm_gbps", 0.6, 0.4)
-    ),
-    "dense_gbps": ("hbm_gbps", 1.0, 0.0),
-    "repeat_gbps": ("hbm_gbps", 0.3, 0.7),
-    **{name: ("hbm_gbps", 0.0, -1.0) for name in RATES if name.endswith("_lookup_ns")},
-    **dict.fromkeys(HOST_GBPS, ("pcie_gbps", 1.0, 0.0)),
-    **{name: ("nvlink_gbps", 1.0, 0.0) for name in RATES if name.endswith(f"{NEAR}_gbps")},
-    **{name: ("network_gbps", 1.0, 0.0) for name in RATES if name.endswith(f"{FAR}_gbps")},
+_SCALES: Mapping[str, Mapping[str, float]] = {
+    **{
+        name: {"hbm_gbps": 0.6, "sm_ghz": 0.4}
+        for name in ("read_gbps", "stream_gbps", "update_gbps", "bucketize_gbps", "order_gbps")
+    },
+    "dense_gbps": {"hbm_gbps": 1.0},
+    "dense_tflops": {"hbm_gbps": 0.5, "peak_tflops": 0.5},
+    "repeat_gbps": {"hbm_gbps": 0.3, "sm_ghz": 0.7},
+    **{name: {"sm_ghz": -1.0} for name in RATES if name.endswith("_lookup_ns")},
+    **{name: {"pcie_gbps": 1.0} for name in HOST_GBPS},
+    **{name: {"nvlink_gbps": 1.0} for name in RATES if name.endswith(f"{NEAR}_gbps")},
+    **{name: {"network_gbps": 1.0} for name in RATES if name.endswith(f"{FAR}_gbps")},
 }
-"""Laws by which rates scale: a bandwidth of SPEC to a power, times sm_ghz to a power.
+"""Laws by which rates scale: powers of values of SPEC.
 
 Gathers keep memory busy only as far as multiprocessors have loads on their way. So they follow both: an H200
-has 43% more bandwidth than an H100, the same multiprocessors, and gathers about 20% faster.
+has 43% more bandwidth than an H100, the same multiprocessors, and gathers about 20% faster. Dense parts wait for
+memory in some layers and for matrix units in others (docs/decisions/the-step.md).
 """
 _SCALED_UNCERTAINTY = 0.12, 0.25
 """Added to a rate that was scaled: always, and for each factor of e."""
@@ -481,14 +484,15 @@ def scale_profile(profile: Profile, name: str, **spec: float) -> Profile:
         if key in spec:
             rates[key] = replace(rate, value=float(spec[key]), source=f"data sheet of {name}")
         elif key not in SPEC:
-            bandwidth, power, of_sm = _SCALES.get(key, ("hbm_gbps", 0.0, 0.0))
-            powers = ((bandwidth, power), ("sm_ghz", of_sm))
-            more = always + each * sum(abs(p * math.log(ratio[sheet])) for sheet, p in powers)
-            by = " and ".join(sheet for sheet, p in powers if p and ratio[sheet] != 1.0)
+            powers = _SCALES.get(key, {})
+            more = always + each * sum(abs(p * math.log(ratio[sheet])) for sheet, p in powers.items())
+            by = " and ".join(sheet for sheet in powers if ratio[sheet] != 1.0)
             most = _OF_PEAK * rates["hbm_gbps"].value if key in _MEMORY_RATES else math.inf
             rates[key] = replace(
                 rate,
-                value=min(most, rate.value * ratio[bandwidth] ** power * ratio["sm_ghz"] ** of_sm),
+                value=min(
+                    most, math.prod((ratio[sheet] ** p for sheet, p in powers.items()), start=rate.value)
+                ),
                 uncertainty=math.hypot(rate.uncertainty, more),
                 source=f"scaled from {profile.name} by {by}" if by else f"as {profile.name}",
             )

@@ -32,8 +32,10 @@ from shardcore.cost.model import (
     Factor,
     Quantity,
     device_phase_ms,
+    predicted_total_ms,
     round_encodings,
     step_ms,
+    with_predicted_dense_ms,
 )
 from shardcore.cost.profile import HOST_GBPS, RATES, Profile, load_network
 from shardcore.cost.profile_law import Rates
@@ -146,6 +148,11 @@ class ProfileModel(CostModel):
         """Values of the profile's rates that broadcast against [..., groups, members]."""
         return {name: np.asarray(value)[..., None] for name, value in self._rate_values.items()}
 
+    @property
+    def dense_tflops(self) -> float:
+        """TFLOP/s that dense parts of models reach on the profile's hardware."""
+        return self._rate_values["dense_tflops"]
+
     @cached_property
     def heads(self) -> Sequence[Head]:
         """One linear head with rates of 1, as encodings are ms already, and the op's floor as its launch."""
@@ -244,14 +251,26 @@ class ProfileModel(CostModel):
                 values[name] *= math.exp(errors * rate.uncertainty * (-1 if rate.unit == "GB/s" else 1))
         return dataclasses.replace(self, profile=self.profile.with_values(values))
 
-    def step_error_band(self, workload: Workload, names: Container[str] = RATES) -> float:
-        """Relative standard error of a step's predicted ms, from the uncertainties of the profile's rates.
+    def step_error_band(self, workload: Workload) -> float:
+        """Relative standard error of a step's predicted ms, dense part included. Given ms of that have no error."""
+        step = with_predicted_dense_ms(workload, self)
+        dense_ms, total_ms = step.job.dense_ms, predicted_total_ms(step, self)
+        is_given = workload.job.dense_mflops is None
+        dense_error = 0.0 if is_given else self.profile.rates["dense_tflops"].uncertainty
+        # Errors of rates are independent.
+        errors_ms = (total_ms - dense_ms) * self.embeddings_error_band(workload), dense_ms * dense_error
+        return math.hypot(*errors_ms) / total_ms if total_ms else 0.0
 
-        Without the dense part, whose ms are given.
+    def embeddings_error_band(self, workload: Workload, names: Container[str] = RATES) -> float:
+        """Relative standard error of a step's predicted ms without its dense part.
+
+        From the uncertainties of the profile's rates.
 
         names: rates whose errors count.
         """
-        no_dense = dataclasses.replace(workload.job, dense_forward_ms=None, dense_backward_ms=None)
+        no_dense = dataclasses.replace(
+            workload.job, dense_forward_ms=None, dense_backward_ms=None, dense_mflops=None
+        )
         step = dataclasses.replace(workload, job=no_dense)
         if not any(step.ops):
             return 0.0
@@ -265,7 +284,9 @@ class ProfileModel(CostModel):
         """[K] ms of a step under K models that differ in their rates only.
 
         Work is counted once, and the law runs once over arrays: much faster than a model after another.
+        Operations of a dense part take their ms at this model's rate.
         """
+        workload = with_predicted_dense_ms(workload, self)
         many = dataclasses.replace(
             self,
             at={name: np.array([[model._rate_values[name]] for model in models]) for name in RATES},

@@ -143,6 +143,11 @@ def _unmeasured_parts(model: NeuralModel, workload: Workload) -> Iterable[str]:
             f"outputs cross hosts {ratio:g} times smaller, as given; the compute and memory of the tower "
             "modules that make them so are not priced"
         )
+    if workload.job.dense_mflops is not None:
+        yield (
+            f"the dense part of {workload.job.dense_mflops:g} million operations a sample is left out: trained models "
+            "know no rate of it; give dense_forward_ms and dense_backward_ms in its place"
+        )
     if speeds := ", ".join(f"{s:g}" for s in sorted({d.speed for d in topology.devices} - {1.0})):
         yield f"devices of speed {speeds} are scaled from the measured hardware"
 

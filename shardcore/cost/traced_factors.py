@@ -121,8 +121,8 @@ class Correction:
 
 def with_dense_ms(problem: Problem, around_ms: float) -> Problem:
     """The problem with a dense part of `around_ms`: all that a job does around its embeddings."""
-    job = replace(problem.job, dense_forward_ms=around_ms / 3, dense_backward_ms=around_ms * 2 / 3)
-    return replace(problem, job=job)
+    times = {"dense_forward_ms": around_ms / 3, "dense_backward_ms": around_ms * 2 / 3}
+    return replace(problem, job=replace(problem.job, dense_mflops=None, **times))
 
 
 def with_traced_dense(problem: Problem, steps: Sequence[TracedStep]) -> Problem:

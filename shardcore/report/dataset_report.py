@@ -50,25 +50,22 @@ def dataset_summary(
             ("spread of one sample's repeats", _deciles_text([_relative_spread(s) for s in timed])),
             ("slowdown of the machine (1: usual)", _range_text([s.slowdown for s in timed])),
         ]
-        known = [s.relative_ci for s in timed if s.relative_ci and np.isfinite(s.relative_ci)]
-        if known:
+        if known := [s.relative_ci for s in timed if s.relative_ci and np.isfinite(s.relative_ci)]:
             rows += [("a median is known to", _deciles_text(known))]
     # The reference op is timed throughout. It shows drift, not repeatability.
-    again = repeats[has_reference_op(repeats) :]
-    if again:
+    if again := repeats[has_reference_op(repeats) :]:
         pairs = [(a, b) for group in again for a, b in itertools.pairwise(group)]
         # total_ms is already corrected for slowdown: the ratio of slowdowns gives back raw times.
         apart = [b.measured_at - a.measured_at for a, b in pairs]
         clock = [b.slowdown / a.slowdown for a, b in pairs]
         ratios = np.array([b.total_ms / a.total_ms for a, b in pairs])
+        # √2: the difference of two independent errors of equal size.
+        known_to = 2**0.5 * np.array([max(a.relative_ci or 0.0, b.relative_ci or 0.0) for a, b in pairs])
         rows += [
             ("samples timed again", f"{len(again)}, {np.median(apart) / 60:.0f} minutes apart (median)"),
             ("difference of two timings", _deciles_text(abs(ratios - 1))),
             ("the same as the clock showed them", _deciles_text(abs(ratios * clock - 1))),
-            (
-                "agree within √2 × what they are known to",
-                f"{np.mean([_timings_agree(a, b) for a, b in pairs]):.0%}",
-            ),
+            ("agree within √2 × what they are known to", f"{np.mean(abs(ratios - 1) <= known_to):.0%}"),
         ]
     if len(again) < len(repeats):
         reference = np.array([s.total_ms for s in repeats[0]])
@@ -138,9 +135,11 @@ def step_summary(kept: Sequence[ReplaySet]) -> list[tuple[str, str]]:
 
 def traced_summary(samples: Sequence[TracedSample]) -> list[tuple[str, str]]:
     """Coverage of traced steps of jobs: rows of name and value."""
-    jobs = Counter(sample.job for sample in samples)
     return [
-        ("traced steps", ", ".join(f"{n} of {job}" for job, n in jobs.most_common())),
+        (
+            "traced steps",
+            ", ".join(f"{n} of {job}" for job, n in Counter(x.job for x in samples).most_common()),
+        ),
         ("their ranks", _range_text([len(step.ranks) for sample in samples for step in sample.steps])),
         ("their ms without tracing", _range_text([sample.step_ms for sample in samples])),
     ]
@@ -188,12 +187,6 @@ def dataset_figure(
         title="last against first timing of a sample", xlabel="ms", ylabel="difference, %", xscale="log"
     )
     return figure
-
-
-def _timings_agree(a: ComputeSample, b: ComputeSample) -> bool:
-    """Tell if two timings of a sample differ by no more than their confidence intervals allow."""
-    # √2: the difference of two independent errors of equal size.
-    return abs(b.total_ms / a.total_ms - 1) <= np.sqrt(2) * max(a.relative_ci or 0.0, b.relative_ci or 0.0)
 
 
 def _relative_spread(sample: ComputeSample) -> float:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardcore.core.types import Problem
-from shardcore.cost.known_errors import step_error_band
+from shardcore.cost.known_errors import error_bands
+from shardcore.cost.model import CostModel
 from shardcore.cost.profile import MEASUREMENTS
 from shardcore.plans.hot_drift import HotDrift
 from shardcore.report.figures import figure_with_panels
@@ -164,13 +165,10 @@ def memory_tiers_text(problem: Problem) -> str:
 # --- clusters ----------------------------------------------------------------------------------------------
 
 
-def _error_band(outcome: Outcome) -> float:
-    """Relative error that a profile expects of a cluster's step; 0 for a trained model."""
-    found, model = outcome.found, outcome.proposal.model
-    if found is None or model is None:
-        return 0.0
+def _error_band(model: CostModel, found: Found) -> float:
+    """Relative error that a profile expects of a plan's step; 0 for a trained model."""
     problem = with_towers_of_plan(found.plan, found.problem)
-    return step_error_band(model.for_problem(problem), lower(found.plan, problem)) or 0.0
+    return (error_bands(model.for_problem(problem), lower(found.plan, problem)) or (0.0,))[0]
 
 
 def _cluster_record(outcome: Outcome, band: float) -> dict[str, Any]:
@@ -196,7 +194,7 @@ def cluster_lines(decision: Provision, result: Found) -> Iterator[str]:
         f"{chosen.words}, {chosen.price_per_hour:,.2f} an hour, {result.ms:.3f} ms a step; {len(outcomes)} "
         f"clusters searched in {sum(x.seconds for x in outcomes):.0f} s"
     )
-    bands = {x.proposal.words: _error_band(x) for x in outcomes}
+    bands = {x.proposal.words: _error_band(x.proposal.model, x.found) for x in outcomes if x.found}
     yield records_table([_cluster_record(x, bands[x.proposal.words]) for x in best])
     # At the fast end of its band, such a cluster would be chosen.
     if unranked := [

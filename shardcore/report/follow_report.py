@@ -33,9 +33,7 @@ def event_text(event: JobEvent) -> str:
         change = event.after_ms / event.before_ms - 1
         most = f", predicted at most {event.expected_ms:.3g}" if event.expected_ms is not None else ""
         words.append(f"{event.after_ms:.3g} ms a step, {event.before_ms:.3g} before ({change:+.1%}){most}")
-    if event.reason:
-        words.append(event.reason)
-    return "; ".join(words)
+    return "; ".join(filter(None, (*words, event.reason)))
 
 
 def next_action_text(report: JobReport, current: str) -> str:

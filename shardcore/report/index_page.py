@@ -20,14 +20,13 @@ def store_index_page(decisions: Mapping[str, Decision | None]) -> str:
 
     decisions: the last decision on each problem. None: it cannot be read.
     """
-    rows = [_problem_row(name, decision) for name, decision in sorted(decisions.items())]
     return html_page(
         "Published plans",
         [
             "<h1>Published plans</h1>",
             f'<p><a href="{store.MODELS}">Versions of the cost model</a> · '
             f'<a href="{store.REPORT}">The last publish</a></p>',
-            html_table(_HEADERS, rows, words=(2, 3, 4)),
+            html_table(_HEADERS, [_problem_row(*of) for of in sorted(decisions.items())], words=(2, 3, 4)),
             note_html("Costs are those that the model of that time predicted."),
         ],
     )

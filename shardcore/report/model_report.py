@@ -215,7 +215,6 @@ def model_card(model: NeuralModel, studied: StudyResults, name: str) -> str:
     name: the model's name in the registry.
     """
     # The page must stay below 5,000 characters, which is all that a model registry keeps.
-    use = _USE.replace("NAME", name).replace("BATCH", str(model.setting.batch))
     return "\n\n".join(
         [
             f"# Cost model of {model.setting.hardware}",
@@ -232,7 +231,7 @@ def model_card(model: NeuralModel, studied: StudyResults, name: str) -> str:
             "## How good it is",
             _accuracy_text(studied),
             "## How to use it",
-            use,
+            _USE.replace("NAME", name).replace("BATCH", str(model.setting.batch)),
         ]
     )
 

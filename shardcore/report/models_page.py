@@ -85,8 +85,12 @@ def model_version_rows(records: Sequence[ModelRecord]) -> list[tuple[str, ...]]:
 
 def errors_sentence(record: ModelRecord) -> str:
     """Sentence on a model version's errors on single ops and exchanges, and on whole steps."""
-    steps = f"; replayed steps of plans: {record.replays}" if record.replays else ""
-    return f"Version {record.version}: {record.accuracy or 'its errors are not known'}{steps}"
+    return "; replayed steps of plans: ".join(
+        filter(
+            None,
+            (f"Version {record.version}: {record.accuracy or 'its errors are not known'}", record.replays),
+        )
+    )
 
 
 def model_versions_page(name: str, records: Sequence[ModelRecord], first: Sequence[str] = ()) -> str:

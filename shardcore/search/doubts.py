@@ -17,7 +17,7 @@ class Doubt:
     """Rates of a profile that one kind of measurement would show.
 
     measured: key of MEASUREMENTS.
-    band: relative standard error of the step's ms that these rates cause.
+    band: relative standard error of the step's ms, without its dense part, that these rates cause.
     regret: largest share of the step that another plan saves if all of them are a standard error off.
     """
 
@@ -38,7 +38,7 @@ def plan_doubts(
     return tuple(
         Doubt(
             measured,
-            model.step_error_band(priced.workload, rates),
+            model.embeddings_error_band(priced.workload, rates),
             max(_regret(priced.workload, problem, model.with_rates_off(rates, by), search) for by in (-1, 1)),
         )
         for measured, (rates, _) in MEASUREMENTS.items()

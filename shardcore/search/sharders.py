@@ -15,7 +15,7 @@ from shardcore.core.gc_pause import infrequent_gc
 from shardcore.core.progress import stopped_clock
 from shardcore.core.types import Plan, Problem
 from shardcore.core.validation import MOST_SEED, require, require_type
-from shardcore.cost.model import CostModel, require_model
+from shardcore.cost.model import CostModel, require_model, with_predicted_dense_ms
 from shardcore.search import greedy, neuroshard
 from shardcore.search.beam import TABLE_WISE, BeamConfig
 from shardcore.search.budget import Budget
@@ -71,6 +71,7 @@ def _checked_search(search: Callable[..., Plan], balanced: bool = False) -> Shar
         require_type(budget, (Budget, NoneType), "budget", "a Budget, such as Budget(evals=10_000), or None")
         require_type(seed, int, "seed", "a whole number")
         require(0 <= seed <= MOST_SEED, f"seed is {seed}; it needs to be 0 to {MOST_SEED}")
+        problem = with_predicted_dense_ms(problem, model)
         # Searches make millions of objects, and collections of garbage would look at all of them.
         with infrequent_gc():
             meter = (budget or Budget()).start()

@@ -85,6 +85,30 @@ def test_each_card_is_priced_by_its_own_profile(ask):
     assert "No profile is of card 'TPU': 1 left out." in out
 
 
+def test_a_whole_step_stands_beside_the_published_one(ask):
+    """Systems whose steps differ by their dense part only are in order by the whole step."""
+    slow = STEP | {
+        "B": "110592",
+        "time_us": "7000",
+        "source": "training_results_v5.0 NAME/results/SLOW/dlrm/result_1.txt",
+    }
+    out = ask(STEP, slow)
+    rows = [[cell.strip() for cell in line.split("|")] for line in out.splitlines() if " x 8 H100 " in line]
+    for *_, published_ms, embeddings_ms, step, error, _ in rows:
+        step_ms = float(step.split()[0])
+        assert float(embeddings_ms) < step_ms and "±" in step
+        assert float(error.strip("%")) == pytest.approx(100 * (step_ms / float(published_ms) - 1), abs=1)
+    assert [row[2] for row in rows] == ["1 x 8 H100"] * 2
+    assert "1 of 1, between cards 0 of 0; by the embeddings alone 1 of 1" in out
+    # Without the only card its own rate stands.
+    assert "| H100 | 2 |" in out and "| v5.0 | 1 |" in out
+
+
+def test_operations_are_those_of_mlperf_s_dense_part():
+    """16.03 million weights: 0.17 of the first MLP, 10.62 of the cross network, 5.24 of the last MLP."""
+    assert published_plans.dcnv2_mflops() == pytest.approx(2 * (0.170496 + 10.616832 + 5.243136))
+
+
 @pytest.mark.parametrize(
     "gpu, name",
     [

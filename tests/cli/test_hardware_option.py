@@ -82,7 +82,10 @@ def test_a_price_is_a_table_of_devices_their_bottleneck_and_memory(here, problem
     assert main([*asked, "--json"]) == 0
     cost, (out, _) = json.loads(capsys.readouterr().out), (main(asked), capsys.readouterr())[1]
     first, *_ = out.splitlines()
-    assert first == f"plan.json: {cost['total_ms']:.3f} ms a step predicted ±{cost['band']:.0%}"
+    embeddings = f"{cost['total_ms'] - 3:.3f} ms ±{cost['embeddings_band']:.0%}"
+    whole = f"{cost['total_ms']:.3f} ms a step predicted ±{cost['band']:.0%}"
+    assert first == f"plan.json: {whole}, of which the embeddings take {embeddings}"
+    assert 0 < cost["band"] < cost["embeddings_band"]
     rows = [line.split() for line in out.splitlines() if line[:1].isdigit()]
     assert [row[0] for row in rows] == ["0", "1", "2", "3"]
     for d, row in enumerate(rows):
@@ -91,6 +94,26 @@ def test_a_price_is_a_table_of_devices_their_bottleneck_and_memory(here, problem
             "MiB",
         ]
     assert "is the bottleneck, ready last: its compute takes" in out and "dense part adds 3.000 ms" in out
+
+
+def test_a_plan_says_the_whole_step_beside_the_embeddings_and_how_sure(here, problem, capsys):
+    """Of a dense part in operations, too; without one it says how to state it."""
+    capsys.readouterr()
+    assert main(PLAN.split()) == 0
+    alone = r"plan\.json: ([\d.]+) ms predicted ±\d+% \(the embeddings alone; job\.dense_mflops states the dense part\)"
+    alone_ms = float(re.match(alone, capsys.readouterr().out)[1])
+    changed(problem, job=Job(dense_mflops=3200.0))
+    assert main([*PLAN.split(), "--explain"]) == 0
+    out = capsys.readouterr().out
+    said = (
+        r"plan\.json: ([\d.]+) ms predicted ±(\d+)%, of which the embeddings take ([\d.]+) ms ±(\d+)%, found"
+    )
+    whole_ms, _, embeddings_ms, _ = map(float, re.match(said, out).groups())
+    dense_ms = 3 * 3200e6 * problem.local_batch / (load_profile(CARD).values["dense_tflops"] * 1e12) * 1e3
+    assert whole_ms - embeddings_ms == pytest.approx(dense_ms, abs=2e-3) and embeddings_ms <= alone_ms
+    assert f"{dense_ms:.3f} ms of dense part" in out
+    # No plan costs less than what is proved, which has the dense part, too.
+    assert dense_ms < float(re.search(r"No plan takes less than ([\d.]+) ms", out)[1]) <= whole_ms
 
 
 def test_numbers_of_a_price_have_seven_digits(here, capsys):

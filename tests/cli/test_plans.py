@@ -300,6 +300,8 @@ def test_a_problem_says_how_a_step_runs_and_keeps_memory_for_the_dense_part(tmp_
     assert files.read_problem(path).job == Job(replica_optimizer="adagrad")
     assert main([*made, "--forward-payload", "fp16", "--backward-payload", "bf16"]) == 0
     assert files.read_problem(path).job == Job(forward_payload="fp16", backward_payload="bf16")
+    assert main([*made, "--dense-mflops", "32.06"]) == 0
+    assert files.read_problem(path).job == Job(dense_mflops=32.06)
     capsys.readouterr()
     assert main([*made, "--dense-forward-ms", "2"]) == 1
     output = capsys.readouterr().err

@@ -96,6 +96,7 @@ REFUSED = {
         "pipeline": ("sparse_dust",),
         "dense_forward_ms": (-1.0,),
         "dense_backward_ms": (NAN,),
+        "dense_mflops": (-1.0, INF),
         "id_bytes": (2,),
         "length_bytes": (0,),
         "forward_payload": ("int9", "int8-16", "mx4-6", "fp8-0", ""),
@@ -174,6 +175,10 @@ def test_a_value_that_cannot_be_is_named_with_its_field(make, field, value):
         (lambda: links_of(on_the_moon=2.0), "level 'on_the_moon'.*known are within_host, "),
         (lambda: Job(dense_forward_ms=1.0), "forward_ms 1.0 and dense_backward_ms None; it needs both"),
         (lambda: Job(dense_backward_ms=1.0), "dense_forward_ms None and dense_backward_ms 1.0"),
+        (
+            lambda: Job(dense_forward_ms=1.0, dense_backward_ms=2.0, dense_mflops=32.0),
+            r"dense_forward_ms 1.0 and dense_backward_ms 2.0; .*neither with dense_mflops \(32.0\)",
+        ),
         (lambda: constrained(unsplit=("x",)), r"'p'.*forbids splitting \['x'\]"),
         (lambda: constrained(pinned=(("x", (0,)),)), r"'p'.*pins \['x'\]"),
         (lambda: constrained(pinned=(("s", (0, 4)),)), "'s' to 4.*devices are 0 to 3.*hosts a, b"),
@@ -326,6 +331,7 @@ def test_ids_hide_behind_the_dense_part_in_torchrecs_pipeline_only():
     assert Job().id_overlap_ms == Job().dense_ms == 0
     dense = {"dense_forward_ms": 2.0, "dense_backward_ms": 3.0}
     assert Job(**dense).id_overlap_ms == Job(**dense).dense_ms == 5
+    assert Job(dense_mflops=32.0).dense_ms == 0  # until a model knows their ms
     alone = Job("none", **dense)
     assert (alone.id_overlap_ms, alone.dense_ms) == (0, 5)
     assert {name for name in PIPELINES if Job(name, **dense).id_overlap_ms} == set(PIPELINES) - {"none"}

@@ -6,13 +6,16 @@ import pytest
 from laws import SETTING, trained
 
 from shardcore import load_model
+from shardcore.core.job import Job
 from shardcore.core.tiers import Memory
 from shardcore.core.topology import Device, Topology
-from shardcore.core.types import Problem, Table
+from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.cost import known_errors, neural
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.composite import Composite
-from shardcore.cost.model import at_confidence
+from shardcore.cost.model import at_confidence, price
+from shardcore.cost.profile import load_profile
+from shardcore.step.lower import lower
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +54,22 @@ def test_a_model_that_errs_much_more_than_usual_says_so(model):
     [said] = known_errors.error_warnings(Composite((worst, lent)))[:1]
     assert said.startswith("Ops err by 20% on the validation split")
     assert known_errors.error_warnings(AnalyticModel(SETTING)) == []
+
+
+def test_only_a_profile_s_steps_have_bands(model):
+    profile = load_profile("nvidia-h100-sxm")
+    given = Problem(
+        "p", (Table("a", 100, 16, 2.0),), profile.topology(1, 1), 256, job=Job(dense_mflops=32.06)
+    )
+    workload = lower(Plan((Placement("column", Shard.whole(given.tables[0]), (0,)),)), given)
+    by_profile = profile.model().for_problem(given)
+    whole, embeddings = known_errors.error_bands(by_profile, workload) or (0, 0)
+    cost = price(workload, by_profile)
+    assert known_errors.error_bands_text(by_profile, workload) == (
+        f" ±{whole:.0%}, of which the embeddings take {cost.total_ms - cost.dense_ms:.3f} ms ±{embeddings:.0%}"
+    )
+    assert known_errors.error_bands(model, workload) is None
+    assert known_errors.error_bands_text(model, workload) == ""
 
 
 def test_models_of_one_setting_are_told_apart_by_their_data(model):

@@ -112,6 +112,11 @@ def test_a_data_sheet_scales_what_follows_from_it():
         assert values[name] == pytest.approx(2 * own[name])
     for name in ("forward_op_us", "sort_lookup_ns", "all_to_all_between_hosts_gbps"):
         assert values[name] == own[name]
+    # Dense parts wait for memory and for matrix units.
+    assert values["dense_tflops"] == pytest.approx(2**0.5 * own["dense_tflops"])
+    faster = scale_profile(H100, "faster", hbm_gbps=6700.0, peak_tflops=2 * 989.0)
+    assert faster.values["dense_tflops"] == pytest.approx(2 * own["dense_tflops"])
+    assert faster.rates["dense_tflops"].source.endswith("by hbm_gbps and peak_tflops")
     assert twice.memory_bytes == 10**11 and twice.rates["hbm_gbps"].source == "data sheet of twice"
     assert "scaled from nvidia-h100-sxm by hbm_gbps" in twice.rates["read_gbps"].source
     for name, rate in twice.rates.items():

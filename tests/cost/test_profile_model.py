@@ -12,8 +12,14 @@ from shardcore.core.job import Job
 from shardcore.core.links import links_of
 from shardcore.core.tiers import Memory
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
-from shardcore.cost.model import group_op_ms, predicted_total_ms, price
-from shardcore.cost.profile import load_profile
+from shardcore.cost.model import (
+    group_op_ms,
+    predicted_total_ms,
+    price,
+    price_plan,
+    with_predicted_dense_ms,
+)
+from shardcore.cost.profile import load_profile, profile_names
 from shardcore.cost.profile_law import collective_ms
 from shardcore.search import SHARDERS, Budget
 from shardcore.step.kinds import CHANNELS, Channel
@@ -256,6 +262,66 @@ def test_the_band_has_each_rate_that_a_step_depends_on(kind):
         assert one.for_problem(of).step_error_band(workload) == pytest.approx(error, abs=1e-7), (
             name
         )  # encodings are rounded
+
+
+# --- the dense part -----------------------------------------------------------------------------------------
+
+FLOPS = Job(dense_mflops=32.06)
+
+
+def test_operations_of_a_dense_part_take_the_ms_of_their_number_and_rate():
+    for devices, hosts in ((8, 1), (4, 2)):
+        of, plain = (problem(hosts, devices, job=job) for job in (FLOPS, Job()))
+        model = H100.model().for_problem(of)
+        # Three passes of 32.06 million operations on 8,192 samples.
+        dense_ms = 3 * 32.06e6 * 65_536 / (devices * hosts) / (H100.values["dense_tflops"] * 1e12) * 1e3
+        given = with_predicted_dense_ms(of, model)
+        assert given.job.dense_ms == pytest.approx(dense_ms) and given.job.dense_mflops is None
+        assert given.job.dense_backward_ms == pytest.approx(2 * given.job.dense_forward_ms)
+        plan = SHARDERS["random"](plain, model)
+        cost, same = (price(lower(plan, x), model) for x in (of, given))
+        assert cost.dense_ms == pytest.approx(dense_ms)
+        assert dataclasses.replace(cost, extrapolated=()) == dataclasses.replace(same, extrapolated=())
+        # Ids travel behind it.
+        assert cost.total_ms < price(lower(plan, plain), model).total_ms + dense_ms
+        assert price_plan(plan, of, model).workload.job == given.job
+    assert with_predicted_dense_ms(plain, model) is plain
+
+
+@pytest.mark.parametrize("pipeline", ["sparse_dist", "prefetch"])
+@pytest.mark.parametrize("algorithm", ["portfolio", "size_greedy"])
+def test_a_search_sees_the_ms_of_a_dense_part_s_operations(algorithm, pipeline):
+    tables = [dataclasses.replace(TABLE, name=f"t{i}", load_factor=(0.2, 1.0)[i % 2]) for i in range(6)]
+    of = problem(1, 4, tables=tables, job=dataclasses.replace(FLOPS, pipeline=pipeline))
+    model = H100.model().for_problem(of)
+    plans = [
+        SHARDERS[algorithm](x, model, budget=Budget(evals=200))
+        for x in (of, with_predicted_dense_ms(of, model))
+    ]
+    assert plans[0] == plans[1]
+
+
+def test_the_band_is_of_the_whole_step():
+    of = problem(job=FLOPS)
+    model, plain = H100.model().for_problem(of), problem()
+    plan = SHARDERS["random"](of, model)
+    workload = lower(plan, of)
+    cost, embeddings = price(workload, model), model.embeddings_error_band(workload)
+    assert embeddings == model.step_error_band(lower(plan, plain))
+    dense = H100.rates["dense_tflops"].uncertainty
+    shares = (cost.total_ms - cost.dense_ms) / cost.total_ms, cost.dense_ms / cost.total_ms
+    assert model.step_error_band(workload) == pytest.approx(
+        math.hypot(shares[0] * embeddings, shares[1] * dense)
+    )
+    # Given ms are taken as they are.
+    given = lower(plan, with_predicted_dense_ms(of, model))
+    assert model.step_error_band(given) == pytest.approx(shares[0] * embeddings)
+
+
+def test_every_profile_has_a_rate_of_dense_parts_below_its_card_s_peak():
+    for name in profile_names():
+        values = load_profile(name).values
+        assert 0 < values["dense_tflops"] < 0.6 * values["peak_tflops"], name
 
 
 @pytest.mark.parametrize("algorithm", ["random", "portfolio"])

@@ -6,9 +6,11 @@ from laws import SETTING, by_hand, pool
 from shapes import replica, row
 from test_neural import exchanging, topology
 
+from shardcore.core.job import Job
 from shardcore.core.links import links_of
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.cost import neural, ranges
+from shardcore.cost.model import price
 from shardcore.step.lower import lower
 
 
@@ -26,6 +28,19 @@ def test_nothing_to_say_within_the_range(model):
         )
         == []
     )
+
+
+def test_operations_of_a_dense_part_have_no_rate_and_are_left_out_by_name(model):
+    tables = tuple(pool()[:8])
+    placements = [Placement("column", Shard.whole(t), (i % 4,)) for i, t in enumerate(tables)]
+    given = Problem("p", tables, topology(4, hardware=SETTING.hardware), 256, job=Job(dense_mflops=32.06))
+    workload = lower(Plan(tuple(placements)), given)
+    [said] = ranges.describe_out_of_range(model, workload)
+    assert said == (
+        "the dense part of 32.06 million operations a sample is left out: trained models know no rate of it; give "
+        "dense_forward_ms and dense_backward_ms in its place"
+    )
+    assert price(workload, model).dense_ms == 0
 
 
 def test_what_lies_beyond_the_range_is_named(model):

@@ -17,6 +17,7 @@ from traced_jobs import (
 )
 
 from shardcore.core.errors import ShardCoreError
+from shardcore.core.job import Job
 from shardcore.cost import composite, traced_factors
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
@@ -203,6 +204,11 @@ def test_factors_that_do_not_hold_for_other_ranks_are_left_at_one(model):
 def test_all_else_of_a_step_is_around_the_embeddings(model):
     found, _ = fitted(model, 1.0, 1.0)
     assert found.around_ms == pytest.approx(AROUND_MS, rel=0.1)
+
+
+def test_traced_ms_take_the_place_of_a_dense_part_s_operations():
+    given = dataclasses.replace(problem(), job=Job(dense_mflops=32.06))
+    assert with_dense_ms(given, 3.0).job == Job(dense_forward_ms=1.0, dense_backward_ms=2.0)
 
 
 def test_traces_without_lookups_are_refused(model):

@@ -75,6 +75,7 @@ def test_jobs_and_tables_of_several_features_round_trip(problem, problem_path, t
     for job in (
         Job("none"),
         Job(replica_optimizer="adam"),
+        Job(dense_mflops=32.06),
         Job(dense_forward_ms=1.5, dense_backward_ms=3.0, id_bytes=4, forward_payload="fp16"),
     ):
         other = dataclasses.replace(problem, tables=(several, *rest), job=job)

@@ -48,7 +48,7 @@ from typing import Any
 import numpy as np
 
 from shardcore.core.types import Problem, Table
-from shardcore.cost.model import CostModel
+from shardcore.cost.model import CostModel, with_predicted_dense_ms
 from shardcore.search.bound.contention import Curve, first_shards, op_slowdown_curve
 from shardcore.search.bound.options import Exchanges, Run, bundles_and_runs, space_description
 from shardcore.step.exchange_lines import has_equal_transfers, is_even_division_cheapest
@@ -101,6 +101,7 @@ def prove_lower_bound(
     problem.require_setting(model.setting)
     if (bounding := model.bounding_model) is None:
         return None
+    problem = with_predicted_dense_ms(problem, bounding)
     bundles, runs = bundles_and_runs(problem, bounding, shared)
     program = Program(problem, bounding, bundles, runs)
     proved_ms, even_ms = program.lower_bound_ms()

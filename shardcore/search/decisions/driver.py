@@ -234,8 +234,10 @@ def decide(
     decisions = list(decisions)
     for decision in decisions:
         require_type(decision, Decision, "a decision", "a Decision, such as Groups()")
-    right = 'a sharder, such as SHARDERS["portfolio"]'
-    require(callable(search), f"search is {short_repr(search)}; it needs to be {right}")
+    require(
+        callable(search),
+        f'search is {short_repr(search)}; it needs to be a sharder, such as SHARDERS["portfolio"]',
+    )
     # The order of the list does not count: levels say which decision needs which.
     nested = sorted(decisions, key=lambda decision: decision.level)
     # Either of a pair may know why it excludes the other.
@@ -328,9 +330,16 @@ class _Driver:
     def _outcome_of_proposal(
         self, decision: Decision, proposal: Proposal, problem: Problem, budget: Budget | None
     ) -> Outcome:
-        search, model = proposal.search or self.search, proposal.model or self.model
+        model = proposal.model or self.model
         # Only the outermost decision's outcomes are heard.
-        inner = _Driver(self.decisions[1:], search, model, self.seed, budget, plans=proposal.plans)
+        inner = _Driver(
+            self.decisions[1:],
+            proposal.search or self.search,
+            model,
+            self.seed,
+            budget,
+            plans=proposal.plans,
+        )
         began, found, error = progress.clock(), None, proposal.refused
         with progress.prefixed_phases(proposal.words):
             # A proposal without a plan is an answer: others may have one.

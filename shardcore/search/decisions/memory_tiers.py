@@ -32,7 +32,13 @@ from shardcore.core.errors import Infeasible
 from shardcore.core.tiers import BELOW, TIERS
 from shardcore.core.types import PRECISION_BYTES, Plan, Problem, Shard, Table
 from shardcore.core.validation import require
-from shardcore.cost.model import CostModel, first_argmin, is_less, round_encodings
+from shardcore.cost.model import (
+    CostModel,
+    first_argmin,
+    is_less,
+    round_encodings,
+    with_predicted_dense_ms,
+)
 from shardcore.search.anneal.reshard import rebind_tables
 from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
 from shardcore.search.decisions.towers import with_towers_of_plan
@@ -359,6 +365,7 @@ def choose_tiers(
 
     The best memory of the shared cache is found as if the step shortened up to it and lengthened after it.
     """
+    problem = with_predicted_dense_ms(problem, model) if model else problem
     among = tuple(tier_bytes)
     limits = np.maximum([device_bytes, *tier_bytes.values()], 1.0)  # [R]
     whole = [Shard.whole(table) for table in problem.tables]
@@ -515,5 +522,5 @@ def fill_free_memory(plan: Plan, problem: Problem, model: CostModel) -> tuple[Pr
         faster = priced_plan(moved, better, model.for_problem(better), **plan.provenance)
     except Infeasible:
         return problem, plan
-    is_faster = faster.provenance["predicted_ms"] < plan.provenance["predicted_ms"]
-    return (better, faster) if is_faster else (problem, plan)
+    # Of equal costs the plan that there was stays.
+    return min_by_cost(((problem, plan), (better, faster)), lambda of: of[1].provenance["predicted_ms"])

@@ -191,6 +191,11 @@ def test_caches_are_preferred_where_what_they_fetch_is_hidden(dense_ms, hides):
         chosen = with_fastest_tiers(replace(of, job=job), model=profile.model())
         assert device_bytes(chosen) <= device_bytes_for_tables(replace(of, job=job))
         cached[name] = sum(0 < t.load_factor < 1 for t in chosen.tables)
+        # The same ms as operations at the card's rate.
+        flops = Job(
+            name, dense_mflops=dense_ms / 3 * profile.values["dense_tflops"] / (of.local_batch * 1e-3)
+        )
+        assert with_fastest_tiers(replace(of, job=flops), model=profile.model()).tables == chosen.tables
     assert (cached["prefetch"] > cached["sparse_dist"]) == hides
 
 
