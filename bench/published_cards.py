@@ -363,8 +363,9 @@ def fitted_profiles(timings: Sequence[Timing]) -> dict[str, Profile]:
     for name, card in CARDS.items():
         start = scale_profile(made[card.like], name, **card.spec)
         if card.exchanges:
-            sheet = {n: start.rates[n].value for n in SPEC}
-            exchanges = scale_profile(made[card.exchanges], name, **sheet).rates
+            exchanges = scale_profile(
+                made[card.exchanges], name, **{n: start.rates[n].value for n in SPEC}
+            ).rates
             start = dataclasses.replace(
                 start, rates={**start.rates, **{n: exchanges[n] for n in EXCHANGE_RATES}}
             )
