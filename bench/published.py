@@ -145,7 +145,7 @@ def torchrec_planner_us(timing: Timing) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """A timing, and what profiles say of it.
+    """A published timing, with the predictions of hardware profiles.
 
     card: name of the profile. part: "fitted", or "asked" for rows that it was not fitted to.
     error: relative, of the prediction. band: that the profile expects. torchrec: error of TorchRec's
@@ -176,7 +176,7 @@ def profile_errors(
     for name, profile in made.items():
         own = [t for t in timings if (card_of_timing(t) or shipped_profile_of_card(t.gpu)) == name]
         predictor = Predictor(own)
-        predicted = predictor.times_us(profile.values)
+        predicted = predictor.times_us(profile.rate_values)
         bands = profile.error_band(
             lambda many, p=predictor: np.array([p.times_us(values) for values in many])
         )

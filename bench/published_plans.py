@@ -1,4 +1,4 @@
-"""Steps and plans under hardware profiles: MLPerf's systems, and plans if the rates are others.
+"""Steps of published MLPerf systems under hardware profiles, and plans under profiles with other rates.
 
 A published step of MLPerf is a whole one, with its dense part, and parts of it run side by side. So the
 embeddings of a plan may take no longer.
@@ -109,7 +109,7 @@ def _predicted_step(profile: Profile, hosts: int, ranks: int, batch: int) -> tup
     problem = Problem(
         "mlperf", tables, profile.topology(hosts, ranks // hosts), batch, "exact_adagrad", job=FP16
     )
-    model = profile.model().for_problem(problem)
+    model = profile.cost_model().for_problem(problem)
     workload = lower(SHARDERS[DEFAULT_SHARDER](problem, model, budget=Budget(evals=_EVALS)), problem)
     cost = price(workload, model)
     # Ids travel while the dense part runs, in HugeCTR as in TorchRec's pipelines.
@@ -136,14 +136,14 @@ def _regret_cells(problem: Problem, profile: Profile) -> tuple[str, ...]:
 
     def default_plan(of: Profile) -> Plan:
         return SHARDERS[DEFAULT_SHARDER](
-            problem, of.model().for_problem(problem), budget=Budget(evals=_EVALS)
+            problem, of.cost_model().for_problem(problem), budget=Budget(evals=_EVALS)
         )
 
-    default, draws = default_plan(profile), [profile.sample(rng) for _ in range(_DRAWS)]
+    default, draws = default_plan(profile), [profile.with_sampled_rates(rng) for _ in range(_DRAWS)]
     plans: Sequence[Plan] = [default, *map(default_plan, draws)]
     regrets, costs = [], []
     for drawn in draws:
-        model = drawn.model().for_problem(problem)
+        model = drawn.cost_model().for_problem(problem)
         ms = [predicted_total_ms(lower(plan, problem), model) for plan in plans]
         regrets.append(ms[0] / min(ms) - 1)
         costs.append(ms[0])

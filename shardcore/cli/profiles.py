@@ -60,7 +60,7 @@ def profile_fit(args: FitOptions) -> None:
 def _read_timings(
     paths: Sequence[Path], start: Profile
 ) -> tuple[Sequence[Timing], Sequence[Timing], Counter[str]]:
-    """Read timings: those to fit a profile to, those to judge the fit, and counts of excluded timings by reason."""
+    """Read timings: one list to fit a profile to, one to judge the fit, and counts of excluded timings by reason."""
     from shardcore.cost import accuracy
     from shardcore.io import dataset
 

@@ -22,7 +22,7 @@ def known_model_errors(model: CostModel) -> tuple[float, float]:
 
     Those that a profile's rates have, for a model of one.
     """
-    if profile := profile_of(model):
+    if profile := profile_of_model(model):
         return law_uncertainties(profile)
     (ops, _), (exchanges, _) = _judged_errors(model)
     return ops, exchanges
@@ -34,7 +34,7 @@ def error_warnings(model: CostModel) -> list[str]:
     For a profile, one on what it is.
     """
     # A profile was never measured here, so it has no error to compare.
-    if profile_of(model):
+    if profile_of_model(model):
         return [f"{model.setting.hardware}, {NOT_MEASURED}: measure some groups, and fine-tune from it"]
     return [
         f"{what} err by {error:.0%} {samples}, {error / usual:.1f} times the {usual:.0%} of a model of "
@@ -48,7 +48,7 @@ def error_warnings(model: CostModel) -> list[str]:
 
 def model_label(model: CostModel) -> str:
     """A model's setting and the digest of its training data, as text."""
-    if profile_of(model):
+    if profile_of_model(model):
         return f"{model.setting}, {NOT_MEASURED}"
     data = (
         getattr(one, "meta", {}).get("provenance", {}).get("data", "unknown") for one in trained_models(model)
@@ -56,14 +56,14 @@ def model_label(model: CostModel) -> str:
     return f"{model.setting}, data {'+'.join(str(digest)[:8] for digest in data)}"
 
 
-def profile_of(model: CostModel) -> Profile | None:
+def profile_of_model(model: CostModel) -> Profile | None:
     """The hardware profile behind a cost model. None for other models."""
     return getattr(trained_models(model)[0], "profile", None)
 
 
 def step_error_band(model: CostModel, workload: Workload) -> float | None:
     """The relative error of a predicted step that a hardware profile expects. None if the model is not of a profile."""
-    return trained_models(model)[0].step_error_band(workload) if profile_of(model) else None  # type: ignore[attr-defined]
+    return trained_models(model)[0].step_error_band(workload) if profile_of_model(model) else None  # type: ignore[attr-defined]
 
 
 def trained_models(model: CostModel) -> tuple[CostModel, ...]:

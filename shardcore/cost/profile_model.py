@@ -18,7 +18,7 @@ import numpy as np
 
 from shardcore.core.catalog import DENSE_OPTIMIZERS
 from shardcore.core.errors import SettingMismatch
-from shardcore.core.payloads import payload_of
+from shardcore.core.payloads import payload_by_name
 from shardcore.core.tiers import BELOW
 from shardcore.core.topology import BYTES_PER_MS_PER_GBPS, Topology
 from shardcore.core.types import Problem, Setting, Shard
@@ -92,7 +92,7 @@ class ProfileModel(CostModel):
             )
         gbps = {memory.tier: memory.gbps for memory in problem.topology.memory}
         host_gbps = gbps.pop(BELOW[0], None)
-        of_host = host_gbps or self.profile.values["host_read_gbps"]
+        of_host = host_gbps or self.profile.rate_values["host_read_gbps"]
         return dataclasses.replace(
             self,
             setting=problem.setting(hardware),
@@ -125,7 +125,7 @@ class ProfileModel(CostModel):
     @cached_property
     def _rate_values(self) -> Rates:
         """Values of the profile's rates by name. Those of host memory follow the topology's link."""
-        values = dict(self.at or self.profile.values)
+        values = dict(self.at or self.profile.rate_values)
         if self.host_gbps is not None:
             faster = self.host_gbps / values["host_read_gbps"]
             values |= {name: faster * values[name] for name in HOST_GBPS}
@@ -139,7 +139,7 @@ class ProfileModel(CostModel):
     @cached_property
     def heads(self) -> Sequence[Head]:
         """One linear head with rates of 1, as encodings are ms already, and the op's floor as its launch."""
-        floors = [profile_law.floor_ms(self._rate_values, part) for part in ("forward", "backward")]
+        floors = [profile_law.op_floor_ms(self._rate_values, part) for part in ("forward", "backward")]
         # Rates of many models are [K, 1].
         terms = np.zeros((*np.shape(floors[0])[:-1], 3, 5))
         terms[..., 1:] = np.column_stack([np.zeros(3), np.eye(3)])
@@ -173,7 +173,7 @@ class ProfileModel(CostModel):
 
     # --- collectives ----------------------------------------------------------------------------------------
 
-    def exchange(self, channel: Channel, topology: Topology) -> ChannelTerms:
+    def channel_terms(self, channel: Channel, topology: Topology) -> ChannelTerms:
         """Terms of a channel's collective, from the profile's rates. A skew costs no more than the waiting."""
         row, members = channel.definition, group_members(channel.group, topology)
         work, domains, ways = (
@@ -192,7 +192,7 @@ class ProfileModel(CostModel):
             )
             # Only outputs and their gradients are cast. Ids travel as they are.
             ways[way] = with_payload_share(
-                terms, payload_of(carried_payload(row, way, self.setting.payloads[way])).size_ratio
+                terms, payload_by_name(carried_payload(row, way, self.setting.payloads[way])).size_ratio
             )
         return ChannelTerms(channel, members, domains, ways, work, work)
 
@@ -254,5 +254,5 @@ class ProfileModel(CostModel):
         forward_ms, backward_ms, link_ms = device_phase_ms(workload, many)  # [K, D]
         # Bytes are the same under all models, and broadcast.
         compute_ms = forward_ms + backward_ms
-        comm = many.comm(workload.traffic[:, None], compute_ms, workload.topology)
+        comm = many.comm_cost(workload.traffic[:, None], compute_ms, workload.topology)
         return step_ms(compute_ms, comm, workload.job, link_ms + backward_ms)

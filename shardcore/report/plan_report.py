@@ -102,7 +102,7 @@ def _exchange_text(x: Explanation) -> str:
 
 
 def _towers_text(x: Explanation) -> str:
-    """Time that towers save."""
+    """Text on the ms that towers save."""
     return (
         f"Towers make what crosses hosts smaller: without them this plan would take {x.without_towers_ms:.3f} ms "
         f"({percent_change(x.without_towers_ms or 0.0, x.total_ms)}). The tower modules' own work is not counted."

@@ -66,7 +66,7 @@ def search_with_portfolio(
 
     Raises Infeasible if no search finds a plan, and SettingMismatch.
     """
-    return _Anytime("portfolio", problem, model, seed, budget).plan("all", others=True)
+    return _Anytime("portfolio", problem, model, seed, budget).best_plan("all", others=True)
 
 
 def search_with_annealing(
@@ -87,7 +87,7 @@ def search_with_annealing(
     Raises as `search_with_portfolio`, and ShardCoreError for an unknown space.
     """
     name = "anneal" if space == "all" else "anneal_columns"  # halves are for comparisons only
-    return _Anytime(name, problem, model, seed, budget).plan(space, reshard=reshard)
+    return _Anytime(name, problem, model, seed, budget).best_plan(space, reshard=reshard)
 
 
 class _Anytime:
@@ -111,7 +111,7 @@ class _Anytime:
         """Cost of the cheapest plan so far; infinite before the first plan."""
         return np.inf if self.best is None else self.best.provenance["predicted_ms"]
 
-    def plan(self, space: str, others: bool = False, reshard: Reshard | None = None) -> Plan:
+    def best_plan(self, space: str, others: bool = False, reshard: Reshard | None = None) -> Plan:
         """Cheapest plan of all searches when the budget ends.
 
         others: whether all searches take part, or annealing only.
@@ -186,7 +186,7 @@ class _Anytime:
     def _cuts_of_hot_tables(self) -> list[dict[str, list[int]]]:
         """Ways to cut tables into parts that are too hot for one host, or sequences too hot for one device."""
         topology, tables = self.problem.topology, searched_tables(self.problem)
-        in_grids = any(1 < len(group) < len(topology) for y in _GRIDS for group in y.groups(topology))
+        in_grids = any(1 < len(group) < len(topology) for y in _GRIDS for group in y.device_groups(topology))
         whole = [Shard.whole(table) for table in tables]
         ms = group_op_ms([[shard] for shard in whole], self.model)
         n_bytes = np.array([output_bytes(shard, self.problem.global_batch) for shard in whole])
@@ -217,7 +217,7 @@ class _Anytime:
     def _beam_plan(self) -> Plan:
         # The beam counts its own evaluations, but keeps to the same seconds.
         meter = Meter(Budget(seconds=self.meter.budget.seconds), self.meter.started_s)
-        return Beam(self.problem, self.model, GreedyGrid(_BEAM.scales), _BEAM, meter).plan()
+        return Beam(self.problem, self.model, GreedyGrid(_BEAM.scales), _BEAM, meter).best_plan()
 
     def _keep_if_cheapest(self, placements: Sequence[Placement], found_by: str, ms: float = 0.0) -> None:
         """Keep a plan if it fits and is the cheapest so far.
