@@ -22,7 +22,7 @@ from bench import common
 from bench.common import print_progress
 from bench.search import draw_problems
 from shardcore import report
-from shardcore.core.links import links_of
+from shardcore.core.links import make_links
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import MIN_WIDTH, OUTPUT_BYTES, Placement, Problem, Shard, Table
 from shardcore.cost import neural
@@ -48,7 +48,7 @@ def tiny_problem(pool: list[Table], model: neural.NeuralModel, seed: int) -> Pro
     drawn = draw_problem(pool, seed, model.setting, 2027, shape)
     speeds = rng.choice([0.5, 1.0, 2.0], n_devices) if seed % 4 >= 2 else np.ones(n_devices)
     devices = tuple(Device(1 << 40, s) for s in speeds)
-    links = links_of(within_host=float(rng.choice([0.2, 1.0, 5.0])), latency_ms=0.2)
+    links = make_links(within_host=float(rng.choice([0.2, 1.0, 5.0])), latency_ms=0.2)
     return Problem(drawn.name, drawn.tables, Topology(devices, links=links), model.setting.batch)
 
 
@@ -85,8 +85,8 @@ def optimum_ms(problem: Problem, model: CostModel) -> tuple[float, int]:
         codes = (codes[..., None, :, :, :] + more).reshape(-1, *more.shape[1:]) if codes.ndim else more
         sent = (sent[..., None, :, :] + bytes_).reshape(-1, *bytes_.shape[1:]) if sent.ndim else bytes_
     speed = np.array([d.speed for d in problem.topology.devices])
-    compute = model.head(codes).sum(-1) / speed
-    comm = model.comm(np.moveaxis(sent, 1, 0), compute, problem.topology)
+    compute = model.op_ms(codes).sum(-1) / speed
+    comm = model.comm_cost(np.moveaxis(sent, 1, 0), compute, problem.topology)
     return float(step_ms(compute, comm, problem.job).min()), len(sent)
 
 

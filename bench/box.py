@@ -25,7 +25,7 @@ import numpy as np
 
 from bench import common, hosts
 from shardcore import report
-from shardcore.core.links import host_names, links_of
+from shardcore.core.links import host_names, make_links
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Setting
 from shardcore.cost import collective_fit, collective_model
@@ -92,7 +92,7 @@ def topologies_of_links(shape: Shape, latency_ms: float) -> tuple[Topology, Topo
         shared[level] = gbit_s / 8
         own[level] = shared[level] / (ranks // n_domains)
     return tuple(
-        Topology(devices, links=links_of(latency_ms, given is shared, **given)) for given in (own, shared)
+        Topology(devices, links=make_links(latency_ms, given is shared, **given)) for given in (own, shared)
     )
 
 

@@ -34,7 +34,7 @@ from bench import replays as one_host
 from bench.common import print_progress
 from shardcore.core import validation
 from shardcore.core.job import Job
-from shardcore.core.links import host_names, links_of
+from shardcore.core.links import host_names, make_links
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Table
 from shardcore.cost import collective_fit, metrics, neural, replay_metrics, step_factors
@@ -118,11 +118,11 @@ def draw_box_problem(
     drawn = draw_problem(tables, index, model.setting, seed, shape)
     memory = drawn.topology.devices[0].memory_bytes
     devices = (Device(memory, host=name) for name in host_names(where.ranks, n_hosts, pods))
-    topology = Topology(tuple(devices), links=links_of(within_host=WITHIN_GBPS))
+    topology = Topology(tuple(devices), links=make_links(within_host=WITHIN_GBPS))
     if not fitted:
         topology = dataclasses.replace(
             topology,
-            links=links_of(
+            links=make_links(
                 LATENCY_MS,
                 shared=True,
                 within_host=WITHIN_GBPS,

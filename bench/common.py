@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from shardcore.core.errors import Infeasible, ShardCoreError
-from shardcore.core.links import links_of
+from shardcore.core.links import make_links
 from shardcore.core.types import Plan, Problem, Setting
 from shardcore.cost.metrics import MeanInterval
 from shardcore.io import dataset, writing
 
-LINKS = {"links": links_of(within_host=1.0, latency_ms=0.2)}
+LINKS = {"links": make_links(within_host=1.0, latency_ms=0.2)}
 """Given where only two processes were measured."""
 Arm = Callable[[Problem], Plan]
 

@@ -56,7 +56,9 @@ def draw_problem_with_memory(i: int) -> Problem:
 def search_costs(i: int, budget: Budget) -> dict[str, Any]:
     """Costs of all sharders' plans on problem i."""
     given, costs, parts = draw_problem_with_memory(i), dict[str, float](), 0
-    model = AnalyticModel(Setting(HARDWARE, given.global_batch)) if i % 2 else load_profile(HARDWARE).model()
+    model = (
+        AnalyticModel(Setting(HARDWARE, given.global_batch)) if i % 2 else load_profile(HARDWARE).cost_model()
+    )
     for name, times in (*((name, 4.0) for name in SHARDERS if name != "torchrec"), ("twice", 2.0)):
         problem = with_memory_times(given, times)
         try:

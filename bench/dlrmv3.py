@@ -70,7 +70,7 @@ def full_size_problem(devices: int, alpha: float) -> Problem:
 
 
 def predict_arms(devices: int, alpha: float, evals: int) -> Row:
-    problem, model = full_size_problem(devices, alpha), load_profile(PROFILE).model()
+    problem, model = full_size_problem(devices, alpha), load_profile(PROFILE).cost_model()
     row: Row = {"devices": devices, "alpha": alpha, "ms": {}, "hot": {}}
     for name, sharder, decisions in (
         ("TorchRec", "torchrec", []),

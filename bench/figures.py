@@ -70,7 +70,7 @@ class Headline:
 
 @dataclass(frozen=True)
 class Figure:
-    """An entry of bench/figures.toml, which says what these are."""
+    """Entry of bench/figures.toml: the commands that make a figure, their inputs and headlines."""
 
     name: str
     page: str

@@ -75,7 +75,7 @@ Verdict = tuple[bool, dict[str, Any]]
 def profile_of_card() -> Profile | None:
     """Published hardware profile of this machine's GPU. None if unpublished."""
     with suppress(ShardCoreError):
-        return profile_of_device(device_by_name("cuda").product())
+        return profile_of_device(device_by_name("cuda").product_name())
 
 
 def card(_: argparse.Namespace) -> Verdict:
@@ -152,7 +152,7 @@ def adagrad(args: argparse.Namespace) -> Verdict:
 
 
 def exchanges(args: argparse.Namespace) -> Verdict:
-    ranks = device_by_name("cuda").count()
+    ranks = device_by_name("cuda").device_count()
     if ranks < 2:
         return True, {"skipped": "one GPU exchanges nothing"}
     _run_measure(args, *f"--samples 0 --ranks {ranks} --exchanges {args.exchanges}".split())
@@ -201,7 +201,7 @@ def uvm(args: argparse.Namespace) -> Verdict:
     found, profile, setting = {}, profile_of_card(), Setting(hardware.hardware_name("cuda"), args.batch)
     table = Table("cached", 2_000_000, 128, 10.0, Zipf(1.2))
     request = ComputeRequest((Shard.whole(table),), args.batch)
-    ids, offsets = IndexStreams("cuda", device.max_stream_bytes(), 0).lookups(request, 0)
+    ids, offsets = IndexStreams("cuda", device.max_stream_bytes(), 0).lookup_stream(request, 0)
     for share in SHARES:
         op = SplitTableBatchedEmbeddingBagsCodegen(
             [(table.rows, table.dim, EmbeddingLocation.MANAGED_CACHING, ComputeDevice.CUDA)],
@@ -213,9 +213,9 @@ def uvm(args: argparse.Namespace) -> Verdict:
         gradient, times = torch.ones(args.batch, table.dim, device="cuda"), []
         for _ in range(10):
             device.keep_busy(10.0)
-            marks = [device.mark()]
+            marks = [device.record_mark()]
             op(ids, offsets).backward(gradient)
-            times.append(sum(device.elapsed_ms([*marks, device.mark()])))
+            times.append(sum(device.elapsed_ms([*marks, device.record_mark()])))
         counts = op.get_uvm_cache_stats(use_local_cache=False).tolist()
         # FBGEMM counts calls, requested ids, distinct ids, and distinct ids missed.
         found[f"{share:.0%}"] = {"ms": float(np.median(times[3:])), "missed": counts[3] / max(1, counts[2])}

@@ -53,7 +53,7 @@ _TOOLS = ("nsenter", "ip", "tc")
 
 @dataclass(frozen=True)
 class Box:
-    """Emulated hosts.
+    """Emulated hosts of one machine: names, ranks and links.
 
     hosts: number of hosts.
     ranks_per_host: ranks of each.

@@ -47,7 +47,7 @@ from bench.job_traces_training import TURN, Job, run_rank
 from shardcore import report
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.job import Job as StepJob
-from shardcore.core.links import links_of
+from shardcore.core.links import make_links
 from shardcore.core.types import Plan, Problem
 from shardcore.core.validation import MOST_BYTES
 from shardcore.cost import neural, traced_factors
@@ -317,7 +317,7 @@ def main() -> None:
     alone, pool = neural.load(args.model), files.read_pool(args.pool)
     shapes, until = [Shape.parse(text) for text in args.shapes], time.monotonic() + 60 * args.minutes
     in_box = box_replays.with_box_rates(alone, args.exchanges) if any(s.hosts > 1 for s in shapes) else alone
-    of_profile = load_profile(args.profile).model()
+    of_profile = load_profile(args.profile).cost_model()
     pages, kept = ["# Steps of other plans, after one traced step"], {}
     for shape, index in itertools.product(shapes, range(args.first, args.first + args.jobs)):
         model = alone if shape.hosts == 1 else in_box
@@ -348,7 +348,9 @@ def main() -> None:
         if shape.hosts > 1:
             # All ranks of a host share its link, as `topology measure` finds.
             gbps = {"between_hosts": box_replays.BETWEEN_GBIT_S / 8}
-            linked = replace(problem, topology=replace(problem.topology, links=links_of(shared=True, **gbps)))
+            linked = replace(
+                problem, topology=replace(problem.topology, links=make_links(shared=True, **gbps))
+            )
             rows = of_shape.setdefault(f"the profile {args.profile!r}, given the links between hosts", [])
             rows.append(compare_job_with_prediction(linked, plans, found, folder, of_profile))
     for shape, of_shape in kept.items():

@@ -35,7 +35,7 @@ TURN = 8
 
 @dataclass(frozen=True)
 class Job:
-    """A job to run.
+    """A training job to run and trace: problem, plan and batches.
 
     plans: by name. The first is traced.
     folder: of its traces.
@@ -50,7 +50,7 @@ class Job:
 
 
 class Trainer:
-    """A plan's model in TorchRec's pipeline."""
+    """A model sharded by a plan, in TorchRec's training pipeline."""
 
     def __init__(
         self, plan: Plan, problem: Problem, setting: Setting, arena: torch.Tensor, batches: Sequence[Any]

@@ -36,7 +36,7 @@ from shardcore.core.access_statistics import ManagedCollision
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.job import Job
-from shardcore.core.links import host_names, links_of
+from shardcore.core.links import host_names, make_links
 from shardcore.core.tiers import Memory
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
@@ -101,7 +101,7 @@ def draw_suite_problem(suite: str, i: int, memory_bytes: int | None = None) -> P
     topology = Topology(
         devices,
         None if gpu else "cpu",
-        links=links_of(within_host=200.0, between_hosts=25.0 if two else None),
+        links=make_links(within_host=200.0, between_hosts=25.0 if two else None),
         **({"memory": (Memory("host", 1 << 44, 25.0),)} if tiers else {}),
     )
     payloads = [str(p) for p in rng.choice(["fp32", "fp16", "bf16"], 2, p=[0.6, 0.2, 0.2])]
@@ -163,7 +163,7 @@ def problem_of_size(n_tables: int, n_devices: int, batch: int, pods: int = 1) ->
         Device(1 << 50, host=name) for name in host_names(n_devices, max(1, n_devices // 8), pods)
     )
     rates = {"within_pod": 0.5, "between_hosts": 0.125} if pods > 1 else {"between_hosts": 0.5}
-    links = links_of(0.2, within_host=1.0, **rates)
+    links = make_links(0.2, within_host=1.0, **rates)
     return with_memory_times(
         Problem(f"size-{n_tables}-{n_devices}", tables, Topology(devices, links=links), batch), 1.5
     )

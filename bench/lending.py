@@ -79,8 +79,11 @@ def errors_with_auxiliary_samples(
     if len(own.compute) >= MIN_COMPUTE:
         models["own"] = fit.train(own.compute, own.comm, setting).model
     return {
-        "one factor": mape(np.median(level) * accuracy.predict(law, test.compute), measured),
-        **{name: mape(accuracy.predict(model, test.compute), measured) for name, model in models.items()},
+        "one factor": mape(np.median(level) * accuracy.predict_op_ms(law, test.compute), measured),
+        **{
+            name: mape(accuracy.predict_op_ms(model, test.compute), measured)
+            for name, model in models.items()
+        },
         **{f"exchanges: {name}": exchange_error(model) for name, model in models.items()},
     }
 

@@ -73,7 +73,7 @@ class Sleeper:
 
 
 class EmulatedWorker(RayWorker):
-    """A worker of a supervisor.
+    """Emulated measuring worker, which sleeps instead of running ops.
 
     process: id of its process.
     began_s, ended_s: times of its first answer and its end, on the monotonic clock. 0: not yet.

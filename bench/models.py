@@ -70,8 +70,9 @@ class Trained:
 
 @dataclass(frozen=True)
 class Data:
-    """Groups: all, the test split of them, its planned and other ones, groups of unseen tables alone, groups
-    without any of them, the test split's timings as measured; floor in percent."""
+    """Measured ops: all, the test split, its ops of planned and of other groups, ops of unseen tables alone and without
+    unseen tables, the test split's raw timings; lowest possible error in percent.
+    """
 
     groups: list[ComputeSample]
     test: list[ComputeSample]
@@ -128,7 +129,7 @@ def test_metrics(model: Trained, test: Sequence[ComputeSample]) -> dict[str, flo
         np.stack([f(codes[i]) for i in rng.integers(len(codes), size=1024)])
         for f in (lambda c: c.sum(0), lambda c: c[0])
     )
-    seconds = min(timeit.repeat(lambda: model.model.head(sums + more), number=200, repeat=5)) / 200
+    seconds = min(timeit.repeat(lambda: model.model.op_ms(sums + more), number=200, repeat=5)) / 200
     return {"costs a µs": len(sums) / seconds / 1e6}
 
 
@@ -193,7 +194,7 @@ def read_data(args: argparse.Namespace) -> Data:
         s.id: s.total_ms for s in dataset.read_compute_samples(args.dataset, setting) if s.error is None
     }
     data = Data(
-        groups, test, planned, random, unseen, seen, measured, study.repeatability(known.repeats) or 0.0
+        groups, test, planned, random, unseen, seen, measured, study.repeatability_error(known.repeats) or 0.0
     )
     if not (planned and random and unseen and len(seen) >= fit.MIN_COMPUTE):
         raise ShardCoreError(
@@ -202,7 +203,9 @@ def read_data(args: argparse.Namespace) -> Data:
             "each is needed (see --draws)"
         )
     unsettled = (
-        study.repeatability(dataset.repeated_samples(dataset.read_compute_timings(args.dataset, setting)))
+        study.repeatability_error(
+            dataset.repeated_samples(dataset.read_compute_timings(args.dataset, setting))
+        )
         or 0.0
     )
     print(

@@ -110,7 +110,7 @@ class _Groups:
     sizes: np.ndarray
     measured: torch.Tensor
 
-    def batches(self, order: np.ndarray) -> Iterator[_Groups]:
+    def shuffled_batches(self, order: np.ndarray) -> Iterator[_Groups]:
         ends = np.cumsum(self.sizes)
         for chosen in (order[i : i + BATCH] for i in range(0, len(order), BATCH)):
             sizes = self.sizes[chosen]
@@ -149,7 +149,7 @@ def train_network(
     optimizer = torch.optim.Adam(net.parameters(), lr=LEARNING_RATE)
     best, kept, curve = np.inf, net.state_dict(), []
     for _ in range(epochs):
-        for some in trained.batches(rng.permutation(len(trained.sizes))):
+        for some in trained.shuffled_batches(rng.permutation(len(trained.sizes))):
             loss = recipe.loss(recipe.ms(net(some.tables, some.sizes)), some.measured)
             optimizer.zero_grad()
             loss.backward()

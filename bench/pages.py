@@ -45,9 +45,9 @@ def plans_to_show(inputs: Path, folder: Path | None) -> Iterator[tuple[Problem, 
     """Plans to show: problem, plan, cost model and title."""
     for problem, profile in workloads.public_workloads():
         if problem.name.startswith(_LISTS):
-            yield problem, *_default_plan_and_model(problem, None, profile.model()), "a profile"
+            yield problem, *_default_plan_and_model(problem, None, profile.cost_model()), "a profile"
     problem, profile, theirs = workloads.production_workload(inputs)
-    yield problem, *_default_plan_and_model(problem, theirs, profile.model()), "a profile"
+    yield problem, *_default_plan_and_model(problem, theirs, profile.cost_model()), "a profile"
     if folder:
         for path in sorted(Path("problems").glob("pool-7-0[01].json")):
             problem = files.read_problem(path)

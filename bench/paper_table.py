@@ -164,7 +164,7 @@ def arm_outcome(name: str, plan: Plan | None, seconds: float) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Cell:
-    """One arm's figures.
+    """Results of one sharding algorithm in one cell of the paper's table.
 
     ms: [N] of the tasks, nan where it is not solved.
     ours_ms: [N] of ours.

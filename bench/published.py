@@ -149,7 +149,7 @@ def torchrec_planner_us(timing: Timing) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """A timing, and what profiles say of it.
+    """A published timing, with the predictions of hardware profiles.
 
     card: name of the profile, and of the network if it is another than the profile's.
     part: "fitted", or "asked" for rows that it was not fitted to.
@@ -194,7 +194,7 @@ def profile_errors(
         bands = profile.error_band(
             lambda many, p=predictor: np.array([p.times_us(values) for values in many])
         )
-        for t, us, band in zip(own, predictor.times_us(profile.values), bands, strict=True):
+        for t, us, band in zip(own, predictor.times_us(profile.rate_values), bands, strict=True):
             asked.append(
                 Asked(
                     timing=t,

@@ -94,7 +94,7 @@ BASE: Mapping[str, tuple[float, float, str]] = {
 
 @dataclass(frozen=True)
 class Card:
-    """A card with a profile.
+    """Data sheet of a GPU with a hardware profile.
 
     like: name of the profile that it starts from.
     exchanges: name of the profile whose collectives it starts from. "": the same.

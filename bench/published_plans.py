@@ -107,13 +107,13 @@ def _predicted_step(profile: Profile, hosts: int, ranks: int, batch: int) -> tup
     """
     topology, job = profile.topology(hosts, ranks // hosts), replace(FP16, dense_mflops=dcnv2_mflops())
     problem = Problem("mlperf", public_pool("mlperf-dlrm-dcnv2"), topology, batch, "exact_adagrad", job=job)
-    model = profile.model().for_problem(problem)
+    model = profile.cost_model().for_problem(problem)
     workload = lower(SHARDERS[DEFAULT_SHARDER](problem, model, budget=Budget(evals=_EVALS)), problem)
     cost = price(workload, model)
     # HugeCTR reads a batch's ids while it trains on the one before, so they delay no step.
     step_ms = cost.total_ms - max(cost.input_ms)
-    first = scale_profile(base_profile(), "first", **{name: profile.values[name] for name in SPEC})
-    scaled_ms = cost.dense_ms * model.dense_tflops / first.values["dense_tflops"]
+    first = scale_profile(base_profile(), "first", **{name: profile.rate_values[name] for name in SPEC})
+    scaled_ms = cost.dense_ms * model.dense_tflops / first.rate_values["dense_tflops"]
     return step_ms - cost.dense_ms, step_ms, model.step_error_band(workload), scaled_ms
 
 

@@ -32,7 +32,7 @@ from bench.common import print_progress
 from bench.kept import with_memory_times
 from bench.peers import PEERS
 from shardcore import report
-from shardcore.core.links import links_of
+from shardcore.core.links import make_links
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Table
 from shardcore.cost import neural
@@ -67,7 +67,7 @@ def draw_problems(
         weaker = [1 + unequal * (d % 2) for d in range(devices)]
         found_devices = tuple(Device(large // w, 1 / w, f"host-{d // 8}") for d, w in enumerate(weaker))
         links = {
-            "links": links_of(within_host=1.0, latency_ms=0.2, between_hosts=0.5 if devices > 8 else None)
+            "links": make_links(within_host=1.0, latency_ms=0.2, between_hosts=0.5 if devices > 8 else None)
         }
         found.append(replace(drawn, topology=Topology(found_devices, **links)))
     return found

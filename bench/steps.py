@@ -156,7 +156,7 @@ def _steps_path(out: Path, kept: replays.ReplaySet) -> Path:
 
 
 def _run_settings(kept: replays.ReplaySet, rounds: int) -> dict[str, Any]:
-    return {"problem": files.digest(files.problem_to_json(kept.problem)), "rounds": rounds, "turn": TURN}
+    return {"problem": files.json_digest(files.problem_to_json(kept.problem)), "rounds": rounds, "turn": TURN}
 
 
 def _read_earlier_steps(out: Path, kept: replays.ReplaySet, rounds: int) -> dict[str, Steps] | None:

@@ -56,8 +56,7 @@ class Steps:
 
 
 class InArena(TorchFunctionMode):
-    """Within it, tensors of zeros as large as tables lie in an arena, one after the other, and keep what is
-    there."""
+    """Context in which zero tensors as large as tables lie in one memory arena and keep their content."""
 
     def __init__(self, arena: torch.Tensor) -> None:
         super().__init__()

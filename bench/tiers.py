@@ -177,7 +177,7 @@ ARMS = {
 
 
 def plan_costs(seed: int) -> Row:
-    problem, model = draw_problem(seed), load_profile(PROFILE).model()
+    problem, model = draw_problem(seed), load_profile(PROFILE).cost_model()
     ms = {}
     for name, arm in ARMS.items():
         for what, one in zip((name, f"{name}, our places"), arm(problem, model), strict=False):
@@ -200,7 +200,7 @@ DENSE_MS = (0.0, 2.0)
 
 
 def prefetch_costs(seed: int) -> Row:
-    model, rows = load_profile(PROFILE).model(), {}
+    model, rows = load_profile(PROFILE).cost_model(), {}
     for dense_ms in DENSE_MS:
         plain, fetching = (
             replace(

@@ -98,7 +98,7 @@ def arm_costs(problem: Problem, profile: Profile, seconds: float, published: Pla
 
     published: TorchRec's plan where it is known, in place of a search.
     """
-    model, budget = profile.model().for_problem(problem), Budget(seconds=seconds)
+    model, budget = profile.cost_model().for_problem(problem), Budget(seconds=seconds)
     found: dict[str, Any] = {"problem": problem.name, "tables": len(problem.tables)}
     arms: dict[str, common.Arm] = {
         name: partial(SHARDERS[name], model=model, budget=budget)

@@ -11,7 +11,7 @@ from prefect import flow, get_run_logger, task
 from flows import program
 from shardcore.core.errors import ShardCoreError
 from shardcore.cost import composite, traced_factors, traced_training
-from shardcore.cost.known_errors import profile_of
+from shardcore.cost.known_errors import profile_of_model
 from shardcore.cost.model import predicted_total_ms
 from shardcore.cost.profile import write_profile
 from shardcore.cost.traced_training import Corrected
@@ -121,7 +121,7 @@ def _newest_samples(model: object, name: str, traced: Path) -> list[TracedSample
 
 def _write_corrected_model(out: Path, by: Pricing, corrected: Corrected) -> Path | None:
     """Write a cost model corrected by traces. Returns its folder if the promotion gate should judge the model."""
-    if profile := profile_of(corrected.model):
+    if profile := profile_of_model(corrected.model):
         write_profile(out / PROFILE_JSON, profile)
     elif corrected.error_reduction >= LEAST_GAIN:
         composite.save_models(corrected.model, out / MODEL)

@@ -31,7 +31,7 @@ _OF_RUN, _OF_DEVICE = ("run", "kind"), ("run", "kind", "device")
 
 
 class MeasureProgress(RunProgress):
-    """The progress of a flow run that measures."""
+    """Progress of a measuring flow run, on its page and as Ray metrics."""
 
     every_s = 5.0
 

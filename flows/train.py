@@ -174,7 +174,7 @@ def _log_figures(
 ) -> None:
     timed, of = [s for s in held_out if s.error is None], f", {model.setting.hardware}"
     if timed:
-        measured, predicted = np.array([s.total_ms for s in timed]), accuracy.predict(model, timed)
+        measured, predicted = np.array([s.total_ms for s in timed]), accuracy.predict_op_ms(model, timed)
         shards = np.array([len(s.request.shards) for s in timed])
         # MLflow draws it: over the percent of measurements that an interval is to hold, the percent that it held.
         for level in _LEVELS:

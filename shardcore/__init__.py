@@ -6,7 +6,7 @@ The nouns are here; the verbs and the protocols live in their modules and load a
   price(workload, model)     its predicted cost                              shardcore.cost.model
   replay(workload, setting)  its cost, measured on real processes            shardcore.measure.replay
   load_model(folders)        a trained cost model, or one of each precision  shardcore.cost.composite
-  load_profile(name)         a card's published rates; .model() prices with them    shardcore.cost.profile
+  load_profile(name)         a card's published rates; .cost_model() prices with them  shardcore.cost.profile
   plot(plan, problem, model) bars of each device, for notebooks and files    shardcore.report.device_figures
   load_plan(root, name)      a published plan and its problem                shardcore.plans.store
   SHARDERS                   by name: function(problem, model, seed=, budget=) -> Plan    shardcore.search

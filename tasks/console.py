@@ -239,7 +239,7 @@ class _ScreenHandler(logging.Handler):
 
 @dataclass(frozen=True)
 class Program:
-    """A flow run as a program: its screen, log file and error stream.
+    """A flow run as a program on a terminal: its screen, log file and error stream.
 
     screen: screen of its lines. None: another process shows them.
     log: file of all other output. None: another process has it.

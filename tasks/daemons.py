@@ -37,7 +37,7 @@ _CLOCK_S = 1.0
 
 @dataclass(frozen=True)
 class Daemon:
-    """A background process.
+    """A background process of the stack, started, watched and ended by its id file.
 
     name: name of its files.
     command: command, which runs in the current folder.
@@ -51,15 +51,15 @@ class Daemon:
     folder: Path
 
     @property
-    def log(self) -> Path:
+    def log_path(self) -> Path:
         return self.folder / "logs" / f"{self.name}.log"
 
     def start(self) -> None:
         """Start the daemon's process with a new log. The previous log is kept as NAME.log.1."""
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        if self.log.exists():
-            self.log.replace(self.log.with_name(f"{self.log.name}.1"))
-        with open(self.log, "wb") as log:
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        if self.log_path.exists():
+            self.log_path.replace(self.log_path.with_name(f"{self.log_path.name}.1"))
+        with open(self.log_path, "wb") as log:
             subprocess.Popen(
                 self.command,
                 env={**self.env, _MARK: self._mark},
@@ -67,7 +67,7 @@ class Daemon:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=self._write_id,
+                preexec_fn=self._write_process_id,
             )
 
     def process(self) -> psutil.Process | None:
@@ -136,7 +136,7 @@ class Daemon:
     def last_log_lines(self, count: int) -> list[str]:
         """Last lines of the daemon's log, with control characters escaped."""
         try:
-            with open(self.log, "rb") as log:
+            with open(self.log_path, "rb") as log:
                 log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
                 return [
                     escape_unprintable(line)
@@ -155,7 +155,7 @@ class Daemon:
         return str(self.folder.resolve() / self.name)
 
     # The process itself writes its id before its command runs. So none runs without an id in the file.
-    def _write_id(self) -> None:
+    def _write_process_id(self) -> None:
         self._id_file.write_text(str(os.getpid()))
 
     def _session_id(self) -> int:

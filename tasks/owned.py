@@ -1,4 +1,4 @@
-"""Owned runs: a run's processes and temporary files end with it, however it ends.
+"""Runs that own their processes and temporary files, which end with the run, however it ends.
 
 A run is `python -m tasks.services …`, or a flow that is started alone. It has a temporary folder, which is TMPDIR for
 everything that it starts. All its processes have the folder's path in their environment.

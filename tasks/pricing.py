@@ -17,7 +17,7 @@ from tasks import links, model_history, registry
 
 @dataclass(frozen=True)
 class Pricing:
-    """A cost model and its origin.
+    """The cost model or hardware profile that prices plans, and its origin.
 
     name: name of the registered model, or of the profile.
     version: version of the champion, or digest of the profile.
@@ -48,11 +48,11 @@ def choose_pricing(client: mlflow.MlflowClient, hardware: str, profile: Path | N
     """
     if registry.find_version(client, registry.registered_model_name(hardware), registry.CHAMPION) is None:
         if profile and (own := load_profile(profile)).covers_hardware(hardware):
-            return Pricing(own.model(), own.name, own.digest)
+            return Pricing(own.cost_model(), own.name, own.digest)
         # The profile of this name comes before those of the same card with other links.
         for name in sorted(profile_names(), key=lambda name: name != hardware):
             if (shipped := load_profile(name)).covers_hardware(hardware):
-                return Pricing(shipped.model(), name, shipped.digest)
+                return Pricing(shipped.cost_model(), name, shipped.digest)
         if refused := model_history.refusal_reason(client, registry.registered_model_name(hardware)):
             raise ShardCoreError(f"{refused}; no profile is of {hardware}, so nothing prices its plans")
     model, champion = registry.champion_model(client, hardware)  # raises if there is none

@@ -14,7 +14,7 @@ from mlflow.entities.model_registry import ModelVersion
 from prefect import get_run_logger, task
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.validation import MOST_COUNT, Record, describe_differences, within
+from shardcore.core.validation import MOST_COUNT, Record, describe_differences, number_within
 from shardcore.cost import (
     accuracy,
     composite,
@@ -47,14 +47,14 @@ class PromoteConfig(Record):
       version without being judged, so that tables of several precisions can be planned.
     """
 
-    may_lose: Annotated[float, within(0, MOST_COUNT)] = 0.0
+    may_lose: Annotated[float, number_within(0, MOST_COUNT)] = 0.0
     approval: bool = False
     also: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Promotion:
-    """Result of judging a challenger.
+    """Result of judging a newly trained model against the champion.
 
     model: name of the registered model.
     challenger: version of the challenger.
@@ -165,7 +165,7 @@ def _lineage_tags(provenance: Mapping[str, Any]) -> dict[str, str]:
         tags |= {
             "job": of_job["job"],
             "job.steps": ", ".join(map(str, of_job["steps"])),
-            "job.traces": files.digest(of_job["traces"]),
+            "job.traces": files.json_digest(of_job["traces"]),
         }
     return tags
 
@@ -197,7 +197,7 @@ def _log_replay_metrics(
     client: mlflow.MlflowClient, version: ModelVersion, rows: Sequence[replay_metrics.ReplayRecord]
 ) -> None:
     """Log replay metrics (replays/*) and a plot to the MLflow run of a model version, once for each set of replays."""
-    known = files.digest(replay_metrics.csv_rows(rows))
+    known = files.json_digest(replay_metrics.csv_rows(rows))
     if version.tags.get(_REPLAYS_TAG) == known or version.run_id is None:
         return
     now_ms = int(1000 * time.time())

@@ -1,4 +1,4 @@
-"""Search plans under the champion or a profile, and publish those that are worth it."""
+"""Search plans under the champion or a profile, and publish plans that are worth a move."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def compile_searches() -> None:
     """Compile the search code, which takes some 20 s once, by searching a plan of a small problem."""
     profile = load_profile(profile_names()[0])
     problem = Problem("compile", (Table("t", 64, 4, 1.0),), profile.topology(1, 2), 2)
-    SHARDERS[DEFAULT_SHARDER](problem, profile.model().for_problem(problem), budget=Budget(evals=1))
+    SHARDERS[DEFAULT_SHARDER](problem, profile.cost_model().for_problem(problem), budget=Budget(evals=1))
 
 
 def _pricing_and_publisher(

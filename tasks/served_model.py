@@ -24,7 +24,7 @@ from pydantic import BaseModel, SkipValidation
 from shardcore.core.errors import SettingMismatch, ShardCoreError
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Setting, Shard
-from shardcore.core.validation import MOST_BATCH, MOST_ROWS, Record, Rule, within
+from shardcore.core.validation import MOST_BATCH, MOST_ROWS, Record, Rule, number_within
 from shardcore.cost import composite
 from shardcore.cost.neural import NeuralModel
 from shardcore.io import files, schema
@@ -85,9 +85,10 @@ def _predict_group(
     model: NeuralModel | composite.Composite, shards: tuple[Shard, ...], batch: int
 ) -> dict[str, Any]:
     sums = model.encode(shards, batch).sum(0)
-    forward_ms, backward_ms, _ = model.parts(sums).tolist()
+    forward_ms, backward_ms, _ = model.op_part_ms(sums).tolist()
     low, high = (
-        float(model.at_confidence(level).head(sums)) for level in ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2)
+        float(model.at_confidence(level).op_ms(sums))
+        for level in ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2)
     )
     ops = (Op(layout_on_one_device(shards[0].table).name, shards, batch),) if shards else ()
     # out_of_range takes a workload, so the group gets a made-up device.
@@ -125,7 +126,7 @@ class GroupData(Record):
     """A group as it is sent. batch: samples of the op. None: the setting's."""
 
     shards: tuple[ShardData, ...]
-    batch: Annotated[int | None, within(1, MOST_BATCH)] = None
+    batch: Annotated[int | None, number_within(1, MOST_BATCH)] = None
 
 
 def _read_group(data: Any, what: str, setting: Setting) -> tuple[tuple[Shard, ...], int]:

@@ -1,4 +1,4 @@
-"""The Setting of all stages."""
+"""The Setting (hardware, batch, precision, optimizer) of all pipeline stages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import OPTIMIZERS, PRECISION_BYTES, Setting
-from shardcore.core.validation import MOST_BATCH, Record, describe_differences, one_of, within
+from shardcore.core.validation import MOST_BATCH, Record, describe_differences, number_within, one_of
 from shardcore.io import dataset
 
 AUTO = "auto"
@@ -28,7 +28,7 @@ class SettingConfig(Record, noun="setting"):
     """
 
     hardware: str = AUTO
-    batch: Annotated[int, within(1, MOST_BATCH)] = 2048
+    batch: Annotated[int, number_within(1, MOST_BATCH)] = 2048
     precision: Annotated[str, one_of(PRECISION_BYTES)] = "fp32"
     optimizer: Annotated[str, one_of(OPTIMIZERS)] = "exact_sgd"
 

@@ -149,11 +149,11 @@ def stack_status(config: StackConfig) -> tuple[str, bool]:
                 since,
                 process.pid if process else "-",
                 service.page or "-",
-                _shown_path(service.daemon.log),
+                _shown_path(service.daemon.log_path),
             )
         )
         if state in ("died", "silent"):
-            ends += [f"\n{name}: {state}; the last lines of {_shown_path(service.daemon.log)}:"]
+            ends += [f"\n{name}: {state}; the last lines of {_shown_path(service.daemon.log_path)}:"]
             ends += [f"  {line[:200]}" for line in service.daemon.last_log_lines(8)]
     ends += [f"\nstuck: {run}; make up ends it" for run in _find_lost_runs(stack, prefect_api(config, token))]
     text = report.text_table(("service", "state", "since", "process", "page", "log"), rows)
@@ -204,7 +204,9 @@ def _wait_until_healthy(
             elif state != "silent" or time.monotonic() - began > PATIENCE_S:
                 how = "ended" if state != "silent" else f"runs but does not answer after {PATIENCE_S:.0f} s"
                 last = " ".join(service.daemon.last_log_lines(1))[:200]
-                raise ShardCoreError(f"{name} {how}; {_shown_path(service.daemon.log)} ends with: {last}")
+                raise ShardCoreError(
+                    f"{name} {how}; {_shown_path(service.daemon.log_path)} ends with: {last}"
+                )
         time.sleep(0.2)
 
 

@@ -13,7 +13,7 @@ from typing import Annotated
 import psutil
 
 from shardcore.core.errors import ShardCoreError, redact_urls
-from shardcore.core.validation import MOST_BYTES, Record, Rule, require, short_repr, within
+from shardcore.core.validation import MOST_BYTES, Record, Rule, number_within, require, short_repr
 
 _WORKER_PORTS = range(10002, 20000)
 """Default ports of Ray's workers. `ray start` fails if another of its ports is one of them."""
@@ -62,7 +62,7 @@ _HOST_NAMES = Rule(
     "it needs names or addresses without a port, such as shardcore.example.org or 10.0.0.*",
     found=lambda name, names: f"{name} {short_repr(_first_wrong_host(names))}",
 )
-Port = Annotated[int, within(1, 65535)]
+Port = Annotated[int, number_within(1, 65535)]
 RayPort = Annotated[
     Port,
     Rule(
@@ -95,7 +95,7 @@ class StackConfig(Record, noun="stack"):
     ray_client_port: RayPort = 10001
     dashboard_port: RayPort = 8265
     metrics_port: RayPort = 8080
-    object_store_mib: Annotated[int, within(80, MOST_BYTES >> 20)] = 256
+    object_store_mib: Annotated[int, number_within(80, MOST_BYTES >> 20)] = 256
     prefect_database: Annotated[str, _database_url("postgresql+asyncpg", "sqlite+aiosqlite")] = ""
     mlflow_database: Annotated[str, _database_url("postgresql", "mysql", "sqlite", "mssql")] = ""
     artifacts: str = ""

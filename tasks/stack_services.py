@@ -59,7 +59,7 @@ export no_proxy NO_PROXY="$no_proxy"
 
 @dataclass(frozen=True)
 class Service:
-    """A service of the stack.
+    """A service of the stack (such as MLflow or Prefect): its command, port and health check.
 
     daemon: process of the service.
     ports: ports at which it listens, by the names in StackConfig.

@@ -68,7 +68,7 @@ def request_publishing(state: publish_claim.PublishState, now: float) -> str:
     )
 
 
-def check_once() -> str:
+def check_registry_once() -> str:
     """Check the registry once, and request publishing if due. Returns a line on the state.
 
     It never raises for what time or a person can mend.
@@ -102,7 +102,7 @@ def watch() -> None:
     """Watch the model registry for a new champion, for ever, and log each new state."""
     last = ""
     while True:
-        line = check_once()
+        line = check_registry_once()
         if line != last:
             logger.info("%s", line)
             last = line

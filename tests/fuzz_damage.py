@@ -134,7 +134,7 @@ def damage_decision(folder: Path, draw: Draw) -> None:
             [path] = (home / "decisions").glob("*.json")
             damage_json(path, draw)
             with contextlib.suppress(ValueError, RecursionError):
-                name = files.digest(json.loads(path.read_bytes()))
+                name = files.json_digest(json.loads(path.read_bytes()))
                 path.rename(path.with_name(f"{name}.json"))
                 current.write_text(f"{name}\n")
         case "pointer":

@@ -205,7 +205,7 @@ def damage(path: Path, case: Case) -> None:
     path.write_text(text, "utf-8", "surrogatepass")
     if path.parent.name == "decisions":
         try:
-            name = files.digest(json.loads(path.read_text()))
+            name = files.json_digest(json.loads(path.read_text()))
         except ValueError:
             return
         path.rename(path.with_name(f"{name}.json"))

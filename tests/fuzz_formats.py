@@ -181,7 +181,7 @@ def use_model(folder: Path, sound: Sound) -> None:
     workload = lower(sound.plan, sound.problem)
     assert _is_cost(price(workload, model).device_ms), "its price is no cost"
     sums = model.encode([p.shard for p in sound.plan.placements])
-    low, high = model.interval(sums, 0.9)
+    low, high = model.ms_interval(sums, 0.9)
     assert _is_cost(low, high) and (low <= high).all(), "its interval is none"
     ranges.describe_out_of_range(model, workload)
 
@@ -250,7 +250,9 @@ def use_measurements(folder: Path, sound: Sound) -> None:
             [(s.total_ms, s.forward.q1_ms, s.backward.q3_ms, s.slowdown) for s in samples] or 0.0
         ), "a timing is none"
         if samples:
-            assert _is_cost(accuracy.predict(sound.model, samples)), "what was measured cannot be priced"
+            assert _is_cost(accuracy.predict_op_ms(sound.model, samples)), (
+                "what was measured cannot be priced"
+            )
         for s in dataset.read_collective_samples(where, setting):
             ways = s.request.definition.ways
             times_ms = [] if s.error else [x.median_ms for way in ways for x in getattr(s, way)]
@@ -452,7 +454,9 @@ def use_job_report(folder: Path, sound: Sound) -> None:
 def use_timings(folder: Path, sound: Sound) -> None:
     timings, reasons = read_timings(folder / "timings.csv")
     if timings:
-        assert _is_cost(Predictor(timings).times_us(load_profile("cpu").values)), "a timing cannot be priced"
+        assert _is_cost(Predictor(timings).times_us(load_profile("cpu").rate_values)), (
+            "a timing cannot be priced"
+        )
     if reasons:
         raise ShardCoreError(f"timings.csv: {next(iter(reasons))}")
 
@@ -467,7 +471,7 @@ def use_log(folder: Path, sound: Sound) -> None:
     profile = load_profile("nvidia-h100-sxm")
     timings, reasons = read_nccl_logs([folder / "links.log"], profile)
     if timings:
-        assert _is_cost(Predictor(timings).times_us(profile.values)), "a timing cannot be priced"
+        assert _is_cost(Predictor(timings).times_us(profile.rate_values)), "a timing cannot be priced"
     if reasons:
         raise ShardCoreError(f"links.log: {next(iter(reasons))}")
 

@@ -11,7 +11,7 @@ HEAD = ("schema", "version", "digest")
 
 
 def sealed(value: dict[str, Any], without: Sequence[str] = HEAD) -> dict[str, Any]:
-    return {**value, "digest": files.digest({k: v for k, v in value.items() if k not in without})}
+    return {**value, "digest": files.json_digest({k: v for k, v in value.items() if k not in without})}
 
 
 def edit(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:

@@ -29,7 +29,7 @@ from shardcore import (
 )
 from shardcore.core.access_statistics import RowShares
 from shardcore.core.job import Job
-from shardcore.core.links import links_of
+from shardcore.core.links import make_links
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.io import files
 from shardcore.plans.replan import ReplanConfig, Start
@@ -186,7 +186,9 @@ def test_lists_and_numbers_of_numpy_are_taken():
 
 def test_equal_hosts_are_one_call():
     assert TOPOLOGY == Topology(tuple(Device(80 << 30, host=f"host-{h}") for h in (0, 0, 0, 0, 1, 1, 1, 1)))
-    found = Topology.of_hosts(1, 2, memory_gib=0.5, hardware="nvidia-h100", links=links_of(within_host=400.0))
+    found = Topology.of_hosts(
+        1, 2, memory_gib=0.5, hardware="nvidia-h100", links=make_links(within_host=400.0)
+    )
     assert [d.memory_bytes for d in found.devices] == [1 << 29] * 2 and found.hardware == "nvidia-h100"
 
 

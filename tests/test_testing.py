@@ -6,7 +6,7 @@ import pytest
 from laws import by_hand
 
 from shardcore import SHARDERS, Constraints, ShardCoreError
-from shardcore.core.links import links_of
+from shardcore.core.links import make_links
 from shardcore.cost.profile import load_profile
 from shardcore.cost.profile_model import ProfileModel
 from shardcore.search.decisions.groups import Groups
@@ -35,7 +35,7 @@ class TestNeuralModel(CostModelConformance):
 
     def problem(self):
         roomy = problem_with_slack(0, 4, 40.0)
-        linked = replace(roomy.topology, links=links_of(within_host=100.0))
+        linked = replace(roomy.topology, links=make_links(within_host=100.0))
         return replace(roomy, topology=linked, global_batch=by_hand().setting.batch)
 
 
@@ -65,8 +65,8 @@ class TestTiers(DecisionConformance):
 class Dear(type(small_problem_model(problem_with_slack(0, 2, 4.0)))):
     """A model whose heads of one and of several ops disagree."""
 
-    def head(self, sums):
-        return super().head(sums) * len(sums)
+    def op_ms(self, sums):
+        return super().op_ms(sums) * len(sums)
 
 
 def test_a_broken_model_is_noticed():
@@ -81,14 +81,14 @@ def test_a_broken_model_is_noticed():
 class Cheaper(ProfileModel):
     """A model whose exchanges take less than its terms say."""
 
-    def comm(self, traffic, compute_ms, topology):
-        return super().comm(0.9 * traffic, compute_ms, topology)
+    def comm_cost(self, traffic, compute_ms, topology):
+        return super().comm_cost(0.9 * traffic, compute_ms, topology)
 
 
 def test_exchanges_that_are_not_as_their_terms_say_are_noticed():
     class Suite(CostModelConformance):
         def model(self):
-            honest = load_profile("cpu").model()
+            honest = load_profile("cpu").cost_model()
             return Cheaper(honest.profile, honest.setting)
 
     with pytest.raises(AssertionError, match="all_to_all"):

@@ -72,7 +72,7 @@ Grid = tuple[int, int]
 
 @dataclass(frozen=True)
 class EmbarkConfig:
-    """Parameters; all but rounds are swept.
+    """Parameters of EMBark's search; all but the number of rounds are swept.
 
     rounds: of splitting.
     replicated_rows: tables with fewer rows than this multiple of the batch are data-parallel.
@@ -92,7 +92,7 @@ class EmbarkConfig:
 
 @dataclass(frozen=True)
 class _Pass:
-    """A greedy pass.
+    """Result of one greedy placement of all shards.
 
     cost: of the busiest device; infinite if a table found no memory.
     chosen, devices: bundles and their devices.
@@ -199,7 +199,7 @@ def _replica_bytes(table: Table, problem: Problem) -> int:
 
 
 class _Search:
-    """One search with fixed parameters."""
+    """Greedy search of EMBark with fixed parameters."""
 
     def __init__(
         self, problem: Problem, ratio: float, narrowest: int, replicas: Sequence[Table], meter: Meter
@@ -289,7 +289,7 @@ class _Search:
         ):
             bundle, table = found[i], found[i][0].table
             # A device takes at most one shard of a table.
-            ok = room.fits(bundle) & ~holds[table]
+            ok = room.fitting_devices(bundle) & ~holds[table]
             if not ok.any():
                 return _Pass(np.inf, stuck=table)
             more_looked, more_columns = (
@@ -298,7 +298,7 @@ class _Search:
             )
             after = (looked + more_looked) / self.speed + columns + more_columns
             d = int(np.argmin(np.where(ok, after, np.inf)))
-            room.put(bundle, d)
+            room.place_bundle(bundle, d)
             holds[table][d] = True
             looked[d] += more_looked
             columns[d] += more_columns

@@ -190,10 +190,10 @@ def _split_costly_shards(
     The limit is a share of a device's mean load. A shard counts at its cost alone.
     """
     total_speed = sum(d.speed for d in problem.topology.devices)
-    limit = share * float(model.head(model.encode(shards)).sum()) / total_speed
+    limit = share * float(model.op_ms(model.encode(shards)).sum()) / total_speed
     done, waiting = [], list(shards)
     while waiting:
-        costs = model.head(model.encode(waiting))
+        costs = model.op_ms(model.encode(waiting))
         halves = [
             cut_into_equal_parts(s, 2, MIN_WIDTH)
             if c > limit
@@ -209,7 +209,7 @@ def _split_costly_shards(
 
 
 class _Program:
-    """Bundles to assign, with their loads.
+    """Mixed-integer program: assigns bundles of shards, each with its load, to devices.
 
     bundles: [B] to place.
     load: [B, D] ms of each bundle on each device.
@@ -250,12 +250,12 @@ class _Program:
                 [len(allowed_devices_of_shard(bundle[0], self.problem)) for bundle in self.bundles],
             )
         ):
-            fits = room.fits(self.bundles[i])
+            fits = room.fitting_devices(self.bundles[i])
             if not fits.any():
                 return None
             d = devices[i] = int(np.argmin(np.where(fits, busy + self.load[i], np.inf)))
             busy[d] += self.load[i, d]
-            room.put(self.bundles[i], d)
+            room.place_bundle(self.bundles[i], d)
         return devices
 
     def improve(
@@ -279,13 +279,13 @@ class _Program:
         result[mine] = group[found]
         # HiGHS's objective has a tolerance, so compare the real loads.
         after = np.bincount(found, load[np.arange(len(mine)), found], len(group)).max()
-        return (result if after < before and self._fits(result) else devices), nodes
+        return (result if after < before and self._fits_memory(result) else devices), nodes
 
-    def _fits(self, devices: np.ndarray) -> bool:
+    def _fits_memory(self, devices: np.ndarray) -> bool:
         """Tell if bundles fit device memory exactly, as HiGHS keeps constraints only to a tolerance."""
         room = Room(self.problem)
         for i, d in enumerate(devices):
-            room.put(self.bundles[i], int(d))
+            room.place_bundle(self.bundles[i], int(d))
         return bool((room.left >= np.minimum(self.free, 0)).all())
 
 
@@ -299,9 +299,9 @@ def _surrogate_ms(chosen: Sequence[Bundle], model: CostModel, surrogate: str, n_
     if surrogate == "share":
         # A central difference around the mean load, small enough that no load is negative.
         step = 0.5 / n_devices  # no device holds less than nothing
-        return (model.head(mean + step * codes) - model.head(mean - step * codes)) / (2 * step)
-    alone = np.asarray(model.head(codes))
-    return alone * (float(model.head(mean[None])[0]) * n_devices / alone.sum() if alone.sum() > 0 else 1.0)
+        return (model.op_ms(mean + step * codes) - model.op_ms(mean - step * codes)) / (2 * step)
+    alone = np.asarray(model.op_ms(codes))
+    return alone * (float(model.op_ms(mean[None])[0]) * n_devices / alone.sum() if alone.sum() > 0 else 1.0)
 
 
 def _device_groups(load: np.ndarray, devices: np.ndarray) -> list[np.ndarray]:

@@ -32,7 +32,7 @@ def free_bytes(problem: Problem) -> list[int]:
 
 
 class Room:
-    """Bytes left on each device while bundles are placed.
+    """Free memory of each device while bundles of shards are placed.
 
     left: [D].
     """
@@ -44,12 +44,12 @@ class Room:
     def bytes_of(self, bundle: Bundle) -> int:
         return sum(self._bytes_of(layout_of_shard(shard, self.problem), shard) for shard in bundle)
 
-    def fits(self, bundle: Bundle) -> np.ndarray:
+    def fitting_devices(self, bundle: Bundle) -> np.ndarray:
         """Mask [D] of devices that are allowed to hold a bundle and have the memory."""
         allowed = np.zeros(len(self.left), dtype=bool)
         if all(fits_single_device_by_width(shard, self.problem) for shard in bundle):
             allowed[list(allowed_devices_of_shard(bundle[0], self.problem))] = True
         return allowed & (self.left >= self.bytes_of(bundle))
 
-    def put(self, bundle: Bundle, device: int) -> None:
+    def place_bundle(self, bundle: Bundle, device: int) -> None:
         self.left[device] -= self.bytes_of(bundle)

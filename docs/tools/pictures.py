@@ -71,7 +71,7 @@ def mlperf() -> Problem:
 def step() -> Figure:
     """A step before and after a plan, per device."""
     problem = mlperf()
-    model = shardcore.load_profile(CARD).model().for_problem(problem)
+    model = shardcore.load_profile(CARD).cost_model().for_problem(problem)
     before = SHARDERS["size_greedy"](problem, model)
     after = SHARDERS["portfolio"](problem, model, budget=Budget(evals=50_000))
     loads = []
@@ -186,7 +186,7 @@ def search() -> Figure:
     """The cheapest plan by number of evaluations, and what other algorithms find."""
     problem = read_problem(ROOT / "problems/hugectr-180-16.json")
     problem = replace(problem, topology=replace(problem.topology, hardware=CARD))
-    model = shardcore.load_profile(CARD).model().for_problem(problem)
+    model = shardcore.load_profile(CARD).cost_model().for_problem(problem)
 
     def ms(name: str, budget: Budget | None = None) -> float:
         return price(lower(SHARDERS[name](problem, model, budget=budget), problem), model).total_ms

@@ -32,7 +32,7 @@ from torch import nn
 from shardcore import Setting
 from shardcore.core.constraints import Constraints
 from shardcore.core.job import Job
-from shardcore.core.links import links_of
+from shardcore.core.links import make_links
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem
 from shardcore.cost.analytic import AnalyticModel
@@ -352,7 +352,7 @@ def topology_of(hosts: int, ranks: int, within_gbps: float, between_gbps: float)
     """Ranks on hosts. within_gbps, between_gbps: of their links, given."""
     devices = tuple(Device(1 << 36, host=f"h{i * hosts // ranks}") for i in range(ranks))
     between = {"between_hosts": between_gbps} if hosts > 1 else {}
-    return Topology(devices, links=links_of(0.3, shared=True, within_host=within_gbps, **between))
+    return Topology(devices, links=make_links(0.3, shared=True, within_host=within_gbps, **between))
 
 
 def main() -> None:

@@ -34,7 +34,7 @@ from shardcore.cli.options import (
     SearchOptions,
 )
 from shardcore.core.job import Job
-from shardcore.core.validation import MOST_DEVICES, within
+from shardcore.core.validation import MOST_DEVICES, number_within
 from shardcore.io.model_files import MODEL_JSON, MODEL_WEIGHTS
 from shardcore.measure.config import KernelConfig, PairConfig, ReplayConfig
 from shardcore.measure.sampling.groups import GroupConfig
@@ -234,7 +234,7 @@ class ProblemOptions:
     """
 
     tables: Argument[str]
-    devices: Annotated[int, within(1, MOST_DEVICES)] = 4
+    devices: Annotated[int, number_within(1, MOST_DEVICES)] = 4
     hosts: Positive = 1
     pods: Positive = 1
     hardware: Annotated[str, "PROFILE"] | None = None

@@ -1,4 +1,4 @@
-"""Options of `plan` for decisions before the search, and texts about these."""
+"""Options of `plan` for decisions before the search, and texts about the decisions."""
 
 from __future__ import annotations
 

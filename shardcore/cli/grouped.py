@@ -1,4 +1,4 @@
-"""Price and export plans of groups."""
+"""Price and export grouped plans: one plan that several groups of devices each run."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def published_profile_of_device(device: str) -> Profile | None:
     if device == "cpu":
         return None
     try:
-        return profile_of_device(device_by_name(device).product())
+        return profile_of_device(device_by_name(device).product_name())
     except ShardCoreError as error:
         print(error, file=sys.stderr)
         return None

@@ -35,7 +35,7 @@ def model_source(args: ModelOptions, path: Path, plan: Plan) -> str | list[Path]
 
 def load_cost_model(source: str | Sequence[Path]) -> CostModel:
     """Load the cost model of a hardware profile, or of model folders."""
-    return load_profile(source).model() if isinstance(source, str) else composite.load_models(source)
+    return load_profile(source).cost_model() if isinstance(source, str) else composite.load_models(source)
 
 
 def load_model_for_problem(source: str | Sequence[Path], problem: Problem) -> CostModel:

@@ -37,10 +37,10 @@ from shardcore.core.validation import (
     Rule,
     annotation_metadata,
     describe_type,
+    number_within,
     one_of,
     require,
     type_hints,
-    within,
 )
 from shardcore.io.schema import MOST_INT
 
@@ -68,7 +68,7 @@ POSITIONAL = object()
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """The declaration of a field.
+    """Declaration of a command's option: a field of its options dataclass, with type, help and rules.
 
     kind: its type, without marks.
     marks: rules, Flat, POSITIONAL, and a text: the placeholder of an option.
@@ -170,7 +170,7 @@ def parse_path(text: str) -> Path:
 
 @dataclass(frozen=True)
 class Needs:
-    """Mark of an option that is of use only with one of some others.
+    """Annotation of an option that is only useful together with one of several other options.
 
     others: names of those.
     words: what they are, for messages.
@@ -192,14 +192,14 @@ class Parser:
 
 Argument = Annotated[T, POSITIONAL]
 """Argument[PlanFile]: a path that a command takes by its place."""
-Natural = Annotated[int, within(0, MOST_INT)]
-Positive = Annotated[int, within(1, MOST_INT)]
-Amount = Annotated[float, within(0, MOST_INT)]
-PositiveFloat = Annotated[float, within(0, MOST_INT, above=True)]
+Natural = Annotated[int, number_within(0, MOST_INT)]
+Positive = Annotated[int, number_within(1, MOST_INT)]
+Amount = Annotated[float, number_within(0, MOST_INT)]
+PositiveFloat = Annotated[float, number_within(0, MOST_INT, above=True)]
 Duration = Annotated[float, Parser(_parse_duration)]
 Share = Annotated[float, Parser(_parse_share), "P%"]
-Gib = Annotated[float, within(0, MOST_GIB)]
-PositiveGib = Annotated[float, within(0, MOST_GIB, above=True)]
+Gib = Annotated[float, number_within(0, MOST_GIB)]
+PositiveGib = Annotated[float, number_within(0, MOST_GIB, above=True)]
 ProblemFile = Annotated[Path, "PROBLEM.json"]
 PlanFile = Annotated[Path, "PLAN.json"]
 DatasetFolder = Annotated[Path, "DIR"]
@@ -395,7 +395,7 @@ def output_options(options: type) -> dict[str, Output]:
 
 
 def require_needed_options(options: Any) -> None:
-    """Raise ShardCoreError for an option that is given without one of those that it needs."""
+    """Raise ShardCoreError for an option given without an option that it needs."""
     for name, field in field_declarations(type(options)).items():
         given = getattr(options, name)
         for needs in (mark for mark in field.marks if isinstance(mark, Needs)):

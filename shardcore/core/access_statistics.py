@@ -14,10 +14,10 @@ from shardcore.core.tiers import BELOW, MemoryTier
 from shardcore.core.validation import (
     MOST_BATCH,
     Record,
+    number_within,
     one_of,
     require,
     short_repr,
-    within,
 )
 
 MOST_COLLISION_BYTES = 1 << 20
@@ -41,7 +41,7 @@ class Reuse(Record, noun="reuse histogram"):
     """
 
     bins: tuple[float, ...] = field(repr=False)
-    batch: Annotated[int, within(1, MOST_BATCH)]
+    batch: Annotated[int, number_within(1, MOST_BATCH)]
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -61,7 +61,7 @@ class Zipf(Record, noun="zipf"):
     alpha: within 0 and 10; 0 is uniform.
     """
 
-    alpha: Annotated[float, within(0, 10, below=True)]
+    alpha: Annotated[float, number_within(0, 10, below=True)]
 
 
 @dataclass(frozen=True)
@@ -175,12 +175,12 @@ class ManagedCollision(Record, noun="managed collision"):
     eviction: policy by which ids make room, one of the form's.
     """
 
-    row_bytes: Annotated[int | None, within(0, MOST_COLLISION_BYTES)] = None
-    lookup_bytes: Annotated[int, within(0, MOST_COLLISION_BYTES)] = 0
-    bytes: Annotated[int, within(0, 1 << 30)] = 0
-    buckets: Annotated[int, within(1, MOST_BUCKETS)] = 1
+    row_bytes: Annotated[int | None, number_within(0, MOST_COLLISION_BYTES)] = None
+    lookup_bytes: Annotated[int, number_within(0, MOST_COLLISION_BYTES)] = 0
+    bytes: Annotated[int, number_within(0, 1 << 30)] = 0
+    buckets: Annotated[int, number_within(1, MOST_BUCKETS)] = 1
     routing: Annotated[str, one_of(ROUTINGS)] = "round_robin"
-    input_size: Annotated[int, within(0, 1 << 63)] = 0
+    input_size: Annotated[int, number_within(0, 1 << 63)] = 0
     form: Annotated[str, one_of(("", *HASH_FORMS))] = ""
     eviction: str = ""
 

@@ -14,11 +14,11 @@ from shardcore.core.validation import (
     convert_to_type,
     field_rules,
     first_duplicate,
+    number_within,
     require,
     require_rules,
     short_repr,
     type_hints,
-    within,
 )
 
 Pins = Mapping[str, tuple[int | str, ...]]
@@ -46,7 +46,7 @@ class Constraints:
     min_widths: fewest columns of a shard of some tables. A table with fewer stays whole.
     """
 
-    reserved_bytes: Annotated[int, within(0, MOST_BYTES)] = 0
+    reserved_bytes: Annotated[int, number_within(0, MOST_BYTES)] = 0
     unsplit: tuple[str, ...] = ()
     pinned: tuple[tuple[str, tuple[int | str, ...]], ...] = ()
     together: tuple[tuple[str, ...], ...] = ()

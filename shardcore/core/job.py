@@ -14,9 +14,9 @@ from shardcore.core.validation import (
     MOST_MS,
     MOST_RATIO,
     Record,
+    number_within,
     one_of,
     require,
-    within,
 )
 
 
@@ -166,19 +166,19 @@ class Job(Record, noun="job"):
     """
 
     pipeline: Annotated[str, one_of(PIPELINES)] = "sparse_dist"
-    dense_forward_ms: Annotated[float | None, within(0, MOST_MS), "MS"] = None
-    dense_backward_ms: Annotated[float | None, within(0, MOST_MS), "MS"] = None
-    dense_mflops: Annotated[float | None, within(0, MOST_COUNT), "MFLOPS"] = None
+    dense_forward_ms: Annotated[float | None, number_within(0, MOST_MS), "MS"] = None
+    dense_backward_ms: Annotated[float | None, number_within(0, MOST_MS), "MS"] = None
+    dense_mflops: Annotated[float | None, number_within(0, MOST_COUNT), "MFLOPS"] = None
     id_bytes: Annotated[int, one_of((4, 8))] = 8
     length_bytes: Annotated[int, one_of((4, 8))] = 4
     forward_payload: Annotated[str, require_payload, "PAYLOAD"] = "fp32"
     backward_payload: Annotated[str, require_payload, "PAYLOAD"] = "fp32"
-    tower_ratio: Annotated[float | None, within(1, MOST_RATIO)] = None
+    tower_ratio: Annotated[float | None, number_within(1, MOST_RATIO)] = None
     replica_optimizer: Annotated[str | None, one_of(DENSE_OPTIMIZERS)] = None
-    dense_bytes: Annotated[int, within(0, MOST_BYTES)] = 0
-    activation_bytes: Annotated[int, within(0, MOST_BYTES)] = 0
-    update_bytes: Annotated[int, within(0, MOST_BYTES)] = 0
-    input_bytes: Annotated[int, within(0, MOST_BYTES)] = 0
+    dense_bytes: Annotated[int, number_within(0, MOST_BYTES)] = 0
+    activation_bytes: Annotated[int, number_within(0, MOST_BYTES)] = 0
+    update_bytes: Annotated[int, number_within(0, MOST_BYTES)] = 0
+    input_bytes: Annotated[int, number_within(0, MOST_BYTES)] = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 
-class KeptHash:
+class CachedHash:
     """Mixin for frozen dataclasses that computes the hash once.
 
     The dataclass names it, `__hash__ = KeptHash.__hash__`, as it would make its own otherwise.

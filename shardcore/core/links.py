@@ -18,7 +18,7 @@ from typing import Annotated
 import numpy as np
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.validation import MOST_GBPS, MOST_MS, Record, one_of, require, within
+from shardcore.core.validation import MOST_GBPS, MOST_MS, Record, number_within, one_of, require
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Level:
     rows_over: str = ""
 
 
-def pod_of(host: str) -> str:
+def pod_of_host(host: str) -> str:
     """Pod of a host, from the host's name: the part before the last slash, as in "pod-0/host-1"; without a slash, the
     whole name."""
     return host.rpartition("/")[0] or host
@@ -67,7 +67,7 @@ LEVELS: Mapping[str, Level] = {
         Level(
             "within_pod",
             "within pods",
-            pod_of,
+            pod_of_host,
             {"pod_bytes": "bytes", "pod_busiest_bytes": "busiest", "pod_uplink_bytes": "uplink"},
             "pod_busiest_bytes",
             "pod_uplink_bytes",
@@ -109,9 +109,9 @@ class Link(Record, noun="link"):
     """
 
     level: Annotated[str, one_of(LEVELS)]
-    gbps: Annotated[float | None, within(1 / MOST_GBPS, MOST_GBPS)] = None
+    gbps: Annotated[float | None, number_within(1 / MOST_GBPS, MOST_GBPS)] = None
     shared: bool = False
-    latency_ms: Annotated[float | None, within(0, MOST_MS)] = None
+    latency_ms: Annotated[float | None, number_within(0, MOST_MS)] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -129,8 +129,10 @@ class Link(Record, noun="link"):
         return f"{self.level} {', '.join(gbps + latency)}"
 
 
-def links_of(latency_ms: float | None = None, shared: bool = False, **gbps: float | None) -> tuple[Link, ...]:
-    """Links of a topology with one latency: links_of(within_host=400, between_hosts=45, latency_ms=0.03).
+def make_links(
+    latency_ms: float | None = None, shared: bool = False, **gbps: float | None
+) -> tuple[Link, ...]:
+    """Links of a topology with one latency: make_links(within_host=400, between_hosts=45, latency_ms=0.03).
 
     gbps: by level.
     shared: True if those of hosts, and of pods, are shared by the devices of one.

@@ -75,7 +75,7 @@ _FORMS = f"{', '.join(PAYLOADS)}, and of scales for N elements fp8-N or mx4-N, N
 
 
 @cache
-def payload_of(name: str) -> Payload:
+def payload_by_name(name: str) -> Payload:
     """Payload by name, such as "fp8-256". Raises ShardCoreError for an unknown name."""
     known, _, block = name.partition("-")
     row = PAYLOADS.get(known)
@@ -94,7 +94,7 @@ def payload_of(name: str) -> Payload:
 
 def _is_payload_name(name: str) -> bool:
     with suppress(ShardCoreError):
-        return bool(payload_of(name))
+        return bool(payload_by_name(name))
     return False
 
 

@@ -92,7 +92,7 @@ def tick() -> None:
         report(last.phase, last.best_ms, last.left_s and max(0.0, last.left_s - (now_s - last.at_s)))
 
 
-def ticking(items: Iterable[Item]) -> Iterator[Item]:
+def iterate_with_progress(items: Iterable[Item]) -> Iterator[Item]:
     """Iterate over a long sequence, calling `tick` every few items."""
     for i, item in enumerate(items):
         if i % _ITEMS == 0:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
-from shardcore.core.validation import MOST_BYTES, MOST_GBPS, Record, one_of, within
+from shardcore.core.validation import MOST_BYTES, MOST_GBPS, Record, number_within, one_of
 
 
 @dataclass(frozen=True)
@@ -108,5 +108,5 @@ class Memory(Record, noun="memory"):
     """
 
     tier: Annotated[str, one_of(BELOW)]
-    bytes: Annotated[int, within(1, MOST_BYTES)]
-    gbps: Annotated[float, within(1 / MOST_GBPS, MOST_GBPS)]
+    bytes: Annotated[int, number_within(1, MOST_BYTES)]
+    gbps: Annotated[float, number_within(1 / MOST_GBPS, MOST_GBPS)]

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import numpy as np
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.kept_hash import KeptHash
+from shardcore.core.kept_hash import CachedHash
 from shardcore.core.links import (
     DEFAULT_ROWS_OVER,
     LEVELS,
@@ -21,7 +21,7 @@ from shardcore.core.links import (
     domain_numbers,
     host_names,
     joining_levels,
-    pod_of,
+    pod_of_host,
 )
 from shardcore.core.tiers import BELOW, Memory
 from shardcore.core.validation import (
@@ -32,12 +32,12 @@ from shardcore.core.validation import (
     MOST_SPEED,
     Record,
     entry_count_within,
+    number_within,
     one_of,
     require,
     require_name,
     require_path_name,
     require_type,
-    within,
 )
 
 BYTES_PER_MS_PER_GBPS = 1e6
@@ -60,8 +60,8 @@ class Device(Record, noun="device"):
     host: the name of the machine that it is in.
     """
 
-    memory_bytes: Annotated[int, within(1, MOST_BYTES)]
-    speed: Annotated[float, within(1 / MOST_SPEED, MOST_SPEED)] = 1.0
+    memory_bytes: Annotated[int, number_within(1, MOST_BYTES)]
+    speed: Annotated[float, number_within(1 / MOST_SPEED, MOST_SPEED)] = 1.0
     host: Annotated[str, require_name] = "host-0"
 
 
@@ -71,7 +71,7 @@ def default_reserved_bytes(devices: Sequence[Device]) -> int:
 
 
 @dataclass(frozen=True)
-class Topology(KeptHash, Record, noun="topology"):
+class Topology(CachedHash, Record, noun="topology"):
     """Devices and the links between them.
 
     devices: devices of all hosts, in the order of their numbers.
@@ -171,7 +171,7 @@ class Topology(KeptHash, Record, noun="topology"):
         devices: number of devices of each host.
         memory_gib: GiB of each device that embeddings may use.
         pods: number of pods that hosts are divided into evenly. 1: none.
-        given: other fields of a Topology, such as hardware="nvidia-h100" and links=links_of(within_host=400).
+        given: other fields of a Topology, such as hardware="nvidia-h100" and links=make_links(within_host=400).
         """
         for what, value in (("hosts", hosts), ("devices", devices), ("pods", pods)):
             require_type(value, int, what, "a whole number")
@@ -204,8 +204,8 @@ class Topology(KeptHash, Record, noun="topology"):
     def hosts(self) -> tuple[str, ...]:
         """Host names, pod by pod, in TorchRec's order of ranks."""
         names = dict.fromkeys(d.host for d in self.devices)
-        number = {pod: i for i, pod in enumerate(dict.fromkeys(map(pod_of, names)))}
-        return tuple(sorted(names, key=lambda name: number[pod_of(name)]))
+        number = {pod: i for i, pod in enumerate(dict.fromkeys(map(pod_of_host, names)))}
+        return tuple(sorted(names, key=lambda name: number[pod_of_host(name)]))
 
     @cached_property
     def devices_by_host(self) -> tuple[tuple[int, ...], ...]:
@@ -343,4 +343,4 @@ class Topology(KeptHash, Record, noun="topology"):
     def __len__(self) -> int:
         return len(self.devices)
 
-    __hash__ = KeptHash.__hash__
+    __hash__ = CachedHash.__hash__

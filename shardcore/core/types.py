@@ -18,8 +18,8 @@ from shardcore.core.constraints import Constraints, allowed_devices_by_table, re
 from shardcore.core.errors import SettingMismatch, ShardCoreError
 from shardcore.core.html import notebook_html as shown_html
 from shardcore.core.job import PIPELINES, Job
-from shardcore.core.kept_hash import KeptHash
-from shardcore.core.payloads import Payload, block_multiple, payload_of, require_payload
+from shardcore.core.kept_hash import CachedHash
+from shardcore.core.payloads import Payload, block_multiple, payload_by_name, require_payload
 from shardcore.core.tiers import BELOW, DEVICE, TIERS, MemoryTier
 from shardcore.core.topology import Topology
 from shardcore.core.validation import (
@@ -34,13 +34,13 @@ from shardcore.core.validation import (
     describe_differences,
     entry_count_within,
     first_duplicate,
+    number_within,
     one_of,
     require,
     require_name,
     require_path_name,
     require_types,
     short_repr,
-    within,
 )
 
 PRECISION_BYTES = {name: precision.bytes for name, precision in catalog.PRECISIONS.items()}
@@ -53,7 +53,7 @@ MIN_WIDTH = 4
 
 
 _DIM = (
-    within(MIN_WIDTH, MOST_DIM),
+    number_within(MIN_WIDTH, MOST_DIM),
     Rule(lambda dim: dim % MIN_WIDTH == 0, f"FBGEMM needs a multiple of {MIN_WIDTH}"),
 )
 _PRECISIONS = Rule(
@@ -63,7 +63,7 @@ _PRECISIONS = Rule(
 
 
 @dataclass(frozen=True)
-class Table(KeptHash, Record, noun="table"):
+class Table(CachedHash, Record, noun="table"):
     """One embedding table.
 
     name: differs from those of the problem's other tables.
@@ -93,18 +93,18 @@ class Table(KeptHash, Record, noun="table"):
     """
 
     name: Annotated[str, require_name]
-    rows: Annotated[int, within(1, MOST_ROWS)]
+    rows: Annotated[int, number_within(1, MOST_ROWS)]
     dim: Annotated[int, *_DIM]
-    pooling: Annotated[float, within(0, MOST_POOLING)]
+    pooling: Annotated[float, number_within(0, MOST_POOLING)]
     access: Reuse | Zipf = Zipf(1.05)
     precision: Annotated[str, one_of(PRECISION_BYTES)] = "fp32"
     ordered: bool = False
-    features: Annotated[int, within(1, MOST_FEATURES)] = 1
+    features: Annotated[int, number_within(1, MOST_FEATURES)] = 1
     weighted: bool = False
     sequence: bool = False
-    dedup: Annotated[float, within(1, MOST_BATCH)] = 1.0
+    dedup: Annotated[float, number_within(1, MOST_BATCH)] = 1.0
     collection: str = ""
-    load_factor: Annotated[float, within(0, 1)] = 1.0
+    load_factor: Annotated[float, number_within(0, 1)] = 1.0
     row_shares: RowShares | None = None
     managed_collision: ManagedCollision | None = None
     tier: Annotated[str, one_of(BELOW)] = BELOW[0]
@@ -163,7 +163,7 @@ class Table(KeptHash, Record, noun="table"):
             f"{t} has pooling {self.pooling} but an empty reuse histogram",
         )
 
-    __hash__ = KeptHash.__hash__
+    __hash__ = CachedHash.__hash__
 
     @property
     def reuse(self) -> Reuse:
@@ -352,7 +352,7 @@ class Plan(Record, noun="a plan"):
         )
 
 
-def precision_of(tables: Iterable[Table]) -> str:
+def precision_names(tables: Iterable[Table]) -> str:
     """Precision of some tables' weights; where tables differ, all names, sorted and joined by "+"."""
     return "+".join(sorted({t.precision for t in tables}))
 
@@ -369,7 +369,7 @@ class Setting(Record, noun="setting"):
     """
 
     hardware: Annotated[str, require_path_name]
-    batch: Annotated[int, within(1, MOST_BATCH)]
+    batch: Annotated[int, number_within(1, MOST_BATCH)]
     precision: Annotated[str, _PRECISIONS] = "fp32"
     optimizer: Annotated[str, one_of(catalog.OPTIMIZERS)] = "exact_sgd"
     forward_payload: Annotated[str, require_payload] = "fp32"
@@ -398,7 +398,7 @@ class Kind(Protocol):
 
 
 @dataclass(frozen=True)
-class Problem(KeptHash, Record, noun="problem"):
+class Problem(CachedHash, Record, noun="problem"):
     """Tables to place on a topology.
 
     name: also that of the folder of its plans.
@@ -415,7 +415,7 @@ class Problem(KeptHash, Record, noun="problem"):
     name: Annotated[str, require_path_name]
     tables: Annotated[tuple[Table, ...], entry_count_within(1, MOST_TABLES)]
     topology: Topology
-    global_batch: Annotated[int, within(1, MOST_BATCH)]
+    global_batch: Annotated[int, number_within(1, MOST_BATCH)]
     optimizer: Annotated[str, one_of(catalog.OPTIMIZERS)] = "exact_sgd"
     constraints: Constraints = Constraints()
     job: Job = Job()
@@ -459,7 +459,7 @@ class Problem(KeptHash, Record, noun="problem"):
                 f"{p} has table {t.name!r} of {t.rows} rows, of which {n_devices} devices do not have whole buckets of "
                 f"{unit // n_devices}; it needs a multiple, such as {-(-t.rows // unit) * unit}",
             )
-        for name, codec in zip(self.job.payloads.values(), self.codecs, strict=True):
+        for name, codec in zip(self.job.payloads.values(), self.payload_codecs, strict=True):
             require(
                 not (codec.cuda_only and self.topology.on_cpu),
                 f"{p} has payload {name!r} on CPUs; FBGEMM has that codec on CUDA only, so it needs another",
@@ -482,7 +482,7 @@ class Problem(KeptHash, Record, noun="problem"):
         ]
         return shown_html(repr(self), ("table", "rows", "dim", "lookups a sample", "GiB"), rows)
 
-    __hash__ = KeptHash.__hash__
+    __hash__ = CachedHash.__hash__
 
     @property
     def local_batch(self) -> int:
@@ -492,7 +492,7 @@ class Problem(KeptHash, Record, noun="problem"):
     @cached_property
     def precision(self) -> str:
         """Precision of the tables' weights; where tables differ, all names, sorted and joined by "+"."""
-        return precision_of(self.tables)
+        return precision_names(self.tables)
 
     @property
     def replica_optimizer(self) -> str:
@@ -519,14 +519,14 @@ class Problem(KeptHash, Record, noun="problem"):
         )
 
     @cached_property
-    def codecs(self) -> tuple[Payload, Payload]:
+    def payload_codecs(self) -> tuple[Payload, Payload]:
         """Payloads (encodings) of outputs and of gradients."""
-        return payload_of(self.job.forward_payload), payload_of(self.job.backward_payload)
+        return payload_by_name(self.job.forward_payload), payload_by_name(self.job.backward_payload)
 
     @cached_property
     def codecs_may_fail(self) -> bool:
         """True if a payload codec of the job may fail on an exchange of some table."""
-        sums_fail = len(self.topology) > 1 and any(codec.summed == () for codec in self.codecs)
+        sums_fail = len(self.topology) > 1 and any(codec.summed == () for codec in self.payload_codecs)
         return sums_fail or any(self.column_multiple(table) > 1 for table in self.tables)
 
     def column_multiple(self, table: Table) -> int:
@@ -540,7 +540,7 @@ class Problem(KeptHash, Record, noun="problem"):
         # Devices send each other a local batch of pooled outputs, and any number of lookups or distinct values.
         even = not (table.sequence or table.has_variable_batch)
         rows = table.features * self.local_batch if even else 1
-        there, back = self.codecs
+        there, back = self.payload_codecs
         return math.lcm(1 if there.pads and even else block_multiple(there, rows), block_multiple(back, rows))
 
     def why_replicas_fail(self, kind: Kind) -> str:
@@ -559,7 +559,7 @@ class Problem(KeptHash, Record, noun="problem"):
         if len(self.topology) == 1:
             return ""
         job, sums = self.job, kind.divides_rows and not table.sequence
-        for name, codec in zip(job.payloads.values(), self.codecs, strict=True):
+        for name, codec in zip(job.payloads.values(), self.payload_codecs, strict=True):
             if sums and codec.summed == ():
                 return f"{kind.name} sums outputs, and TorchRec's {name} codec fails in a reduce-scatter"
         # Exchanges of outputs that are not sums: of all rows or sequences, and of sums across hosts.

@@ -263,7 +263,9 @@ class Rule:
         return f"{what} has {self.found(name, value)}; {self.right}"
 
 
-def within(low: float, high: float, *, above: bool = False, below: bool = False, such_as: str = "") -> Rule:
+def number_within(
+    low: float, high: float, *, above: bool = False, below: bool = False, such_as: str = ""
+) -> Rule:
     """Rule that a number is in the range from low to high.
 
     above, below: True excludes the low end, or the high end.
@@ -281,7 +283,7 @@ def one_of(known: Collection[Any]) -> Rule:
     return Rule(known.__contains__, f"known are {', '.join(map(str, known))}", known=known)
 
 
-def each(rule: Rule) -> Rule:
+def each_entry(rule: Rule) -> Rule:
     """Rule that each entry of a list, or each value of a mapping, satisfies another rule."""
     return Rule(
         lambda entries: all(map(rule.admits, entries.values() if isinstance(entries, Mapping) else entries)),
@@ -298,11 +300,11 @@ def entry_count_within(least: int, most: int) -> Rule:
     )
 
 
-Wait = Annotated[float, within(*WAITS_S)]
-Share = Annotated[float, within(0, 1)]
-Seed = Annotated[int, within(0, MOST_SEED)]
-Count = Annotated[int, within(1, MOST_COUNT)]
-Repeats = Annotated[int, within(1, MOST_REPEATS)]
+Wait = Annotated[float, number_within(*WAITS_S)]
+Share = Annotated[float, number_within(0, 1)]
+Seed = Annotated[int, number_within(0, MOST_SEED)]
+Count = Annotated[int, number_within(1, MOST_COUNT)]
+Repeats = Annotated[int, number_within(1, MOST_REPEATS)]
 
 
 class Record:
@@ -335,7 +337,7 @@ def require_rules(record: object, what: str, rules: Mapping[str, Sequence[Rule]]
 
 def require_within(record: object, what: str, **ends: tuple[float, float]) -> None:
     """Raise ShardCoreError naming the fields of a record whose numbers are out of range. None is allowed."""
-    require_rules(record, what, {name: [within(*of_name)] for name, of_name in ends.items()})
+    require_rules(record, what, {name: [number_within(*of_name)] for name, of_name in ends.items()})
 
 
 def describe_differences(first: Any, second: Any) -> str:

@@ -16,7 +16,7 @@ from shardcore.io import dataset
 from shardcore.io.measurements import CollectiveSample, ComputeSample
 
 COVERAGES = (50, 80, 90, 95)
-"""Nominal coverages in percent. `evaluate` reports the real share inside each interval."""
+"""Nominal coverages in percent. `evaluate_accuracy` reports the real share inside each interval."""
 FEWEST = 10
 """With fewer held-out samples a mean error is no figure: only its interval is shown."""
 
@@ -26,16 +26,16 @@ def held_out_samples(samples: Sequence[dataset.Sample]) -> list[dataset.Sample]:
     return [s for s in samples if dataset.split_of_sample(s.id) == "test"]
 
 
-def predict(model: NeuralModel, samples: Sequence[ComputeSample]) -> np.ndarray:
+def predict_op_ms(model: NeuralModel, samples: Sequence[ComputeSample]) -> np.ndarray:
     """[S] predicted ms, forward + backward, of measured ops."""
-    return model.head(_summed_op_encodings(model, samples))
+    return model.op_ms(_summed_op_encodings(model, samples))
 
 
 def confidence_intervals(
     model: NeuralModel, samples: Sequence[ComputeSample], confidence: float
 ) -> tuple[np.ndarray, np.ndarray]:
     """[S] lower and upper ms of an op: its measured forward + backward lies between them with a given probability."""
-    return model.interval(_summed_op_encodings(model, samples), confidence)
+    return model.ms_interval(_summed_op_encodings(model, samples), confidence)
 
 
 def _summed_op_encodings(model: NeuralModel, samples: Sequence[ComputeSample]) -> np.ndarray:
@@ -46,7 +46,7 @@ def _summed_op_encodings(model: NeuralModel, samples: Sequence[ComputeSample]) -
     return np.stack([model.encode(s.request.shards, s.request.batch).sum(0) for s in samples])
 
 
-def evaluate(
+def evaluate_accuracy(
     model: NeuralModel, compute: Sequence[ComputeSample], comm: Sequence[CollectiveSample]
 ) -> dict[str, float]:
     """Accuracy of a cost model on measured ops and collectives, as flat metrics. Errors are in percent.
@@ -77,7 +77,7 @@ def evaluate(
         }
         for percent in COVERAGES:
             metrics[f"compute_coverage_{percent}"] = interval_coverage(
-                *model.interval(sums, percent / 100), measured
+                *model.ms_interval(sums, percent / 100), measured
             )
     # Of each all-to-all, the mean of both ways.
     of_each = [
@@ -106,7 +106,7 @@ def _mean_error_metrics(kind: str, percent: np.ndarray) -> dict[str, float]:
 
 
 def describe_error(found: Mapping[str, float], kind: str = "compute", samples: str = "groups") -> str:
-    """Text for a mean error among the metrics of `evaluate`, with the number of samples and the 95% interval.
+    """Text for a mean error among the metrics of `evaluate_accuracy`, with the number of samples and the 95% interval.
 
     With fewer than FEWEST samples the interval alone is said.
     """

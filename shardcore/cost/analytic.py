@@ -12,10 +12,10 @@ from typing import Annotated
 import numpy as np
 
 from shardcore.core.links import LEVELS, joining_levels
-from shardcore.core.payloads import payload_of
+from shardcore.core.payloads import payload_by_name
 from shardcore.core.topology import BYTES_PER_MS_PER_GBPS, Topology
 from shardcore.core.types import PRECISION_BYTES, Shard
-from shardcore.core.validation import MOST_GBPS, MOST_MS, Record, within
+from shardcore.core.validation import MOST_GBPS, MOST_MS, Record, number_within
 from shardcore.cost.composite import DeviceModel
 from shardcore.cost.heads import Head, LinearHead
 from shardcore.cost.model import round_encodings
@@ -35,9 +35,9 @@ from shardcore.step.scopes import group_members
 CLOSED_FORM = "not measured: closed-form model"
 MS_PER_NS = 1e-6
 MS_PER_US = 1e-3
-Cost = Annotated[float, within(0, MOST_MS)]
+Cost = Annotated[float, number_within(0, MOST_MS)]
 """us, ms or ns of a constant."""
-Gbps = Annotated[float, within(0, MOST_GBPS, above=True)]
+Gbps = Annotated[float, number_within(0, MOST_GBPS, above=True)]
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class AnalyticModel(Record, DeviceModel, noun="analytic model"):
         """One sentence: the closed-form model was not measured at all."""
         return [CLOSED_FORM]
 
-    def exchange(self, channel: Channel, topology: Topology) -> ChannelTerms:
+    def channel_terms(self, channel: Channel, topology: Topology) -> ChannelTerms:
         """Terms of a channel's collective: latency, and bytes over bandwidth. A skew costs no more than the waiting."""
         row, members = channel.definition, group_members(channel.group, topology)
         # Ids are read once and written once, those of a device's own samples: the mean of what arrives.
@@ -121,7 +121,7 @@ class AnalyticModel(Record, DeviceModel, noun="analytic model"):
         terms = Terms(row.passes * latency, used)
         ways = {
             way: with_payload_share(
-                terms, payload_of(carried_payload(row, way, self.setting.payloads[way])).size_ratio
+                terms, payload_by_name(carried_payload(row, way, self.setting.payloads[way])).size_ratio
             )
             for way in row.ways
         }

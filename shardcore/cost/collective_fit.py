@@ -110,9 +110,7 @@ def _transfer_ms(terms: np.ndarray, rates: np.ndarray) -> np.ndarray:
 def _fit_bucketizing(
     rates: Mapping[str, np.ndarray], row: Collective, samples: Sequence[CollectiveSample]
 ) -> dict[str, np.ndarray]:
-    """Fit the time to put ids in buckets: the excess of exchanges of bucketized ids over those of plain ids. {}
-    without both.
-    """
+    """Fit the time to put ids in buckets: what bucketized exchanges of ids take beyond plain ones. {} without both."""
     if not row.work or len(samples) < FEWEST_SAMPLES or not is_measured(rates, Channel(row.like)):
         return {}
     terms, measured = terms_and_measured_ms(samples, "forward")
@@ -202,7 +200,7 @@ def _fit_with_shared_rates(terms: np.ndarray, measured: np.ndarray) -> np.ndarra
 
 
 def priceable_samples(samples: Sequence[CollectiveSample]) -> list[CollectiveSample]:
-    """The measured collectives that a cost model prices: those of payloads that jobs may choose.
+    """Measured collectives whose payload a job may choose, which a cost model can price.
 
     An exchange that ended before the last rank started has no transfer time, and is left out.
     """
@@ -245,7 +243,7 @@ def _sample_terms(sample: CollectiveSample, way: str) -> np.ndarray:
     """[E, D] terms of the law of exchanges for each rank of a measured collective."""
     r = sample.request
     # Ranks are numbered host by host, and hosts are of one size.
-    members = np.array(r.groups)
+    members = np.array(r.rank_groups)
     # Domains of one group stand for all: groups of a scope have one shape.
     domains = domain_numbers([r.host_names[rank] for rank in members[0]])
     first = way == r.definition.ways[0]  # only the first exchange is entered at start_ms

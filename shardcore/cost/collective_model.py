@@ -1,4 +1,4 @@
-"""Rates of measured exchanges: those of trained models, as terms of the law of exchanges (exchanges.py).
+"""Collectives of trained models: measured rates, as terms of the law of exchanges (exchanges.py).
 
 Each collective has its own rates, forward and backward. The slowest level of links decides. All rates are 0 or more,
 so the law is convex. Swapping two devices of a host, or two hosts, swaps their times.
@@ -27,7 +27,7 @@ from dataclasses import replace
 import numpy as np
 
 from shardcore.core.links import LEVELS, joining_levels
-from shardcore.core.payloads import payload_of
+from shardcore.core.payloads import payload_by_name
 from shardcore.core.topology import Topology
 from shardcore.cost.model import Factor
 from shardcore.step.collectives import COLLECTIVES, carried_payload
@@ -86,7 +86,7 @@ def channel_terms(
     for way in channel.definition.ways:
         # A factor in steps scales measured rates. A topology's links then replace them, without a factor.
         rates[way] = step_factor(w, channel, way) * exchange_rates(w, channel, way, payloads[way])
-        share = payload_of(carried_payload(channel.definition, way, payloads[way])).size_ratio
+        share = payload_by_name(carried_payload(channel.definition, way, payloads[way])).size_ratio
         ways[way] = Terms(
             0.0, with_topology_rates(_rates_by_level(rates[way]), topology, share), rates[way][_SKEW]
         )
@@ -190,7 +190,7 @@ def exchange_rates(
             return known[0]
         # A copy: these arrays are the model's own weights.
         fewer = exchange_rates(w, channel, way).copy()
-        fewer[OF_BYTES] *= payload_of(payload).size_ratio
+        fewer[OF_BYTES] *= payload_by_name(payload).size_ratio
         return fewer
     return _weight_or_substitute(w, rates_weight_name, channel, way, np.zeros(len(EXCHANGE_TERMS)))
 

@@ -1,7 +1,7 @@
-"""Compiled heads: `CostModel.compiled` returns one, for a search that prices millions of ops one by one.
+"""Compiled heads: `CostModel.compiled_op_ms` returns one, for a search that prices millions of ops one by one.
 
 A head takes the summed encoding of one op and its model's parameters, both flat arrays.
-It returns ms, the same number as the model's `head`, without a call into Python.
+It returns ms, the same number as the model's `op_ms`, without a call into Python.
 Numba compiles heads on first use and keeps the result on disk.
 
 Shapes: K drivers, H hidden units, Q knots.

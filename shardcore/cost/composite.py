@@ -193,8 +193,8 @@ class Composite(CostModel):
         measured = (m for m in self.models if is_measured(m.weights, ALL_TO_ALL))
         return next(measured, self.models[0])
 
-    def exchange(self, channel: Channel, topology: Topology) -> ChannelTerms:
-        return self.exchange_model.exchange(channel, topology)
+    def channel_terms(self, channel: Channel, topology: Topology) -> ChannelTerms:
+        return self.exchange_model.channel_terms(channel, topology)
 
     def out_of_range(self, workload: Workload) -> list[str]:
         """Sentences of each model on the shards of its precision that are beyond its measured range."""
@@ -208,7 +208,9 @@ class Composite(CostModel):
 
 
 def compose_models(models: Sequence[Any], problem: Problem) -> Any:
-    """One cost model of a problem from those of its precisions; with links if some rows are below device memory."""
+    """One cost model from several: one for each precision of a problem's tables, and host links if rows are below
+    device memory.
+    """
     below = any(table.in_host_memory for table in problem.tables)
     if len(models) == 1 and not below:
         return models[0]

@@ -50,7 +50,7 @@ class Measurements:
     comm: list[CollectiveSample]
     repeats: list[list[ComputeSample]]
 
-    def split(self, name: str) -> tuple[list[ComputeSample], list[CollectiveSample]]:
+    def samples_of_split(self, name: str) -> tuple[list[ComputeSample], list[CollectiveSample]]:
         """Measured ops and collectives of the split "train", "validation" or "test"."""
         return (
             [s for s in self.compute if split_of_sample(s.id) == name],

@@ -21,7 +21,7 @@ import torch
 from shardcore.core.types import Setting
 from shardcore.core.validation import describe_differences, require
 from shardcore.cost import collective_fit, collective_model, features, nets, quantiles, ranges
-from shardcore.cost.accuracy import evaluate
+from shardcore.cost.accuracy import evaluate_accuracy
 from shardcore.cost.fit_config import (
     MIN_COMM,
     MIN_COMPUTE,
@@ -157,7 +157,7 @@ def train(
     }
     # Metrics need a model, and a model's meta has metrics: so make it twice.
     model = NeuralModel(setting, weights, meta)
-    meta["metrics"] = evaluate(model, validation, unseen_comm)
+    meta["metrics"] = evaluate_accuracy(model, validation, unseen_comm)
     if len(validation) < _FEWEST_UNSEEN:
         # The two sides are the same groups where one of them was empty.
         learned = {s.id: s for s in (*seen, *validation)}.values()
@@ -436,7 +436,7 @@ def _distilled_model(
     model = ProfileModel(profile, replace(setting, hardware=profile.name))
     # Encodings add up, so an op is the sum over its shards.
     sums = np.stack([model.encode(r.shards, r.batch).sum(0) for r in drawn])
-    groups = _Groups(*features.op_features(drawn), model.parts(sums)[:, :2])
+    groups = _Groups(*features.op_features(drawn), model.op_part_ms(sums)[:, :2])
     weights = _train_weights(groups, groups, config, lambda *_: None, None)
     # No ranges and no exchanges: both have to come from measurements.
     return NeuralModel(

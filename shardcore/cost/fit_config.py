@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from shardcore.core.validation import Count, Record, Rule, Seed, entry_count_within, within
+from shardcore.core.validation import Count, Record, Rule, Seed, entry_count_within, number_within
 from shardcore.cost.neural import NeuralModel
 from shardcore.io.measurements import CollectiveSample, ComputeSample
 
@@ -37,7 +37,7 @@ class FitConfig(Record, noun="train config"):
 
     epochs: Count = 60
     patience: Count = 30
-    learning_rate: Annotated[float, within(0, 1, above=True, below=True)] = 1e-2
+    learning_rate: Annotated[float, number_within(0, 1, above=True, below=True)] = 1e-2
     batch_size: Count = 128
     hidden: Annotated[tuple[int, ...], entry_count_within(1, _MOST_LAYERS), _UNITS] = (64, 64)
     seed: Seed = 0
@@ -45,7 +45,7 @@ class FitConfig(Record, noun="train config"):
 
 @dataclass(frozen=True, eq=False)
 class TrainedModel:
-    """A model and its learning curves.
+    """A trained cost model and its learning curves.
 
     model: the trained model.
     curves: rows {model, epoch, train_loss, validation_mape}.
@@ -57,7 +57,8 @@ class TrainedModel:
 
 @dataclass(frozen=True, eq=False)
 class Shape:
-    """A law and auxiliary samples, of other machines, that a training starts from (auxiliary_samples.py).
+    """Start of a training from auxiliary samples, of other machines: their law of ops, and samples rescaled to this
+    machine.
 
     law: a model to fine-tune. None: there is none.
     compute: groups at this machine's level, which join the train side.

@@ -35,22 +35,22 @@ class LinearHead:
     """
 
     terms: np.ndarray
-    error = 0.0
+    error_quantile = 0.0
 
     @property
-    def width(self) -> int:
+    def encoding_width(self) -> int:
         """Number of entries of an encoding."""
         return self.terms.shape[-1] - 1
 
-    def parts(self, sums: np.ndarray) -> np.ndarray:
+    def op_part_ms(self, sums: np.ndarray) -> np.ndarray:
         """[..., 3] ms of ops, forward, backward and on the link, from summed encodings [..., F] (see
-        CostModel.parts).
+        CostModel.op_part_ms).
         """
         # One launch for any number of shards, none for an empty op: min(1, count).
         launch = self.terms[..., None, :, 0] if self.terms.ndim > 2 else self.terms[:, 0]
         return launch * np.minimum(1.0, sums[..., :1]) + sums @ np.swapaxes(self.terms[..., 1:], -1, -2)
 
-    def compiled(self) -> Compiled:
+    def compiled_op_ms(self) -> Compiled:
         """Compiled function that applies the head to the features of one op."""
         from shardcore.cost import compiled  # numba compiles on import
 
@@ -62,12 +62,12 @@ class LinearHead:
         """ms of an op's launch, forward + backward."""
         return float(self.terms[:2, 0].sum())
 
-    def rates(self, least: np.ndarray) -> np.ndarray:
-        """[..., F] ms for a unit of each number of an encoding, whatever the load (see CostModel.rates)."""
+    def rate_lower_bounds(self, least: np.ndarray) -> np.ndarray:
+        """[..., F] ms for a unit of each number of an encoding, whatever the load (see CostModel.rate_lower_bounds)."""
         return np.broadcast_to(self.terms[:2, 1:].sum(0), np.shape(least))
 
     def at_confidence(self, confidence: float | None) -> LinearHead:
-        """The same head: its rates are given, and have no spread."""
+        """The head itself at any confidence: its rates are given, so its times have no spread."""
         return self
 
 
@@ -83,20 +83,20 @@ class ContendedHead:
     confidence: float | None = None
 
     @property
-    def width(self) -> int:
+    def encoding_width(self) -> int:
         """Number of entries of an encoding: drivers, then ms forward and backward."""
         return self.weights["load_typical"].size + 2
 
     @property
-    def error(self) -> float:
+    def error_quantile(self) -> float:
         """The quantile of normalised errors at the head's confidence; 0 for the mean. Raises ShardCoreError if it is
         not known.
         """
         return 0.0 if self.confidence is None else quantiles.error_quantile(self.weights, self.confidence)
 
-    def parts(self, sums: np.ndarray) -> np.ndarray:
+    def op_part_ms(self, sums: np.ndarray) -> np.ndarray:
         """[..., 3] ms of ops, forward, backward and on the link, from summed encodings [..., F] (see
-        CostModel.parts).
+        CostModel.op_part_ms).
         """
         # None is of the link: rows below device memory are priced by another head (composite.Links).
         ms = np.zeros((*sums.shape[:-1], 3))
@@ -105,14 +105,14 @@ class ContendedHead:
             ms *= quantiles.quantile_factors(self.weights, ms.sum(-1), self.confidence)[..., None]
         return ms
 
-    def compiled(self) -> Compiled:
+    def compiled_op_ms(self) -> Compiled:
         """Compiled function that applies the head to the features of one op."""
         from shardcore.cost import compiled  # numba compiles on import
 
         w = self.weights
         # The order of parameters is that of compiled.contended_op_ms.
         # Sizes come first: compiled.contended_op_ms computes offsets from them.
-        numbers = [w["contention.0.bias"].size, w["band.log_ms"].size, nets.LOAD_FLOOR, self.error]
+        numbers = [w["contention.0.bias"].size, w["band.log_ms"].size, nets.LOAD_FLOOR, self.error_quantile]
         arrays = (
             w["launch"],
             w["band.log_ms"],
@@ -132,7 +132,7 @@ class ContendedHead:
         """ms of an op's launch, forward + backward."""
         return float(np.sum(self.weights["launch"]))
 
-    def rates(self, least: np.ndarray) -> np.ndarray:
+    def rate_lower_bounds(self, least: np.ndarray) -> np.ndarray:
         """[..., F] least ms that a unit of each entry of an encoding adds to an op; 0 for entries that are not ms.
 
         Contention grows with the drivers, so its value at `least` is a lower bound.

@@ -22,7 +22,7 @@ def known_model_errors(model: CostModel) -> tuple[float, float]:
 
     Those that a profile's rates have, for a model of one.
     """
-    if profile := profile_of(model):
+    if profile := profile_of_model(model):
         return law_uncertainties(profile)
     (ops, _), (exchanges, _) = _judged_errors(model)
     return ops, exchanges
@@ -34,7 +34,7 @@ def error_warnings(model: CostModel) -> list[str]:
     For a profile, one on what it is.
     """
     # A profile was never measured here, so it has no error to compare.
-    if profile_of(model):
+    if profile_of_model(model):
         return [f"{model.setting.hardware}, {NOT_MEASURED}: measure some groups, and fine-tune from it"]
     return [
         f"{what} err by {error:.0%} {samples}, {error / usual:.1f} times the {usual:.0%} of a model of "
@@ -48,7 +48,7 @@ def error_warnings(model: CostModel) -> list[str]:
 
 def model_label(model: CostModel) -> str:
     """A model's setting and the digest of its training data, as text."""
-    if profile := profile_of(model):
+    if profile := profile_of_model(model):
         on = f", network {profile.network}" if profile.network else ""
         return f"{model.setting}{on}, {NOT_MEASURED}"
     data = (
@@ -57,7 +57,7 @@ def model_label(model: CostModel) -> str:
     return f"{model.setting}, data {'+'.join(str(digest)[:8] for digest in data)}"
 
 
-def profile_of(model: CostModel) -> Profile | None:
+def profile_of_model(model: CostModel) -> Profile | None:
     """The hardware profile behind a cost model. None for other models."""
     return getattr(trained_models(model)[0], "profile", None)
 
@@ -67,7 +67,7 @@ def error_bands(model: CostModel, workload: Workload) -> tuple[float, float] | N
 
     None if the model is not of a profile.
     """
-    if profile_of(model) is None:
+    if profile_of_model(model) is None:
         return None
     of: Any = trained_models(model)[0]
     return of.step_error_band(workload), of.embeddings_error_band(workload)

@@ -71,7 +71,7 @@ QUANTITIES = (
 
 @dataclass(frozen=True)
 class Factor:
-    """A factor on a quantity's ms.
+    """Measured correction factor on the predicted ms of a quantity.
 
     value: exp of the posterior mean.
     sd: standard deviation of the posterior of its logarithm.
@@ -123,7 +123,8 @@ class CostModel(ExchangeLaw, Protocol):
     def at_confidence(self, confidence: float | None) -> CostModel:
         """The model that prices an op by a quantile: a measurement lies below with this probability.
 
-        None: the mean. Its `parts` and `compiled` raise ShardCoreError if the model does not know that confidence.
+        None: the mean. Its `op_part_ms` and `compiled_op_ms` raise ShardCoreError if the model does not know that
+        confidence.
         """
         require(
             confidence is None,
@@ -150,7 +151,7 @@ class CostModel(ExchangeLaw, Protocol):
     @property
     def bounding_model(self) -> CostModel | None:
         """The model of mean costs, for lower bounds. None if its mean costs exceed the model's own."""
-        return self.at_confidence(None) if all(head.error >= 0 for head in self.heads) else None
+        return self.at_confidence(None) if all(head.error_quantile >= 0 for head in self.heads) else None
 
     # --- given by the heads ---------------------------------------------------------------------------------
 
@@ -158,10 +159,10 @@ class CostModel(ExchangeLaw, Protocol):
         """Each head with its part [..., F] of summed encodings."""
         sums, first = np.asarray(sums, dtype=float), 0
         for head in self.heads:
-            yield head, sums[..., first : first + head.width]
-            first += head.width
+            yield head, sums[..., first : first + head.encoding_width]
+            first += head.encoding_width
 
-    def parts(self, sums: np.ndarray) -> np.ndarray:
+    def op_part_ms(self, sums: np.ndarray) -> np.ndarray:
         """[..., 3] ms of ops from summed encodings [..., F]: forward, backward, and on the link to host memory. 0 for
         zeros.
 
@@ -169,22 +170,22 @@ class CostModel(ExchangeLaw, Protocol):
         caches fetch then is in no other part. 0 in all other jobs. Forward is 0 where a model does not tell it from
         backward, which is the costlier one.
         """
-        return reduce(np.add, (head.parts(own) for head, own in self._split_by_head(sums)))
+        return reduce(np.add, (head.op_part_ms(own) for head, own in self._split_by_head(sums)))
 
-    def head(self, sums: np.ndarray) -> np.ndarray:
+    def op_ms(self, sums: np.ndarray) -> np.ndarray:
         """[...] ms, forward + backward, of ops from summed encodings [..., F]."""
-        return self.parts(sums)[..., :2].sum(-1)
+        return self.op_part_ms(sums)[..., :2].sum(-1)
 
-    def compiled(self) -> Compiled:
-        """The function `head` for one op at a time, compiled, for searches that price millions of ops."""
+    def compiled_op_ms(self) -> Compiled:
+        """The function `op_ms` for one op at a time, compiled, for searches that price millions of ops."""
         from shardcore.cost import compiled  # numba compiles on import
 
-        one, *others = heads = [head.compiled() for head in self.heads]
+        one, *others = heads = [head.compiled_op_ms() for head in self.heads]
         if not others:
             return one
         # Of each head its number, features and parameters, in front of all parameters (compiled.multi_head_op_ms).
         layout = [
-            (compiled.HEADS.index(made.head), head.width, len(made.parameters))
+            (compiled.HEADS.index(made.head), head.encoding_width, len(made.parameters))
             for head, made in zip(self.heads, heads, strict=True)
         ]
         parameters, fetched = (
@@ -197,13 +198,13 @@ class CostModel(ExchangeLaw, Protocol):
         """ms of the launch of any non-empty op, by mean costs."""
         return min(head.launch_ms() for head in self.heads)
 
-    def rates(self, least: np.ndarray) -> np.ndarray:
+    def rate_lower_bounds(self, least: np.ndarray) -> np.ndarray:
         """[..., F] lower bounds of an op's ms for a unit of each entry of its encoding. They do not fall as `least`
         grows.
 
         head(sums) >= launch_ms() + rates · sums, wherever sums >= least, of non-empty ops and a model of means.
         """
-        return np.concatenate([head.rates(own) for head, own in self._split_by_head(least)], -1)
+        return np.concatenate([head.rate_lower_bounds(own) for head, own in self._split_by_head(least)], -1)
 
 
 def at_confidence(model: CostModel, confidence: float | None) -> CostModel:
@@ -220,7 +221,7 @@ def group_op_ms(groups: Sequence[Sequence[Shard]], model: CostModel, batch: int 
     if not any(groups):
         return np.zeros(len(groups))
     # An empty group has no op, so no launch: a row of zeros costs 0.
-    return np.asarray(model.head(summed_encodings(groups, model, batch)), dtype=float)
+    return np.asarray(model.op_ms(summed_encodings(groups, model, batch)), dtype=float)
 
 
 def summed_encodings(
@@ -248,7 +249,7 @@ def exposed_input_ms(comm: CommCost, job: Job) -> np.ndarray:
 def fetch_wait_ms(fetched_ms: np.ndarray, busy_ms: np.ndarray, job: Job) -> np.ndarray:
     """[..., D] ms that devices wait for rows that their caches fetch ahead.
 
-    fetched_ms: [..., D] of each device's ops together: of the link, and backward (CostModel.parts).
+    fetched_ms: [..., D] of each device's ops together: of the link, and backward (CostModel.op_part_ms).
     busy_ms: [..., D] compute and exchanges, without what caches fetch.
 
     PrefetchTrainPipelineSparseDist fetches a batch's rows on a stream of their own, while the batch before is
@@ -315,12 +316,12 @@ def device_phase_ms(workload: Workload, model: CostModel) -> np.ndarray:
             if op.batch == batch
         }
         row_of |= zip(some, itertools.count(len(row_of)), strict=False)
-        priced.append(model.parts(summed_encodings([*some.values()], model, batch)))
+        priced.append(model.op_part_ms(summed_encodings([*some.values()], model, batch)))
     of_ops = np.moveaxis(np.concatenate(priced, -2), -2, 0)
     ms = np.zeros((len(devices), *of_ops.shape[1:]))
     device, row = np.transpose([(d, row_of[id(op)]) for d, ops in enumerate(workload.ops) for op in ops])
     np.add.at(ms, device, of_ops[row])
-    # Speed scales compute, not communication. An op's time on the link scales with it, as it does in `head`.
+    # Speed scales compute, not communication. An op's time on the link scales with it, as it does in `op_ms`.
     speed = np.array([device.speed for device in devices])
     return np.moveaxis(ms, (-1, 0), (0, -1)) / speed
 
@@ -345,7 +346,7 @@ def _predict_cost(workload: Workload, model: CostModel) -> PredictedCost:
     workload = with_predicted_dense_ms(workload, model)
     forward, backward, link = device_phase_ms(workload, model)
     # Collectives depend on when devices arrive, so compute comes first.
-    comm = model.comm(workload.traffic, forward + backward, workload.topology)
+    comm = model.comm_cost(workload.traffic, forward + backward, workload.topology)
     fetch_wait = fetch_wait_ms(link + backward, forward + backward + comm.total_ms, workload.job)
     return PredictedCost(
         forward_compute_ms=tuple(forward.tolist()),
@@ -377,7 +378,7 @@ def _setting_mismatches(workload: Workload, setting: Setting) -> Iterator[str]:
 
 @dataclass(frozen=True, eq=False)
 class PricedPlan:
-    """A plan, one step of it, and the cost that a model predicts."""
+    """A plan with its workload (one training step) and the cost that a model predicts."""
 
     plan: Plan
     workload: Workload

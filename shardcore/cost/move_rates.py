@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Annotated
 
 from shardcore.core.links import LEVELS
-from shardcore.core.validation import MOST_GBPS, Record, each, require, short_repr, within
+from shardcore.core.validation import MOST_GBPS, Record, each_entry, number_within, require, short_repr
 from shardcore.io import writing
-from shardcore.io.envelope import document, read_record
+from shardcore.io.envelope import read_record, sealed_document
 
 SCHEMA = "move-rates"
-Time = Annotated[float, within(0, 1e6)]
+Time = Annotated[float, number_within(0, 1e6)]
 """s or ns of a rate."""
-_GBPS = within(1 / MOST_GBPS, MOST_GBPS)
+_GBPS = number_within(1 / MOST_GBPS, MOST_GBPS)
 Gbps = Annotated[float, _GBPS]
 
 
@@ -53,7 +53,7 @@ class MoveRates(Record, noun="a set of move rates"):
     digest_ns: Time
     digest_row_ns: Time
     free_gbps: Gbps
-    link_gbps: Annotated[Mapping[str, float], each(_GBPS)] = field(default_factory=dict)
+    link_gbps: Annotated[Mapping[str, float], each_entry(_GBPS)] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -65,7 +65,7 @@ class MoveRates(Record, noun="a set of move rates"):
 
 def write_move_rates(path: str | Path, rates: MoveRates) -> None:
     """Write a machine's rates of moving tables to a file."""
-    writing.write_json(path, document(SCHEMA, asdict(rates)))
+    writing.write_json(path, sealed_document(SCHEMA, asdict(rates)))
 
 
 def read_move_rates(path: str | Path) -> MoveRates:

@@ -113,17 +113,17 @@ class NeuralModel(DeviceModel):
         meta = {**self.meta, "provenance": {**self.meta.get("provenance", {}), **about}}
         return dataclasses.replace(self, weights={**self.weights, **corrected}, meta=meta)
 
-    def interval(self, sums: np.ndarray, confidence: float) -> tuple[np.ndarray, np.ndarray]:
+    def ms_interval(self, sums: np.ndarray, confidence: float) -> tuple[np.ndarray, np.ndarray]:
         """[...] lower and upper ms of an op. A measurement lies between them with probability `confidence`."""
         # A two-sided interval leaves half of the rest on each side.
         low, high = ((1 - confidence) / 2, (1 + confidence) / 2)
-        return self.at_confidence(low).head(sums), self.at_confidence(high).head(sums)
+        return self.at_confidence(low).op_ms(sums), self.at_confidence(high).op_ms(sums)
 
     def out_of_range(self, workload: Workload) -> list[str]:
         """Sentences on the parts of a step beyond the measured range. Empty if there are none."""
         return ranges.describe_out_of_range(self, workload)
 
-    def exchange(self, channel: Channel, topology: Topology) -> ChannelTerms:
+    def channel_terms(self, channel: Channel, topology: Topology) -> ChannelTerms:
         """Terms of a channel's collective, from measured rates. An unmeasured collective has the all-to-all's rates.
 
         Raises ShardCoreError if all-to-alls were not measured and the topology states no links.

@@ -23,12 +23,12 @@ from shardcore.core.validation import (
     MOST_BYTES,
     Record,
     Rule,
-    each,
+    each_entry,
+    number_within,
     require,
     require_name,
     require_path_name,
     to_path_name,
-    within,
 )
 from shardcore.io import envelope, schema, writing
 
@@ -128,7 +128,7 @@ _DEFAULT_BATCH = 65_536
 
 @dataclass(frozen=True)
 class Rate(Record, noun="a rate"):
-    """One rate of a profile.
+    """One rate of a hardware profile: value, unit, uncertainty and source.
 
     value: in its unit.
     uncertainty: standard deviation of its logarithm. 0.1 is about 10%.
@@ -136,8 +136,8 @@ class Rate(Record, noun="a rate"):
     source: published measurement, data sheet, or "scaled from ...".
     """
 
-    value: Annotated[float, within(*ENDS)]
-    uncertainty: Annotated[float, within(0, MOST_UNCERTAINTY)]
+    value: Annotated[float, number_within(*ENDS)]
+    uncertainty: Annotated[float, number_within(0, MOST_UNCERTAINTY)]
     unit: str
     source: Annotated[str, _STATED]
 
@@ -173,7 +173,7 @@ class Network(Record, noun="network"):
 
 @dataclass(frozen=True)
 class Profile(Record, noun="profile"):
-    """Rates of a card, and of the links between such cards.
+    """Hardware profile: rates of a GPU (or CPU), and of the links between several.
 
     name: name of the hardware, as in Setting and Topology.
     device_names: parts of torch.cuda.get_device_name() that mean this card.
@@ -185,8 +185,8 @@ class Profile(Record, noun="profile"):
     """
 
     name: Annotated[str, require_path_name]
-    device_names: Annotated[tuple[str, ...], each(require_name)]
-    memory_bytes: Annotated[int, within(1, MOST_BYTES)]
+    device_names: Annotated[tuple[str, ...], each_entry(require_name)]
+    memory_bytes: Annotated[int, number_within(1, MOST_BYTES)]
     rates: Mapping[str, Rate]
     network: Annotated[str | None, require_path_name] = None
 
@@ -203,7 +203,7 @@ class Profile(Record, noun="profile"):
     @cached_property
     def digest(self) -> str:
         """16 hex digits that identify the content of a hardware profile."""
-        return envelope.digest(_content(self))
+        return envelope.json_digest(_content(self))
 
     def covers_hardware(self, hardware: str) -> bool:
         """True if the profile is for a hardware, by its own name or a name of a measured device.
@@ -213,7 +213,7 @@ class Profile(Record, noun="profile"):
         parts = map(to_path_name, self.device_names)
         return f"{hardware}-".startswith(f"{self.name}-") or any(part in hardware for part in parts)
 
-    def model(self) -> ProfileModel:
+    def cost_model(self) -> ProfileModel:
         """A cost model with the profile's rates, for any problem."""
         from shardcore.cost.profile_model import ProfileModel
 
@@ -224,15 +224,15 @@ class Profile(Record, noun="profile"):
         rates = {name: dataclasses.replace(rate, value=values[name]) for name, rate in self.rates.items()}
         return dataclasses.replace(self, rates=rates)
 
-    def sample(self, rng: np.random.Generator) -> Profile:
+    def with_sampled_rates(self, rng: np.random.Generator) -> Profile:
         """The profile with rates drawn log-normally within their uncertainty."""
         factors = np.exp(rng.standard_normal(len(RATES)) * [rate.uncertainty for rate in self.rates.values()])
         return self.with_values(
-            {n: v * float(f) for (n, v), f in zip(self.values.items(), factors, strict=True)}
+            {n: v * float(f) for (n, v), f in zip(self.rate_values.items(), factors, strict=True)}
         )
 
     @property
-    def values(self) -> dict[str, float]:
+    def rate_values(self) -> dict[str, float]:
         """Values of the profile's rates, by name."""
         return {name: rate.value for name, rate in self.rates.items()}
 
@@ -246,7 +246,7 @@ class Profile(Record, noun="profile"):
         prices: (K sets of values of rates) -> prices [K, ...].
         names: rates whose errors count.
         """
-        values = self.values
+        values = self.rate_values
         moved = [
             {**values, name: rate.value * math.exp(rate.uncertainty)}
             for name, rate in self.rates.items()

@@ -34,9 +34,9 @@ from shardcore.core.validation import (
     MOST_MS,
     MOST_ROWS,
     Rule,
+    number_within,
     require,
     short_repr,
-    within,
 )
 from shardcore.cost import profile_law
 from shardcore.cost.profile import BETWEEN_HOSTS, HOST_GBPS, NETWORK_RATES, RATES, SPEC, Profile, Rate
@@ -101,7 +101,7 @@ class Timing:
     source: str
     gpu: str
     op: str
-    time_us: Annotated[float, within(0, MOST_MS / MS_PER_US)]
+    time_us: Annotated[float, number_within(0, MOST_MS / MS_PER_US)]
     quality: str = "A"
     shards: tuple[Shard, ...] = ()
     batch: int = 0
@@ -149,7 +149,7 @@ class Predictor:
                 of_shards = profile_law.forward_ms(rates, work)
             else:
                 of_shards = profile_law.backward_ms(rates, work, part == "backward")
-            ms[used] += np.add.reduceat(of_shards, starts) + profile_law.floor_ms(rates, part)
+            ms[used] += np.add.reduceat(of_shards, starts) + profile_law.op_floor_ms(rates, part)
         for collective, domains, sent, used in self._exchanges:
             ms[used] = profile_law.collective_ms(rates, collective, sent, domains)[:, 0]
         return ms / MS_PER_US
@@ -313,7 +313,7 @@ def _parse_numbers(text: str) -> tuple[float, ...]:
 
 
 def timings_of_card(timings: Iterable[Timing], profile: Profile) -> list[Timing]:
-    """Those timings of a profile's GPU that are good enough to be fitted."""
+    """Timings of a profile's GPU that are good enough to fit a profile to."""
     return [
         t
         for t in timings
@@ -344,12 +344,12 @@ def fit_profile(
     require(len(timings) > 0, f"profile {start.name!r} has no timings to be fitted to; give some of its card")
     fixed = {*SPEC, "compute_factor", "exchange_factor"}
     names = [name for name in RATES if name not in fixed and start.rates[name].uncertainty > 0]
-    values = start.values
+    values = start.rate_values
     measured = np.log([t.time_us for t in timings])
     groups = Counter(t.repetition_key for t in timings)
     weight = np.array([groups[t.repetition_key] ** -0.5 for t in timings])
     predictor = Predictor(timings)
-    depends = _sensitivities(predictor, values, names)
+    depends = _rate_elasticities(predictor, values, names)
     moves = np.any(depends > _LEAST_SENSITIVITY, axis=1).tolist()
     names, depends = [name for name, of in zip(names, moves, strict=True) if of], depends[moves]
     prior = np.array([start.rates[name].uncertainty for name in names])
@@ -417,7 +417,7 @@ def _max_log_step(name: str, values: Rates, of_network: float) -> float:
     return max(0.01, math.log(most / values[name]))
 
 
-def _sensitivities(predictor: Predictor, values: Rates, names: Sequence[str]) -> np.ndarray:
+def _rate_elasticities(predictor: Predictor, values: Rates, names: Sequence[str]) -> np.ndarray:
     """[P, R] elasticity of each timing to each rate: |change of its logarithm| / that of the rate's."""
     base = np.log(predictor.times_us(values))
     moved = ({**values, name: values[name] * 1.1} for name in names)

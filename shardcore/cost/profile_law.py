@@ -137,7 +137,7 @@ FLOORS: Mapping[str, tuple[str, ...]] = {
 """Rates of the floor of an op, by its pass. `kernels`: backward, timed without launches and sorting."""
 
 
-def floor_ms(rates: Rates, part: str) -> Any:
+def op_floor_ms(rates: Rates, part: str) -> Any:
     """Least ms of an op in one pass, however little work it has."""
     return rates["compute_factor"] * sum(rates[name] for name in FLOORS[part]) * MS_PER_US
 

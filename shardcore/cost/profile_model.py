@@ -19,7 +19,7 @@ import numpy as np
 
 from shardcore.core.catalog import DENSE_OPTIMIZERS
 from shardcore.core.errors import SettingMismatch
-from shardcore.core.payloads import payload_of
+from shardcore.core.payloads import payload_by_name
 from shardcore.core.tiers import BELOW
 from shardcore.core.topology import BYTES_PER_MS_PER_GBPS, Topology
 from shardcore.core.types import Problem, Setting, Shard
@@ -103,7 +103,7 @@ class ProfileModel(CostModel):
             profile = profile.on_network(load_network(network))
         gbps = {memory.tier: memory.gbps for memory in problem.topology.memory}
         host_gbps = gbps.pop(BELOW[0], None)
-        of_host = host_gbps or self.profile.values["host_read_gbps"]
+        of_host = host_gbps or self.profile.rate_values["host_read_gbps"]
         return dataclasses.replace(
             self,
             profile=profile,
@@ -137,7 +137,7 @@ class ProfileModel(CostModel):
     @cached_property
     def _rate_values(self) -> Rates:
         """Values of the profile's rates by name. Those of host memory follow the topology's link."""
-        values = dict(self.at or self.profile.values)
+        values = dict(self.at or self.profile.rate_values)
         if self.host_gbps is not None:
             faster = self.host_gbps / values["host_read_gbps"]
             values |= {name: faster * values[name] for name in HOST_GBPS}
@@ -156,7 +156,7 @@ class ProfileModel(CostModel):
     @cached_property
     def heads(self) -> Sequence[Head]:
         """One linear head with rates of 1, as encodings are ms already, and the op's floor as its launch."""
-        floors = [profile_law.floor_ms(self._rate_values, part) for part in ("forward", "backward")]
+        floors = [profile_law.op_floor_ms(self._rate_values, part) for part in ("forward", "backward")]
         # Rates of many models are [K, 1].
         terms = np.zeros((*np.shape(floors[0])[:-1], 3, 5))
         terms[..., 1:] = np.column_stack([np.zeros(3), np.eye(3)])
@@ -190,7 +190,7 @@ class ProfileModel(CostModel):
 
     # --- collectives ----------------------------------------------------------------------------------------
 
-    def exchange(self, channel: Channel, topology: Topology) -> ChannelTerms:
+    def channel_terms(self, channel: Channel, topology: Topology) -> ChannelTerms:
         """Terms of a channel's collective, from the profile's rates. A skew costs no more than the waiting."""
         row, members = channel.definition, group_members(channel.group, topology)
         work, domains, ways = (
@@ -209,7 +209,7 @@ class ProfileModel(CostModel):
             )
             # Only outputs and their gradients are cast. Ids travel as they are.
             ways[way] = with_payload_share(
-                terms, payload_of(carried_payload(row, way, self.setting.payloads[way])).size_ratio
+                terms, payload_by_name(carried_payload(row, way, self.setting.payloads[way])).size_ratio
             )
         return ChannelTerms(channel, members, domains, ways, work, work)
 
@@ -245,7 +245,7 @@ class ProfileModel(CostModel):
 
     def with_rates_off(self, names: Container[str], errors: float) -> ProfileModel:
         """The model with some rates so many standard errors slower, or faster if negative. Sizes in bytes stay."""
-        values = dict(self.profile.values)
+        values = dict(self.profile.rate_values)
         for name, rate in self.profile.rates.items():
             if name in names and rate.unit != "bytes":
                 values[name] *= math.exp(errors * rate.uncertainty * (-1 if rate.unit == "GB/s" else 1))
@@ -295,5 +295,5 @@ class ProfileModel(CostModel):
         forward_ms, backward_ms, link_ms = device_phase_ms(workload, many)  # [K, D]
         # Bytes are the same under all models, and broadcast.
         compute_ms = forward_ms + backward_ms
-        comm = many.comm(workload.traffic[:, None], compute_ms, workload.topology)
+        comm = many.comm_cost(workload.traffic[:, None], compute_ms, workload.topology)
         return step_ms(compute_ms, comm, workload.job, link_ms + backward_ms)

@@ -93,7 +93,7 @@ def check_profile(profile: Profile, timings: Sequence[Timing]) -> list[Check]:
     """Compare a hardware profile's predictions with timings, by kind of op or collective. [] without timings."""
     if not timings:
         return []
-    predicted_us = Predictor(timings).times_us(profile.values)
+    predicted_us = Predictor(timings).times_us(profile.rate_values)
     measured_us = np.array([t.time_us for t in timings])
     of_ops, of_exchanges = law_uncertainties(profile)
     kinds: dict[str, list[int]] = {}

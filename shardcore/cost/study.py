@@ -27,7 +27,7 @@ _PARTS = (16, 8, 4, 2, 1)
 _POWERS = np.linspace(0.1, 2, 39)
 
 
-def repeatability(repeats: Sequence[Sequence[ComputeSample]]) -> float | None:
+def repeatability_error(repeats: Sequence[Sequence[ComputeSample]]) -> float | None:
     """Mean absolute error of a single timing, in percent: a lower bound for the error of any model.
 
     It uses ops timed at least three times, or twice where there are none (dataset.repeated_samples). Each contributes
@@ -46,14 +46,14 @@ def repeatability(repeats: Sequence[Sequence[ComputeSample]]) -> float | None:
 
 def judge_test_split(model: NeuralModel, known: drift_correction.Measurements) -> dict[str, float]:
     """Accuracy of a model on the test split, and the repeatability of the timings if it is known."""
-    timing = repeatability(known.repeats)
-    return accuracy.evaluate(model, *known.split("test")) | (
+    timing = repeatability_error(known.repeats)
+    return accuracy.evaluate_accuracy(model, *known.samples_of_split("test")) | (
         {} if timing is None else {"repeatability": timing}
     )
 
 
 def split_by_table(compute: Sequence[ComputeSample]) -> tuple[list[ComputeSample], list[ComputeSample]]:
-    """Ops without any table that is held out for testing, and ops of such tables only."""
+    """Split ops into those of training tables alone and those of held-out tables alone."""
     kept = [[is_held_out(x.table) for x in s.request.shards] for s in compute]
     return (
         [s for s, k in zip(compute, kept, strict=True) if not any(k)],
@@ -64,7 +64,7 @@ def split_by_table(compute: Sequence[ComputeSample]) -> tuple[list[ComputeSample
 def unseen_table_error(
     compute: Sequence[ComputeSample], setting: Setting, config: fit.FitConfig | None = None
 ) -> float | None:
-    """Error in percent on ops of unseen tables, of a model trained without these tables.
+    """Percent error on ops of unseen tables, of a model trained without the unseen tables.
 
     None where either side has too few ops.
     """
@@ -73,7 +73,7 @@ def unseen_table_error(
     if not unseen or len(seen) < fit.MIN_COMPUTE:
         return None
     model = fit.train_op_model(seen, setting, config or fit.FitConfig())
-    return mape(accuracy.predict(model, unseen), np.array([s.total_ms for s in unseen]))
+    return mape(accuracy.predict_op_ms(model, unseen), np.array([s.total_ms for s in unseen]))
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def learning_curve(
     rows, measured = [], np.array([s.total_ms for s in test])
     for n in sizes:
         model = fit.train_op_model(rest[:n], setting, config or fit.FitConfig())
-        rows.append((n, mape(accuracy.predict(model, test), measured)))
+        rows.append((n, mape(accuracy.predict_op_ms(model, test), measured)))
         if progress:
             progress("learning_curve", n, {"test_mape": rows[-1][1]})
     return _fit_power_law(rows)

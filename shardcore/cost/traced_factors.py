@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.payloads import payload_of
+from shardcore.core.payloads import payload_by_name
 from shardcore.core.types import Problem
 from shardcore.cost.model import (
     COMPUTE,
@@ -59,7 +59,7 @@ class TracesTellNothing(ShardCoreError):
 
 @dataclass(frozen=True)
 class Family:
-    """Standard deviations of a family's logarithms.
+    """Priors of a family of correction factors: standard deviations of their logarithms.
 
     common: deviation of what all its quantities share. A model of another machine may be off by e^common.
     own: deviation of what one quantity has alone.
@@ -218,7 +218,7 @@ def fit_factors(seen: Observations) -> Correction:
         own = evidence.select_family(name)
         if not len(own.values):
             continue
-        if not _generalises(seen, name):
+        if not _correction_generalises(seen, name):
             why_not[name] = "a correction by some ranks and steps fits others no better than the model does"
         elif not own.favours_correction():
             why_not[name] = "the traces are as likely without a correction"
@@ -380,7 +380,7 @@ def _weighted_mean(
     return mean, (share * (values - mean) ** 2).sum(0) / np.maximum(known.sum(0), 1)
 
 
-def _generalises(seen: Observations, family: str) -> bool:
+def _correction_generalises(seen: Observations, family: str) -> bool:
     """True if a correction fitted to other steps predicts a left-out step no worse than the uncorrected model."""
     before = after = 0.0
     for unit in range(len(seen.measured)):
@@ -407,7 +407,9 @@ def describe_mismatches(workload: Workload, step: TracedStep) -> list[str]:
             continue
         rows = [c.collective == name for c in workload.channels]
         # Traffic counts as FP32, and a trace has the bytes that travel.
-        share = payload_of(carried_payload(COLLECTIVES[name], way, workload.job.forward_payload)).size_ratio
+        share = payload_by_name(
+            carried_payload(COLLECTIVES[name], way, workload.job.forward_payload)
+        ).size_ratio
         for rank in step.ranks:
             traced = sum(x.n_bytes for x in rank.exchanges if (x.collective, x.role) == (collective, role))
             ours = share * float(workload.traffic[rows, workload.topology.ranks[rank.rank]].sum())

@@ -1,4 +1,4 @@
-"""ms that traced steps of a running job measured, and those that a model predicts.
+"""Measured ms of a running job's traced steps, beside a model's predictions.
 
 A rank's step tells its lookups apart: nothing else runs on the device meanwhile. An exchange takes the time
 from its last rank's begin to its end: waiting before is no part of it, however long. Where a rank's trace is
@@ -30,7 +30,7 @@ REDUCED = QUANTITIES.index(Quantity(ALL_REDUCE, "backward"))
 
 
 class Observations(NamedTuple):
-    """Measured and predicted ms of units.
+    """Measured and predicted ms, one observation for each rank and traced step.
 
     measured, predicted: [U, Q]. 0 where a trace does not tell.
     shared: [U, Q] of the measured ms, those in moments that other transfers share.

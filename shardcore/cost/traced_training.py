@@ -1,4 +1,4 @@
-"""Traced steps of running jobs in training: which of them are held out, and how far a model errs on them.
+"""Traced steps of running jobs as training samples: which are held out, and how far a model errs on them.
 
 Measured samples tell how ops and exchanges grow with what they do. Traced ones tell their level in the steps
 that matter. So a model is trained on the first, and then corrected by few factors from the second
@@ -30,7 +30,7 @@ from shardcore.step.lower import Workload, lower
 
 @dataclass(frozen=True)
 class Split:
-    """Samples to learn from, and those held out. A sample may be in both, with some ranks in each."""
+    """Traced samples, split into training and held-out ones. A sample may be in both, with different ranks."""
 
     learned: tuple[TracedSample, ...]
     held_out: tuple[TracedSample, ...]

@@ -101,7 +101,7 @@ def differs_in_hardware_only(other: Setting, setting: Setting) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Trained(TrainedModel):
-    """A model and its learning curves.
+    """A trained cost model, its learning curves, and notes on the training.
 
     of_steps: a sentence on the replayed steps. "": there were none.
     of_traces: the same of traced steps.
@@ -178,7 +178,7 @@ def judge_model(
     model: NeuralModel, known: drift_correction.Measurements, split: str = "test"
 ) -> dict[str, float]:
     """Accuracy of a cost model on a split of measurements, as flat metrics."""
-    return accuracy.evaluate(model, *known.split(split))
+    return accuracy.evaluate_accuracy(model, *known.samples_of_split(split))
 
 
 def read_held_out_samples(model: NeuralModel, folder: Path) -> drift_correction.Measurements:

@@ -52,7 +52,7 @@ Sample = TypeVar("Sample", ComputeSample, CollectiveSample)
 @lru_cache(maxsize=1 << 16)
 def _table_digest(table: Table) -> str:
     """Digest of a table's JSON, kept for repeated use."""
-    return files.digest(files.table_to_json(table))
+    return files.json_digest(files.table_to_json(table))
 
 
 @lru_cache
@@ -64,7 +64,7 @@ def _setting_json(setting: Setting) -> dict[str, Any]:
 def compute_id(setting: Setting, request: ComputeRequest) -> str:
     """Id of the measurement of a fused op: digest of setting, request and measurement version."""
     shards = [[_table_digest(s.table), s.row_lo, s.row_hi, s.col_lo, s.col_hi] for s in request.shards]
-    return files.digest(
+    return files.json_digest(
         ["compute", MEASUREMENT_VERSIONS["compute"], _setting_json(setting), request.batch, shards]
     )
 
@@ -83,7 +83,7 @@ def collective_id(setting: Setting, request: CollectiveRequest) -> str:
         }
     if request.hosts > 1:
         described["method"] = _OVER_HOSTS
-    return files.digest(["comm", MEASUREMENT_VERSIONS["comm"], _setting_json(setting), described])
+    return files.json_digest(["comm", MEASUREMENT_VERSIONS["comm"], _setting_json(setting), described])
 
 
 def split_of_sample(sample_id: str) -> str:
@@ -101,7 +101,7 @@ def split_of_sample(sample_id: str) -> str:
 
 def write_pool(folder: str | Path, tables: Sequence[Table]) -> str:
     """Write a pool of tables to the folder of the dataset whose samples use them. Returns the pool's digest."""
-    name = files.digest([files.table_to_json(t) for t in tables])
+    name = files.json_digest([files.table_to_json(t) for t in tables])
     path = Path(folder) / f"pool-{name}.json"
     try:
         is_there = files.read_pool(path) == tuple(tables)

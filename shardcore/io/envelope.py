@@ -40,7 +40,7 @@ UNSEALED = ("problem", "towers", "offers", "decision", "profile", "network")
 """Schemas whose files hold no digest: people write those, or the file's name is its digest."""
 
 
-def digest(value: Any) -> str:
+def json_digest(value: Any) -> str:
     """16 hex digits of the SHA-256 of a value's canonical JSON."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]
 
@@ -83,7 +83,7 @@ def document_body(data: Any, schema: str, path: object) -> dict[str, Any]:
     return {k: v for k, v in data.items() if k not in ("schema", "version")}
 
 
-def document(schema: str, body: Mapping[str, Any]) -> dict[str, Any]:
+def sealed_document(schema: str, body: Mapping[str, Any]) -> dict[str, Any]:
     """A whole JSON document: a body with its schema, its version and, unless UNSEALED, the digest of its content."""
     return with_schema(schema, body if schema in UNSEALED else add_digest(body))
 
@@ -101,12 +101,12 @@ def read_record(cls: type[T], path: str | Path | Readable, schema: str) -> T:
 
 def add_digest(body: Mapping[str, Any]) -> dict[str, Any]:
     """A document's body with the digest of its content."""
-    return {**body, "digest": digest(body)}
+    return {**body, "digest": json_digest(body)}
 
 
 def remove_digest(body: dict[str, Any], path: object) -> dict[str, Any]:
     """A document's body without its digest, which is checked. Raises ShardCoreError for a wrong digest."""
-    if (found := body.pop("digest", None)) != digest(body):
+    if (found := body.pop("digest", None)) != json_digest(body):
         fault = "lacks its digest" if found is None else f"does not match its digest {short_repr(found)}"
         raise ShardCoreError(f"{path} {fault}; it was edited after ShardCore wrote it")
     return body

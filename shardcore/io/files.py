@@ -32,7 +32,7 @@ from shardcore.core.validation import (
     require_type,
     short_repr,
 )
-from shardcore.io.envelope import digest, document, is_document, read_document, read_record
+from shardcore.io.envelope import is_document, json_digest, read_document, read_record, sealed_document
 from shardcore.io.schema import (
     MOST_VALUES,
     Readable,
@@ -115,7 +115,7 @@ def problem_to_json(problem: Problem) -> dict[str, Any]:
     """JSON document of a problem."""
     topology, constraints = problem.topology, problem.constraints
     job = _non_default_fields(problem.job)
-    return document(
+    return sealed_document(
         "problem",
         {
             "name": problem.name,
@@ -260,7 +260,7 @@ def write_problem(path: str | Path, problem: Problem) -> None:
 
 def write_pool(path: str | Path, tables: Iterable[Table]) -> None:
     """Write a pool of tables to a file."""
-    write_json(path, document("pool", {"tables": [table_to_json(t) for t in tables]}))
+    write_json(path, sealed_document("pool", {"tables": [table_to_json(t) for t in tables]}))
 
 
 def read_pool(path: str | Path) -> tuple[Table, ...]:
@@ -333,14 +333,14 @@ def describe_changed_parts(kept: Mapping[str, str], problem: Problem) -> str:
 def problem_digest(problem: Problem) -> str:
     """Digest of a problem's JSON."""
     require_type(problem, Problem, "problem", "a Problem")
-    return digest(problem_to_json(problem))
+    return json_digest(problem_to_json(problem))
 
 
 def plan_to_json(plan: Plan, problem: Problem) -> dict[str, Any]:
     """JSON document of a plan, with the digests of its problem."""
     require_type(plan, Plan, "plan", "a Plan, as a sharder gives")
     require_type(problem, Problem, "problem", "a Problem")
-    return document(
+    return sealed_document(
         "plan",
         {
             "problem": problem.name,
@@ -424,7 +424,7 @@ class ForProblem:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Plan(ForProblem):
-    """Content of a plan's file."""
+    """JSON content of a plan's file."""
 
     provenance: Mapping[str, Any]
     placements: Annotated[tuple[_Placement, ...], entry_count_within(1, MOST_VALUES)]
@@ -496,7 +496,7 @@ _GROUPED = "grouped-plan"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _GroupedPlan(ForProblem):
-    """Content of a grouped plan's file."""
+    """JSON content of a grouped plan's file."""
 
     groups: Mapping[str, Any]
     plan: Mapping[str, Any]
@@ -515,7 +515,7 @@ def write_grouped_plan(path: str | Path, grouped: GroupedPlan, problem: Problem)
     of_group = plan_to_json(grouped.plan, grouped.problem)
     write_json(
         path,
-        document(
+        sealed_document(
             _GROUPED,
             {
                 "problem": problem.name,

@@ -112,6 +112,6 @@ def read_hot_ids(path: str | Path) -> dict[str, HotIds]:
 
 @dataclass(frozen=True)
 class _Meta:
-    """Fields of a file of hot ids, except the ids."""
+    """JSON header of a file of hot ids."""
 
     rows: Mapping[str, int]

@@ -27,7 +27,7 @@ from shardcore.core.errors import ShardCoreError, shorten
 from shardcore.core.types import Plan, Problem, Table
 from shardcore.core.validation import require, short_repr
 from shardcore.io import files, schema, writing
-from shardcore.io.envelope import document, read_record
+from shardcore.io.envelope import read_record, sealed_document
 from shardcore.io.kineto import SUFFIXES
 from shardcore.io.measurements import Spread
 from shardcore.step import access
@@ -100,7 +100,7 @@ def write_facts(folder: Path, facts: JobFacts, problem: Problem, plan: Plan) -> 
     """Write the problem, the plan and other facts of a training job to the folder of a traced step."""
     files.write_problem(folder / PROBLEM_JSON, problem)
     files.write_plan(folder / PLAN_JSON, plan, problem)
-    writing.write_json(folder / JOB_JSON, document(SCHEMA, asdict(facts)))
+    writing.write_json(folder / JOB_JSON, sealed_document(SCHEMA, asdict(facts)))
 
 
 def write_rank_measurements(

@@ -13,7 +13,7 @@ from typing import Annotated
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.links import host_names
-from shardcore.core.payloads import payload_of, require_payload
+from shardcore.core.payloads import payload_by_name, require_payload
 from shardcore.core.step_cost import PARTS, StepCost
 from shardcore.core.types import Setting, Shard
 from shardcore.core.validation import (
@@ -25,20 +25,20 @@ from shardcore.core.validation import (
     MOST_UNIX_S,
     SLOWDOWN_LIMIT,
     Record,
-    each,
+    each_entry,
+    number_within,
     one_of,
     require,
-    within,
 )
 from shardcore.step.collectives import COLLECTIVES, Collective
 from shardcore.step.scopes import SCOPES, WORLD, groups_among_hosts
 
 LINK_GBIT_S = (1e-3, 100.0)
 """The ends of the rate of an emulated link."""
-GbitS = Annotated[float, within(*LINK_GBIT_S)]
-UnixS = Annotated[float, within(0, MOST_UNIX_S)]
-_TIMES = each(within(0, MOST_MS))
-Order = Annotated[int, within(0, MOST_SEED)]
+GbitS = Annotated[float, number_within(*LINK_GBIT_S)]
+UnixS = Annotated[float, number_within(0, MOST_UNIX_S)]
+_TIMES = each_entry(number_within(0, MOST_MS))
+Order = Annotated[int, number_within(0, MOST_SEED)]
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class StepSample(StepCost):
 
     step: Spread
     oversubscribed: bool
-    slowdown: Annotated[float, within(1 / MOST_SPEED, MOST_SPEED)] = 1.0
+    slowdown: Annotated[float, number_within(1 / MOST_SPEED, MOST_SPEED)] = 1.0
 
     def at_usual_speed(self) -> StepSample:
         """The step's times divided by the machine's slowdown during the measurement."""
@@ -103,7 +103,7 @@ class ComputeRequest(Record):
     """
 
     shards: tuple[Shard, ...]
-    batch: Annotated[int, within(1, MOST_BATCH)]
+    batch: Annotated[int, number_within(1, MOST_BATCH)]
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class EmulatedLinks(Record):
 
     between_gbit_s: GbitS
     within_gbit_s: GbitS | None = None
-    pods: Annotated[int, within(1, 64)] = 1
+    pods: Annotated[int, number_within(1, 64)] = 1
     pod_gbit_s: GbitS | None = None
 
     def __post_init__(self) -> None:
@@ -170,12 +170,12 @@ class CollectiveRequest(Record, noun="exchange"):
     """
 
     widths: tuple[int, ...]
-    batch: Annotated[int, within(1, MOST_BATCH)]
+    batch: Annotated[int, number_within(1, MOST_BATCH)]
     start_ms: Annotated[tuple[float, ...], _TIMES]
     collective: Annotated[str, one_of(COLLECTIVES)] = "all_to_all"
     payload: Annotated[str, require_payload] = "fp32"
-    hosts: Annotated[int, within(1, MOST_DEVICES)] = 1
-    busy_ms: Annotated[float, within(0, MOST_MS)] = 0.0
+    hosts: Annotated[int, number_within(1, MOST_DEVICES)] = 1
+    busy_ms: Annotated[float, number_within(0, MOST_MS)] = 0.0
     group: Annotated[str, one_of(SCOPES)] = WORLD
     emulated: EmulatedLinks | None = None
 
@@ -189,7 +189,7 @@ class CollectiveRequest(Record, noun="exchange"):
         )
         row = self.definition
         require(
-            not row.ring or payload_of(self.payload).summed != (),
+            not row.ring or payload_by_name(self.payload).summed != (),
             f"exchange {self.collective} has payload {self.payload!r}, whose codec fails where outputs are summed",
         )
         require(
@@ -214,9 +214,9 @@ class CollectiveRequest(Record, noun="exchange"):
             ranks % self.hosts == 0,
             f"exchange has hosts {self.hosts}; they need to hold the same number of its {ranks} ranks each",
         )
-        together = len(self.groups[0]) if self.groups else 0
+        together = len(self.rank_groups[0]) if self.rank_groups else 0
         require(
-            together >= 2 and all(any(self.widths[r] for r in ranks) for ranks in self.groups),
+            together >= 2 and all(any(self.widths[r] for r in ranks) for ranks in self.rank_groups),
             f"exchange has group {self.group!r} of hosts {self.hosts} with {ranks} ranks and widths "
             f"{self.widths}; a group needs at least 2 ranks, and a width above 0",
         )
@@ -243,7 +243,7 @@ class CollectiveRequest(Record, noun="exchange"):
         return COLLECTIVES[self.collective]
 
     @property
-    def groups(self) -> tuple[tuple[int, ...], ...]:
+    def rank_groups(self) -> tuple[tuple[int, ...], ...]:
         """Groups of ranks that exchange among themselves. Ranks are numbered host by host."""
         return groups_among_hosts(self.host_names, self.group)
 
@@ -280,8 +280,8 @@ class ComputeSample(Record, noun="sample"):
     backward: Spread | None
     measured_at: UnixS
     error: str | None = None
-    slowdown: Annotated[float, within(1 / SLOWDOWN_LIMIT, SLOWDOWN_LIMIT)] = 1.0
-    relative_ci: Annotated[float | None, within(0, math.inf)] = None
+    slowdown: Annotated[float, number_within(1 / SLOWDOWN_LIMIT, SLOWDOWN_LIMIT)] = 1.0
+    relative_ci: Annotated[float | None, number_within(0, math.inf)] = None
     order: Order = 0
     software: str = ""
 

@@ -21,12 +21,12 @@ from shardcore.core.types import Setting
 from shardcore.core.validation import require, short_repr
 from shardcore.io import files, writing
 from shardcore.io.envelope import (
-    digest,
-    document,
     document_body,
+    json_digest,
     open_document,
     read_document,
     remove_digest,
+    sealed_document,
     with_schema,
 )
 from shardcore.io.schema import build_record, convert_value, list_names, parse_json, read_bytes, require_file
@@ -80,7 +80,7 @@ def write_model(
     writing.write_atomic(Path(folder) / MODEL_WEIGHTS, weights)
     writing.write_json(
         Path(folder) / f"{schema}.json",
-        document(schema, {**meta, "weights_sha256": hashlib.sha256(weights).hexdigest()}),
+        sealed_document(schema, {**meta, "weights_sha256": hashlib.sha256(weights).hexdigest()}),
     )
 
 
@@ -170,7 +170,7 @@ def model_digest(folder: str | Path, schema: str = "model") -> str:
         for one in (model_folders(folder) if schema == "model" else [Path(folder)])
     ]
     return "+".join(
-        digest({k: v for k, v in content.items() if k not in ("provenance", "digest")})
+        json_digest({k: v for k, v in content.items() if k not in ("provenance", "digest")})
         for content in contents
     )
 
@@ -186,7 +186,7 @@ def write_tensors(
 
     own = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
     body = {**meta, _DIGESTS: {name: tensor_sha256(tensor) for name, tensor in own.items()}}
-    writing.write_atomic(path, save(own, {_META: json.dumps(document(schema, body))}))
+    writing.write_atomic(path, save(own, {_META: json.dumps(sealed_document(schema, body))}))
 
 
 def read_tensors(path: str | Path, schema: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:

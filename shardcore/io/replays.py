@@ -22,9 +22,9 @@ from typing import Any
 from shardcore.core.errors import ShardCoreError, Unreachable
 from shardcore.core.step_cost import PARTS
 from shardcore.core.types import Plan, Problem, Setting
-from shardcore.core.validation import MOST_MS, describe_differences, require, short_repr, within
+from shardcore.core.validation import MOST_MS, describe_differences, number_within, require, short_repr
 from shardcore.io import dataset, files, schema, traced_samples, writing
-from shardcore.io.envelope import document, is_document, read_document
+from shardcore.io.envelope import is_document, read_document, sealed_document
 from shardcore.io.measurements import StepSample
 from shardcore.step.lower import Workload, lower
 
@@ -74,7 +74,7 @@ def _is_disturbed(cost: StepSample) -> bool:
 
 def plan_digest(plan: Plan) -> str:
     """Digest of a plan's placements, without its provenance."""
-    return files.digest(
+    return files.json_digest(
         sorted(
             [p.shard.table.name, p.kind, p.shard.col_lo, p.shard.col_hi, list(p.devices)]
             for p in plan.placements
@@ -115,7 +115,7 @@ def replay_or_reuse(
             for algorithm, name in names
         ],
     }
-    writing.write_json(folder / REPLAYS_JSON, document(SCHEMA, body))
+    writing.write_json(folder / REPLAYS_JSON, sealed_document(SCHEMA, body))
     return ReplaySet(problem, setting, names, plans, costs)
 
 
@@ -269,7 +269,7 @@ def add_missing_replays(
             [plan_digest(plan) for _, plan in lacking],
         ]
         # A folder of its own, so that no existing replays are overwritten.
-        where = folder / dataset.REPLAYS / f"{problem.name}-{files.digest(identity)[:8]}"
+        where = folder / dataset.REPLAYS / f"{problem.name}-{files.json_digest(identity)[:8]}"
         known |= replay_or_reuse(where, problem, lacking, setting, config, replay).costs
     return known
 
@@ -281,12 +281,12 @@ def dataset_digest(folder: Path) -> str:
     samples hold theirs inside.
     """
     parts = sorted(p.name for p in folder.iterdir() if p.suffix in (".parquet", ".json"))
-    return files.digest([*parts, *replay_digests(folder), *traced_samples.traced_digests(folder)])
+    return files.json_digest([*parts, *replay_digests(folder), *traced_samples.traced_digests(folder)])
 
 
 def datasets_digest(folders: Sequence[Path]) -> str:
     """Digest of the content of several dataset folders."""
-    return files.digest(sorted(map(dataset_digest, folders)))
+    return files.json_digest(sorted(map(dataset_digest, folders)))
 
 
 def _valid_replays(folder: Path, problem: Problem, setting: Setting) -> dict[str, StepSample]:
@@ -357,7 +357,7 @@ class _Row:
             and all(0 <= ms <= MOST_MS for part in parts for ms in part),
             f"{what} has parts {short_repr(parts)}; it needs as many times for each, of 0 ms or more",
         )
-        within(0, MOST_MS)(cost.dense_ms, what, "dense_ms")
+        number_within(0, MOST_MS)(cost.dense_ms, what, "dense_ms")
         require(
             math.isclose(self.total_ms, cost.total_ms, rel_tol=1e-9),
             f"{what} has total_ms {self.total_ms}; its parts sum to {cost.total_ms}",
@@ -369,7 +369,7 @@ class _Row:
 
 @dataclasses.dataclass(frozen=True)
 class _Body:
-    """Content of replays.json."""
+    """JSON content of replays.json."""
 
     setting: Setting
     config: Mapping[str, Any]
@@ -395,7 +395,7 @@ def _read_body(folder: Path) -> _Body:
         raise
     except ShardCoreError as error:
         raise type(error)(f"{error}; remove {folder} to replay its plans again") from None
-    digest = files.digest(body)
+    digest = files.json_digest(body)
     rows = schema.convert_value(body.pop("replays", None), tuple[Mapping[str, Any], ...], f"{path}: replays")
     replays = tuple(_parse_row(row, f"{path}: replays[{i}]") for i, row in enumerate(rows))
     return schema.build_record(_Body, body, str(path), digest=digest, replays=replays)

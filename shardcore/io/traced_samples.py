@@ -22,12 +22,12 @@ from shardcore.core.validation import (
     MOST_MS,
     Record,
     entry_count_within,
+    number_within,
     require,
     short_repr,
-    within,
 )
 from shardcore.io import files, schema, writing
-from shardcore.io.envelope import document, read_document
+from shardcore.io.envelope import read_document, sealed_document
 from shardcore.io.traced_steps import TRACED_PARTS, TracedStep
 
 TRACES = "traces"
@@ -53,7 +53,7 @@ class TracedSample(Record, noun="traced step"):
     problem: Problem
     plan: Plan
     steps: Annotated[tuple[TracedStep, ...], entry_count_within(1, MOST_COUNT)]
-    step_ms: Annotated[float, within(0, MOST_MS, above=True)]
+    step_ms: Annotated[float, number_within(0, MOST_MS, above=True)]
     traces: Mapping[str, str]
 
     def __post_init__(self) -> None:
@@ -88,13 +88,13 @@ def add_traced_sample(dataset: str | Path, sample: TracedSample) -> Path:
         "step_ms": sample.step_ms,
         "traces": dict(sample.traces),
     }
-    digest = files.digest(
+    digest = files.json_digest(
         [files.problem_to_json(sample.problem), files.plan_to_json(sample.plan, sample.problem), body]
     )
     folder = Path(dataset) / TRACES / f"{sample.name}-{digest[:8]}"
     files.write_problem(folder / _PROBLEM_JSON, sample.problem)
     files.write_plan(folder / _PLAN_JSON, sample.plan, sample.problem)
-    writing.write_json(folder / _TRACED_JSON, document(SCHEMA, body))
+    writing.write_json(folder / _TRACED_JSON, sealed_document(SCHEMA, body))
     return folder
 
 
@@ -129,7 +129,7 @@ def _read_bodies(dataset: str | Path) -> Sequence[tuple[Path, Setting, dict[str,
         if (path := where / name / _TRACED_JSON).exists():
             body = read_document(path, SCHEMA)
             setting = schema.build_record(Setting, body.get("setting"), f"{path}: setting")
-            found.append((path.parent, setting, body, files.digest(body)))
+            found.append((path.parent, setting, body, files.json_digest(body)))
     return found
 
 

@@ -318,7 +318,7 @@ class Rank:
         """Process group of a request's ranks; None for all ranks."""
         # Each group is made once, as making one is a collective of all ranks.
         if request.group != WORLD and request.group not in self._groups:
-            _, self._groups[request.group] = make_own_group(self.rank, request.groups)
+            _, self._groups[request.group] = make_own_group(self.rank, request.rank_groups)
         return self._groups.get(request.group)
 
     def _keep_busy(self, busy_ms: float) -> None:

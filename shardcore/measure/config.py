@@ -13,8 +13,8 @@ from shardcore.core.validation import (
     Repeats,
     Seed,
     Wait,
+    number_within,
     require,
-    within,
 )
 
 
@@ -32,13 +32,13 @@ class KernelConfig(Record):
         has rows of the least width.
     """
 
-    arena_bytes: Annotated[int, within(1, MOST_BYTES)] = 1 << 30
-    tolerance: Annotated[float | None, within(0, 1, above=True, below=True, such_as="0.05")] = None
+    arena_bytes: Annotated[int, number_within(1, MOST_BYTES)] = 1 << 30
+    tolerance: Annotated[float | None, number_within(0, 1, above=True, below=True, such_as="0.05")] = None
     min_repeats: Repeats = 6
     # The noise of held-out ops adds to every error that is shown, while that of training ops averages out.
     max_repeats: Repeats = 24
     interleave: Repeats = 16
-    state_rows: Annotated[int | None, within(1, MOST_ROWS)] = None
+    state_rows: Annotated[int | None, number_within(1, MOST_ROWS)] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -69,10 +69,10 @@ class ReplayConfig(Record):
     """
 
     repeats: Repeats = 50
-    warmups: Annotated[int, within(0, MOST_REPEATS)] = 4
+    warmups: Annotated[int, number_within(0, MOST_REPEATS)] = 4
     batches: Repeats = 4
-    arena_bytes: Annotated[int, within(1, MOST_BYTES)] = 1 << 30
-    evict_bytes: Annotated[int, within(0, MOST_BYTES)] = 64 << 20
+    arena_bytes: Annotated[int, number_within(1, MOST_BYTES)] = 1 << 30
+    evict_bytes: Annotated[int, number_within(0, MOST_BYTES)] = 64 << 20
     timeout_s: Wait = 120.0
     seed: Seed = 0
 
@@ -87,7 +87,7 @@ class CollectiveConfig(Record, noun="comm config"):
     """
 
     repeats: Repeats = 7
-    warmups: Annotated[int, within(0, MOST_REPEATS)] = 1
+    warmups: Annotated[int, number_within(0, MOST_REPEATS)] = 1
     timeout_s: Wait = 60.0
 
 
@@ -102,8 +102,8 @@ class PairConfig(Record, noun="pairs"):
     timeout_s: longest wait of a rank, after which it gives up.
     """
 
-    message_kib: Annotated[int, within(1, 1 << 20)] = 1024
+    message_kib: Annotated[int, number_within(1, 1 << 20)] = 1024
     sweeps: Repeats = 3
     repeats: Repeats = 3
-    load_kib: Annotated[int, within(1, 1 << 20)] = 4096
+    load_kib: Annotated[int, number_within(1, 1 << 20)] = 4096
     timeout_s: Wait = 60.0

@@ -17,7 +17,7 @@ from shardcore.measure.kernels import KernelBench, KernelConfig
 
 @dataclass(frozen=True)
 class BenchSpec:
-    """Arguments of a worker's KernelBench."""
+    """Arguments with which a measuring worker makes its KernelBench."""
 
     setting: Setting
     device: str = "cpu"

@@ -54,11 +54,11 @@ class Cpu:
         """Tell if this machine has such a device."""
         return True
 
-    def count(self) -> int:
+    def device_count(self) -> int:
         """Number of devices on this machine: CPU cores that this process may use."""
         return len(os.sched_getaffinity(0))
 
-    def mark(self) -> Any:
+    def record_mark(self) -> Any:
         """Record a time mark (on a GPU: an event on the stream), for `elapsed_ms`."""
         return time.perf_counter()
 
@@ -68,10 +68,10 @@ class Cpu:
 
     def time_calls_ms(self, *calls: Callable[[], object]) -> list[float]:
         """Make calls one after another. Returns the ms of each on the device."""
-        marks = [self.mark()]
+        marks = [self.record_mark()]
         for call in calls:
             call()
-            marks.append(self.mark())
+            marks.append(self.record_mark())
         # Marks are read at the end, as reading one waits for the device.
         return self.elapsed_ms(marks)
 
@@ -115,7 +115,7 @@ class Cpu:
         """Fraction of the device's memory in use, by any process."""
         raise ShardCoreError("a CPU's memory is not watched")
 
-    def product(self) -> str:
+    def product_name(self) -> str:
         """Product name of the device."""
         try:
             model = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.M)
@@ -151,13 +151,13 @@ class Cuda(Cpu):
     def is_available(self) -> bool:
         return torch.cuda.is_available()
 
-    def count(self) -> int:
+    def device_count(self) -> int:
         return torch.cuda.device_count()
 
-    def product(self) -> str:
+    def product_name(self) -> str:
         return _query_nvidia_smi("name")
 
-    def mark(self) -> torch.cuda.Event:
+    def record_mark(self) -> torch.cuda.Event:
         # An event is recorded by the device when it gets there. The host does not wait.
         event = torch.cuda.Event(enable_timing=True)
         event.record()

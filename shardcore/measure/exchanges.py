@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from shardcore.core.catalog import PRECISIONS
-from shardcore.core.payloads import payload_of
+from shardcore.core.payloads import payload_by_name
 from shardcore.core.topology import Topology
 from shardcore.core.types import OUTPUT_BYTES
 from shardcore.io.measurements import CollectiveRequest
@@ -140,7 +140,7 @@ def quantized_codec(payload: str) -> Any:
     from fbgemm_gpu.quantize_comm import QuantizedCommCodec
     from fbgemm_gpu.split_embedding_configs import SparseType
 
-    row, name = payload_of(payload), payload.partition("-")[0]
+    row, name = payload_by_name(payload), payload.partition("-")[0]
     return QuantizedCommCodec(SparseType[name.upper()], row_dim=row.block if row.scale_bytes else None)
 
 
@@ -220,7 +220,7 @@ def _make_all_to_all(
     """
     ranks, process_group = group
     # Samples are divided over ranks as evenly as they can be, in blocks that codecs take.
-    block = math.lcm(*(payload_of(payload).block for payload in payloads))
+    block = math.lcm(*(payload_by_name(payload).block for payload in payloads))
     shares = [[block * n for n in split_evenly(-(-n // block), len(ranks))] for n in elements]
     own = ranks.index(rank)
     leaving, arriving = shares[own], [share[own] for share in shares]
@@ -286,7 +286,7 @@ def make_exchange(
 
     process_group: that of `rank`; None: all ranks.
     """
-    ranks = next(ranks for ranks in request.groups if rank in ranks)
+    ranks = next(ranks for ranks in request.rank_groups if rank in ranks)
     elements = [request.batch * request.widths[r] for r in ranks]
     payloads = _carried_payloads(request.definition, (request.payload, request.payload))
     return EXCHANGES[request.definition.call](elements, rank, (ranks, process_group), payloads, full)

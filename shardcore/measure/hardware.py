@@ -32,7 +32,7 @@ def hardware_name(device: str) -> str:
     """
     require_device(device)
     # Path-safe, as the name becomes part of paths and of registry names.
-    product = to_path_name(device_by_name(device).product())
+    product = to_path_name(device_by_name(device).product_name())
     return product if device == "cuda" else f"cpu-{product}"
 
 

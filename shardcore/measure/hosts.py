@@ -1,4 +1,4 @@
-"""Hosts of ranks, real ones and those that one machine emulates.
+"""Hosts on which ranks run: real machines, or network namespaces that one machine emulates.
 
 An emulated host is a network namespace, which is a host to gloo: it has a network card and addresses. A checkout makes
 such hosts (bench/hosts.py). A gang's ranks enter them here, and know of them.

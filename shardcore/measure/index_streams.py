@@ -54,7 +54,7 @@ class IndexStreams:
             if key not in self._kept and key not in self._expected:
                 self._expected[key] = self._threads.submit(streams.draw_lookups, *key)
 
-    def lookups(self, request: ComputeRequest, seed: int) -> Stream:
+    def lookup_stream(self, request: ComputeRequest, seed: int) -> Stream:
         """Ids [L] and offsets of a request's T features, table after table.
 
         Offsets have one entry for each distinct value, and a last one. Sequences always have [T × B + 1]; the

@@ -215,7 +215,7 @@ class KernelBench:
             return self._failed_sample(run.request, error)
         # The first run warms up: it loads code and allocates buffers.
         if run.warm:
-            run.times_ms.append((forward, backward, self._log.add(run.number, forward + backward)))
+            run.times_ms.append((forward, backward, self._log.add_timing(run.number, forward + backward)))
         run.warm = True
         return None
 
@@ -235,7 +235,7 @@ class KernelBench:
         full = [run for run in self._active if len(run.times_ms) >= self.config.min_repeats]
         if not full:
             return []
-        slowdown, finished = self._log.fit(), []
+        slowdown, finished = self._log.fit_slowdown(), []
         for run in full:
             totals = _corrected_times(run, slowdown).sum(1)
             is_known = timing.relative_ci(totals) <= self.config.tolerance_for_device(self.device)
@@ -256,7 +256,7 @@ class KernelBench:
         or if the batch takes too much memory.
         """
         shape = self._checked_batch_shape(request)
-        indices, offsets = self.streams.lookups(request, seed)
+        indices, offsets = self.streams.lookup_stream(request, seed)
         # A sequence has an output for each lookup.
         rows, width = len(indices) if request.shards[0].table.sequence else shape.rows, shape.width
         if self._gradient.numel() < rows * width:
@@ -292,10 +292,12 @@ class KernelBench:
         return sum(self._run_once(run))
 
     def _run_in_turn(self, run: Run, active: int) -> tuple[float, float]:
-        """Run an op once, in turn with others. Too few do not evict each other from the caches, so this does."""
+        """Run an op once, in turn with the other active ops. Where they are too few to evict each other from the
+        caches, overwrite the caches first.
+        """
         # Half a window of ops is enough to fill the caches between two runs.
         if 2 * active < self.config.interleave:
-            self._caches.evict()
+            self._caches.evict_caches()
         return self._run_once(run)
 
     def _run_once(self, run: Run) -> tuple[float, float]:
@@ -303,11 +305,11 @@ class KernelBench:
         # Kernels queue up behind this. Else the marks would time Python's launches, not the device.
         self._device.keep_busy(self._launch_ms)
         began = time.perf_counter()
-        marks = [self._device.mark()]
+        marks = [self._device.record_mark()]
         output = run.forward()
-        marks.append(self._device.mark())
+        marks.append(self._device.record_mark())
         output.backward(run.gradient)
-        marks.append(self._device.mark())
+        marks.append(self._device.record_mark())
         # Launch times vary. Follow a rise at once and a fall slowly.
         self._launch_ms = max(_LAUNCHES * 1e3 * (time.perf_counter() - began), 0.9 * self._launch_ms)
         forward, backward = self._device.elapsed_ms(marks)
@@ -361,7 +363,7 @@ class KernelBench:
 
     def _sample_of_run(self, run: Run, slowdown: Callable[[int], float] | None = None) -> ComputeSample:
         """Sample of an op's timings, which are then cleared."""
-        times = _corrected_times(run, slowdown or self._log.fit())
+        times = _corrected_times(run, slowdown or self._log.fit_slowdown())
         totals = times.sum(1)
         sample = dataclasses.replace(
             self._failed_sample(run.request),
@@ -393,7 +395,7 @@ class KernelBench:
 
 @dataclass(eq=False)
 class Run:
-    """One fused op with a prepared batch, ready to run.
+    """A fused op with a prepared batch, ready to be timed.
 
     number: number of the op in the slowdown log.
     indices, offsets: [L] and [F × B + 1].

@@ -1,4 +1,4 @@
-"""Times of messages between pairs of ranks, and bandwidths of links. Every rank of a gang calls these.
+"""Times of messages between pairs of ranks, and the link bandwidths they imply. All ranks of a gang take part.
 
 Pairs talk in turn, one after another: pairs that share a link or a core would slow each other down. With more
 ranks than MOST_IN_TURN, pairs without a common rank talk at once.

@@ -42,7 +42,7 @@ class Outward:
 
 @dataclass(frozen=True)
 class Links:
-    """Measured bandwidths of links between ranks.
+    """Measured bandwidths of the links between ranks, by level.
 
     within_gbps: GB/s of one rank to another of its group, at the first level.
     outward: links of the groups of each level, the first level first. Empty with one group.
@@ -133,7 +133,7 @@ def reorder_problem(levels: Sequence[Groups], links: Links, before: Problem) -> 
 
 
 def measured_topology(levels: Sequence[Groups], links: Links, before: Topology) -> Topology:
-    """Topology of ranks in the order of `order_ranks`: groups of the first level are hosts, those of the second pods.
+    """Topology of ranks in measured order: hosts from the first level of links, pods from the second.
 
     Further levels become part of the links between pods.
 

@@ -41,7 +41,7 @@ import torch
 from shardcore.core.errors import SettingMismatch
 from shardcore.core.job import Job
 from shardcore.core.step_cost import PARTS
-from shardcore.core.types import Setting, precision_of
+from shardcore.core.types import Setting, precision_names
 from shardcore.core.validation import describe_differences, require, require_type
 from shardcore.io.dataset import ReferenceOp
 from shardcore.io.measurements import StepSample
@@ -132,7 +132,7 @@ def replay_all(
 def combine_workload_costs(
     ranks: Sequence[tuple[list[np.ndarray], np.ndarray]], reference: ReferenceOp | None, job: Job
 ) -> list[StepSample]:
-    """Measured cost of each workload.
+    """Measured step cost of each workload, combined from the timings of all ranks.
 
     ranks: results of replay_rank, of each rank of one host.
     """
@@ -184,7 +184,7 @@ def require_replayable(
         setting,
         hardware=topology.hardware or setting.hardware,
         batch=workload.global_batch,
-        precision=precision_of(tables) or setting.precision,
+        precision=precision_names(tables) or setting.precision,
     )
     if needed != setting:
         raise SettingMismatch(
@@ -273,7 +273,7 @@ def replay_rank(
         # Plans run in another order each round, the same on all ranks. The first one is disturbed, as the
         # process that reads the progress takes a core.
         for i in np.random.default_rng([config.seed, index]).permutation(len(steps)):
-            caches.evict()
+            caches.evict_caches()
             marks[i].append(steps[i].run_once(index % config.batches))
         reference_runs.run_once(caches)
     member.close()
@@ -304,7 +304,7 @@ class _Step:
 
     def run_once(self, batch: int) -> np.ndarray:
         """Run one step on a batch number. Returns [6] time marks as in replay_rank."""
-        mark = self._on.mark
+        mark = self._on.record_mark
         with local_ranks.report_lost_ranks():
             self._meet()
             began = time.perf_counter()

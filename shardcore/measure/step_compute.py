@@ -152,7 +152,7 @@ class ReferenceRuns:
         """Run the reference op once with cold caches, and record its time."""
         if self._bench and self._run:
             # The caches are cold before each step, too.
-            caches.evict()
+            caches.evict_caches()
             self.times_ms.append(self._bench.run_once_ms(self._run))
 
 
@@ -242,7 +242,7 @@ def measure_compute(
         for device in range(len(workload.ops)):
             ops, took_ms = Ops(benches, workload, device, config, "cpu"), []
             for index in range(config.warmups + config.repeats):
-                caches.evict()
+                caches.evict_caches()
                 # Backward comes first, as a step begins after the dense part.
                 parts = ops.backward, partial(ops.forward, index % config.batches)
                 # Reversed, as forward comes first in the result.

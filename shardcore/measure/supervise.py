@@ -67,7 +67,7 @@ class Worker(Protocol):
 
 
 class Fleet(Protocol[W]):
-    """A kind of measuring workers, and how to start them."""
+    """A kind of measuring workers (local processes, Ray actors), and how to start one."""
 
     spec: BenchSpec
 

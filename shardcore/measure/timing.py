@@ -68,13 +68,13 @@ class SlowdownLog:
         # A run does not predict itself: its own weight is 0.
         self._kernel = np.where(distance == 0, 0.0, np.exp(-np.abs(distance) / self.REACH))
 
-    def add(self, op: Hashable, ms: float) -> int:
+    def add_timing(self, op: Hashable, ms: float) -> int:
         """Add the timing of a run of an op. Returns the run's number, from 0."""
         self._runs.append((op, math.log(max(ms, 1e-6))))
         self._added += 1
         return self._added - 1
 
-    def fit(self) -> Callable[[int], float]:
+    def fit_slowdown(self) -> Callable[[int], float]:
         """Fit the machine's slowdown over time. Returns a function from a run's number to the slowdown; 1.2: 20% slower
         than usual.
 
@@ -133,6 +133,6 @@ class Caches:
         # float32: four bytes each.
         self._written = torch.zeros(max(1, n_bytes // 4), device=device)
 
-    def evict(self) -> None:
+    def evict_caches(self) -> None:
         """Overwrite the device's caches."""
         self._written.add_(1)

@@ -26,7 +26,7 @@ class NoRoom(ShardCoreError):
 
 @dataclass(frozen=True)
 class Host:
-    """A host with devices for measuring.
+    """A host with devices on which ops can be measured.
 
     devices: number of its devices.
     memory_bytes: memory for measuring processes. Infinite: not known.
@@ -52,7 +52,7 @@ class Transport:
 
     def hosts(self) -> Sequence[Host]:
         """Hosts with devices for measuring, those with most devices first."""
-        return [Host(device_by_name(self.device).count())]
+        return [Host(device_by_name(self.device).device_count())]
 
     def fleet(self, spec: BenchSpec, hang_s: float) -> Fleet[Any]:
         """Fleet of workers that measure single ops, for a Supervisor."""
@@ -75,7 +75,7 @@ class Transport:
         """
         hardware.require_device(self.device)
         if self.device == "cuda":
-            if (there := device_by_name(self.device).count()) < ranks:
+            if (there := device_by_name(self.device).device_count()) < ranks:
                 raise NoRoom(f"{name}: {ranks} ranks need as many GPUs; here are {there}")
             # A rehearsal's stand-in for GPUs has its place on the CPU.
             work = partial(_run_on_own_gpu, work) if device_by_name(self.device).place == "cuda" else work

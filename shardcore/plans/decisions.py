@@ -13,10 +13,10 @@ from shardcore.core.validation import (
     MOST_MS,
     MOST_UNIX_S,
     Record,
+    number_within,
     one_of,
     require,
     require_path_name,
-    within,
 )
 from shardcore.io import envelope, files, schema
 from shardcore.plans.what_if import WhatIf
@@ -27,7 +27,7 @@ OUTCOMES = ("first", "better", "kept", "no longer fits", "restored", ROLLED_BACK
 
 @dataclass(frozen=True)
 class Decision(Record):
-    """A choice of a problem's current version, with its reason.
+    """Record of which version of a problem's plan became current, and why.
 
     problem: the problem's name.
     outcome: one of OUTCOMES. "first", "better" and "no longer fits" choose the candidate. "no longer fits" is
@@ -54,12 +54,12 @@ class Decision(Record):
     current: Annotated[str, files.require_digest]
     candidate: Annotated[str, files.require_digest]
     problem_digest: Annotated[str, files.require_digest]
-    candidate_ms: Annotated[float | None, within(0, MOST_MS)] = None
-    previous_ms: Annotated[float | None, within(0, MOST_MS)] = None
-    margin_ms: Annotated[float | None, within(0, MOST_MS)] = None
-    threshold: Annotated[float, within(0, 1)] = 0.0
+    candidate_ms: Annotated[float | None, number_within(0, MOST_MS)] = None
+    previous_ms: Annotated[float | None, number_within(0, MOST_MS)] = None
+    margin_ms: Annotated[float | None, number_within(0, MOST_MS)] = None
+    threshold: Annotated[float, number_within(0, 1)] = 0.0
     # datetime cannot show later times.
-    decided_at: Annotated[float, within(0, MOST_UNIX_S)] = 0.0
+    decided_at: Annotated[float, number_within(0, MOST_UNIX_S)] = 0.0
     parent: Annotated[str | None, files.require_digest] = None
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
@@ -74,7 +74,7 @@ class Decision(Record):
     @property
     def id(self) -> str:
         # The id covers all fields, so an edited decision no longer matches its name.
-        return files.digest(self.to_json())
+        return files.json_digest(self.to_json())
 
     @property
     def total_ms(self) -> float | None:
@@ -90,7 +90,7 @@ class Decision(Record):
         return dataclasses.replace(self, decided_at=other.decided_at, parent=other.parent) == other
 
     def to_json(self) -> dict[str, Any]:
-        """Decision as JSON."""
+        """JSON form of a publishing decision."""
         return envelope.with_schema("decision", dataclasses.asdict(self))
 
 

@@ -20,7 +20,7 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Plan, Problem
 from shardcore.core.validation import Record, require_path_name
 from shardcore.io import schema, writing
-from shardcore.io.envelope import document, read_record
+from shardcore.io.envelope import read_record, sealed_document
 from shardcore.plans import places, store
 
 SCHEMA = "job-report"
@@ -78,7 +78,7 @@ class JobReport(Record, noun="a job's report"):
 
 @dataclass(frozen=True)
 class Followed:
-    """A plan that a job may move to.
+    """A published plan that a running job may move to.
 
     most_ratio: its predicted step with the margin of its gain, over that of the plan that it replaced. None:
       it replaced none.
@@ -97,7 +97,7 @@ def unique_process_name() -> str:
 
 @dataclass(frozen=True)
 class StoredPlans:
-    """Plans of a problem.
+    """Published plans of one problem in a plan store, for a job that follows them.
 
     root: the store's folder or URL. name: the problem's.
     job: the job's name, under which it reports. A job that restarts under its name replaces its report.
@@ -136,7 +136,7 @@ class StoredPlans:
         report: fields of a JobReport, without the job's name.
         """
         checked = schema.build_record(JobReport, report, "a job's report", job=self.job)
-        content = writing.json_bytes(document(SCHEMA, asdict(checked)))
+        content = writing.json_bytes(sealed_document(SCHEMA, asdict(checked)))
         places.write_file(store.jobs_folder(self.root, self.name) / f"{self.job}{_SUFFIX}", content)
 
 

@@ -76,7 +76,7 @@ def plan_gain(before: PricedPlan, now: PricedPlan, problem: Problem, model: Cost
 
 
 def _changed_work_share(old: Plan, new: Plan, work: Callable[[Shard], float]) -> float:
-    """Share of work, 0 to 1, that one of two plans has on devices where the other has not."""
+    """Share of work, 0 to 1, that is on other devices under the new plan than under the old one."""
     # Work is summed over both plans, so that a plan which moved everything has a share of 1.
     before, after = _work_by_placement(old, work), _work_by_placement(new, work)
     total = sum(before.values()) + sum(after.values())

@@ -22,7 +22,7 @@ from shardcore.tables.hot_rows import COLD, HOT, cold_part_names
 
 @dataclass(frozen=True)
 class HotDrift:
-    """Drift of the hot rows of a table.
+    """Drift of a table's hot rows: how far the ids held as hot still are the hottest.
 
     still_hot: share of them that are as hot as the last of as many hottest rows now.
     planned_share: their share of lookups in the problem.
@@ -96,7 +96,7 @@ def _table_drift(
     entering = len(np.setdiff1d(new.ids, now.ids, assume_unique=True))
     share, best_share = (float(of_rows[hot.ids].sum()) / total for hot in (now, new))
     planned = hot_part.pooling + cold_part.pooling
-    payload_bytes = hot_part.dim * FP32_BYTES * sum(codec.size_ratio for codec in problem.codecs)
+    payload_bytes = hot_part.dim * FP32_BYTES * sum(codec.size_ratio for codec in problem.payload_codecs)
     # Lookups in a step that `new` makes hot. Of a cold one, (D - 1) / D come from another device.
     saved_lookups = (best_share - share) * total / counts.samples * problem.global_batch
     sent_share = (n_devices - 1) / n_devices
@@ -117,7 +117,7 @@ def _table_drift(
 
 
 def _hottest_ids(now: HotIds, counts: np.ndarray) -> HotIds:
-    """Hottest ids of a table, as many as are hot now. Among equally hot ids, those that are hot now stay."""
+    """The table's hottest ids, as many as it holds as hot rows now. Ties favour ids that are hot now."""
     was = np.zeros(len(counts), dtype=bool)
     was[now.ids] = True
     # lexsort sorts by its last key first: most lookups, then those that are hot now.

@@ -40,7 +40,7 @@ _LARGE_BYTES, _LEAST_BYTE_MS = 2.0**26, 1e-15
 
 @dataclass(frozen=True)
 class MovePrice:
-    """Price of a move.
+    """Price of moving a running job to another plan: bytes, pause and payback time.
 
     bytes: weights and optimizer state that move, by level of links.
     seconds: time of the busiest device's bytes at the level's rate. {}: no rate is known.

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from shardcore.core.errors import Infeasible, ShardCoreError, Unreachable
 from shardcore.core.step_cost import PredictedCost
 from shardcore.core.types import Plan, Problem
-from shardcore.core.validation import MOST_COUNT, Count, Record, Rule, Seed, require, within
+from shardcore.core.validation import MOST_COUNT, Count, Record, Rule, Seed, number_within, require
 from shardcore.cost.model import CostModel, PricedPlan, is_less, price_plan
 from shardcore.io import files
 from shardcore.plans import store
@@ -78,11 +78,11 @@ class PublishConfig(Record):
     algorithm: str = DEFAULT_SHARDER
     seed: Seed = 0
     budget_evals: Count | None = None
-    threshold: Annotated[float, within(0, 1, such_as="0.01")] = 0.0
-    keep_versions: Annotated[int, within(store.FEWEST_KEPT, MOST_COUNT)] = 20
-    max_moved_tables: Annotated[int | None, within(0, MOST_COUNT)] = None
+    threshold: Annotated[float, number_within(0, 1, such_as="0.01")] = 0.0
+    keep_versions: Annotated[int, number_within(store.FEWEST_KEPT, MOST_COUNT)] = 20
+    max_moved_tables: Annotated[int | None, number_within(0, MOST_COUNT)] = None
     plans: Annotated[str, Rule(_is_folder_or_url, "it needs a folder or URL, such as 'plans'")] = "plans"
-    torchrec_s: Annotated[float, within(0, MOST_COUNT)] = 10.0
+    torchrec_s: Annotated[float, number_within(0, MOST_COUNT)] = 10.0
     processes: Count | None = 1
 
     def __post_init__(self) -> None:

@@ -17,8 +17,8 @@ from shardcore.core.validation import (
     MOST_COUNT,
     MOST_SEED,
     Record,
+    number_within,
     require,
-    within,
 )
 from shardcore.cost.model import CostModel
 from shardcore.cost.move_rates import MoveRates
@@ -44,7 +44,7 @@ _TRIES = 4
 
 @dataclass(frozen=True)
 class ReplanConfig(Record, noun="re-plan config"):
-    """Settings of a re-plan.
+    """Settings of a re-plan: limits on moved tables and bytes, pause and payback.
 
     max_moved_tables: tables that may move. None: any number.
     max_moved_bytes: bytes of weights that may move. None: any number.
@@ -56,13 +56,13 @@ class ReplanConfig(Record, noun="re-plan config"):
     budget: budget of the search. None: the default.
     """
 
-    max_moved_tables: Annotated[int | None, within(0, MOST_COUNT)] = None
-    max_moved_bytes: Annotated[int | None, within(0, MOST_BYTES)] = None
-    max_pause_s: Annotated[float | None, within(0, MOST_COUNT)] = None
-    pay_back_in_s: Annotated[float | None, within(0, MOST_COUNT)] = None
+    max_moved_tables: Annotated[int | None, number_within(0, MOST_COUNT)] = None
+    max_moved_bytes: Annotated[int | None, number_within(0, MOST_BYTES)] = None
+    max_pause_s: Annotated[float | None, number_within(0, MOST_COUNT)] = None
+    pay_back_in_s: Annotated[float | None, number_within(0, MOST_COUNT)] = None
     move_rates: MoveRates | None = None
     space: str | None = None
-    seed: Annotated[int, within(0, MOST_SEED)] = 0
+    seed: Annotated[int, number_within(0, MOST_SEED)] = 0
     budget: Budget | None = None
 
     @property

@@ -150,7 +150,7 @@ def decision_history(root: str | Path, name: str) -> Iterator[Decision]:
 
 
 def adopting_decision(root: str | Path, name: str, version: str) -> Decision | None:
-    """Last decision by which a version replaced another version; None if there is no such decision."""
+    """Last publishing decision by which a version replaced another version; None if there is none."""
     return next(
         (
             d
@@ -255,7 +255,7 @@ def publishing_lock(root: str | Path, name: str, patience_s: float = PATIENCE_S)
 def plan_version(plan: Plan, problem: Problem) -> str:
     """Version name of a plan: a digest of the plan and its problem."""
     # The problem is part of it: a plan of changed tables is another version.
-    return files.digest(files.plan_to_json(plan, problem))
+    return files.json_digest(files.plan_to_json(plan, problem))
 
 
 def has_version(root: str | Path, name: str, version: str) -> bool:

@@ -73,7 +73,7 @@ class CheckedJob:
 
 @dataclass(frozen=True)
 class Proposal:
-    """A better plan for a job.
+    """A better plan that is proposed for a traced job.
 
     interval_ms: interval of its step.
     moved: from the plan in use.

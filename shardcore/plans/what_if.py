@@ -33,7 +33,7 @@ _AT_ONCE = 1 << 21
 
 @dataclass(frozen=True)
 class Changed:
-    """A device after a move.
+    """Compute and memory of one device after a hypothetical move.
 
     busy_ms: compute and exchanges, without waiting and ids.
     used_bytes: memory in its largest phase.
@@ -46,7 +46,7 @@ class Changed:
 
 @dataclass(frozen=True)
 class Move:
-    """A move of one shard, priced.
+    """A hypothetical move of one shard to another device, with its price.
 
     shard: the shard.
     devices: number of the device before the move, and after it.
@@ -119,7 +119,7 @@ def _reason_to_stay(table: Table, problem: Problem) -> str:
 
 
 class _PlanSums:
-    """A plan as sums over its shards, of which a move changes few.
+    """A plan's costs as sums over its shards, so that a hypothetical move changes few terms.
 
     runs: [R] runs of the plan. An op of run r on device d has number r D + d.
     shards: [N] shards of one device. at: [N] their devices. run: [N] their runs' numbers.
@@ -165,7 +165,7 @@ class _PlanSums:
         devices = self.problem.topology.devices
         speed = np.array([d.speed for d in devices])[numbers % len(devices)]
         # An empty op costs nothing. Differences of sums may leave it some rounding.
-        return np.where(counts > 0, self.model.parts(sums).T / speed, 0.0)
+        return np.where(counts > 0, self.model.op_part_ms(sums).T / speed, 0.0)
 
     def possible_moves(self, free: Sequence[int]) -> np.ndarray:
         """[K, 2] possible moves: the number of a shard, and of a device that it may move to.
@@ -211,7 +211,7 @@ class _PlanSums:
             memory[k, device] += sign * self.columns[i]
         outputs, ids = (dict(zip(self.runs, of, strict=True)) for of in change)
         traffic = work.traffic[:, None] + traffic_of_outputs(outputs, self.problem, ids)
-        comm = self.model.comm(np.maximum(traffic, 0.0), forward + backward, topology)
+        comm = self.model.comm_cost(np.maximum(traffic, 0.0), forward + backward, topology)
         total_ms = step_ms(forward + backward, comm, work.job, link + backward)
         busy_ms = forward + backward + comm.forward_ms + comm.backward_ms
         last = (forward + backward + comm.backward_ms).argmax(1).tolist()

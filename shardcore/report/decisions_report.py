@@ -41,9 +41,9 @@ def ledger_text(ledger: Ledger | None) -> str:
     """
     if ledger is None:
         return ""
-    table = proposals_table(ledger.decision, ledger.entries, ledger.best)
+    table = proposals_table(ledger.decision, ledger.entries, ledger.winning_entry)
     because = f"\n{ledger.chosen}: {ledger.because}" * (len(ledger.entries) > 1)
-    return f"{table}{because}\n\n{ledger_text(ledger.best.within)}".rstrip("\n")
+    return f"{table}{because}\n\n{ledger_text(ledger.winning_entry.within)}".rstrip("\n")
 
 
 def proposals_table(decision: str, entries: Sequence[Entry], chosen: Entry | None = None) -> str:
@@ -71,7 +71,9 @@ def proposals_table(decision: str, entries: Sequence[Entry], chosen: Entry | Non
 
 def has_several_proposals(ledger: Ledger | None) -> bool:
     """Tell if a decision in the ledger, at any level, had more than one proposal."""
-    return ledger is not None and (len(ledger.entries) > 1 or has_several_proposals(ledger.best.within))
+    return ledger is not None and (
+        len(ledger.entries) > 1 or has_several_proposals(ledger.winning_entry.within)
+    )
 
 
 def _cell_text(value: Any) -> str:

@@ -43,7 +43,7 @@ class DeviceLoad:
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure that a notebook shows.
+    """Matplotlib figure that a notebook shows and `save` writes.
 
     figure: matplotlib's, to change it.
     """

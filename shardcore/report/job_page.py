@@ -30,7 +30,7 @@ HEADERS = (
 
 @dataclass(frozen=True)
 class JobRecord:
-    """A traced step of a job.
+    """Record of one traced step of a job, as a row of the job's page.
 
     number: in the job's count.
     at: when it was traced, Unix s.

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class StudyResults:
     """Results of studying a model. None: too few samples.
 
-    metrics: by split, the result of accuracy.evaluate; that of "test" is of study.judge_test_split.
+    metrics: by split, the result of accuracy.evaluate_accuracy; that of "test" is of study.judge_test_split.
     unseen_tables: percent error on groups of tables that a training never saw (see study).
     repeatability: percent error of a timing itself (see study).
     curve: errors over the number of training samples.
@@ -185,8 +185,8 @@ def doubling_gain_sentence(curve: LearningCurve, repeatability: float | None) ->
     most = max(n for n, _ in curve.rows)
     floor = f"; a timing itself is off by {repeatability:.1f}%" if repeatability is not None else ""
     return (
-        f"Twice the groups ({2 * most:,} instead of {most:,}) would take {curve.gain:.1f} points off the learning "
-        f"curve's held-out error of {curve.error_at(most):.1f}%, of own groups alone{floor}."
+        f"Twice the groups ({2 * most:,} instead of {most:,}) would take {curve.gain:.1f} points off the "
+        f"learning curve's held-out error of {curve.error_at(most):.1f}%, of own groups alone{floor}."
     )
 
 
@@ -206,7 +206,7 @@ _SPLIT_ROWS = (
     ("of its exchange of ids", "all_to_all_ids_forward_mape", "{:.1f}%"),
     ("of bucketized ids", "all_to_all_ids_bucketized_forward_mape", "{:.1f}%"),
 )
-"""Rows of the card's table of splits: words, metric of accuracy.evaluate, format."""
+"""Rows of the card's table of splits: words, metric of accuracy.evaluate_accuracy, format."""
 
 
 def model_card(model: NeuralModel, studied: StudyResults, name: str) -> str:

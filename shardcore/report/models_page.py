@@ -35,7 +35,7 @@ _EXPLAINED = 3
 
 @dataclass(frozen=True)
 class ModelRecord:
-    """A version of a model.
+    """Record of one registered version of a cost model: errors and times as champion.
 
     registered_at: Unix s.
     error: its score where it was judged: percent, mean error on held-out groups and exchanges. None: unknown.

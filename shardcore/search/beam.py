@@ -21,7 +21,7 @@ import numpy as np
 
 from shardcore.core.errors import Infeasible
 from shardcore.core.types import Placement, Plan, Problem, Shard
-from shardcore.core.validation import MOST_COUNT, Count, Record, within
+from shardcore.core.validation import MOST_COUNT, Count, Record, number_within
 from shardcore.cost.model import CostModel, is_less, is_minimum
 from shardcore.search.anneal.search_space import SearchSpace
 from shardcore.search.budget import Meter
@@ -51,7 +51,7 @@ _PROBED = 256
 
 @dataclass(frozen=True)
 class BeamConfig(Record):
-    """Parameters of the beam.
+    """Parameters of the beam search.
 
     beam: states kept.
     candidates: shards halved, of the largest and of the costliest.
@@ -60,7 +60,7 @@ class BeamConfig(Record):
 
     beam: Count = 3
     candidates: Count = 10
-    steps: Annotated[int, within(0, MOST_COUNT)] = 10
+    steps: Annotated[int, number_within(0, MOST_COUNT)] = 10
 
 
 TABLE_WISE = BeamConfig(steps=0)
@@ -69,7 +69,7 @@ TABLE_WISE = BeamConfig(steps=0)
 
 @dataclass(frozen=True)
 class StatePlan:
-    """The best plan of a state.
+    """Cheapest plan found for one beam state (one way to cut tables by columns).
 
     ms: its cost; infinite if no plan fits.
     state: how tables are cut.
@@ -84,7 +84,7 @@ class StatePlan:
 
 
 class InnerSearch(Protocol):
-    """Places the shards of several states.
+    """Inner search of the beam: places the shards of several states.
 
     plans: number of plans that it makes of each state.
     """
@@ -111,7 +111,7 @@ class Beam:
     meter: Meter
     plan_s: float = 0.0
 
-    def plan(self, **provenance: Any) -> Plan:
+    def best_plan(self, **provenance: Any) -> Plan:
         """Best plan of the beam search, within the budget of `meter`.
 
         provenance: of the plan.

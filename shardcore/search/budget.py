@@ -13,7 +13,7 @@ from typing import Annotated
 
 from shardcore.core import progress
 from shardcore.core.validation import Record
-from shardcore.core.validation import within as in_range
+from shardcore.core.validation import number_within as in_range
 from shardcore.io.schema import MOST_INT
 
 MOST_THREADS = 1024
@@ -79,7 +79,7 @@ class Budget(Record):
 
 @dataclass
 class Meter:
-    """One run's use of its budget.
+    """Meter of a search's budget: evaluations and seconds used and left.
 
     budget: the limits.
     started_s: time of the start, by `progress.clock`.

@@ -16,7 +16,7 @@ from shardcore.search.sharders import sharder
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a sharder.
+    """Result of running one sharder on a problem: a plan, or the reason that there is none.
 
     algorithm: its name.
     seconds: wall time, without compiling.

@@ -45,7 +45,7 @@ FALLBACK = "anneal"
 
 @dataclass(frozen=True)
 class ShardCost:
-    """A shard on the limiting device.
+    """Cost of one shard on the device that limits the step.
 
     kind: kind of sharding, and the collection if it has a name.
     saves_ms: compute of the device that would go without it.
@@ -248,8 +248,8 @@ def _shard_costs(workload: Workload, device: int, model: CostModel) -> tuple[Sha
         codes = np.asarray(model.encode(op.shards, op.batch), dtype=float)
         sums = codes.sum(0)
         # An op with a single shard disappears with it, launch included.
-        without = model.head(sums - codes) if len(codes) > 1 else np.zeros(1)
-        saves = (model.head(sums[None])[0] - without) / workload.topology.devices[device].speed
+        without = model.op_ms(sums - codes) if len(codes) > 1 else np.zeros(1)
+        saves = (model.op_ms(sums[None])[0] - without) / workload.topology.devices[device].speed
         kind = f"{op.kind}, {op.layout.collection}" if op.layout.collection else op.kind
         costs += [
             ShardCost(s.label, kind, float(ms), s.bytes) for s, ms in zip(op.shards, saves, strict=True)

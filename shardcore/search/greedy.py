@@ -84,7 +84,7 @@ def _baseline_plan(
     unused.
     """
     inner = LeastLoaded(load, np.random.default_rng(seed))
-    return Beam(problem, model, inner, TABLE_WISE, Budget().start()).plan(algorithm=name, seed=seed)
+    return Beam(problem, model, inner, TABLE_WISE, Budget().start()).best_plan(algorithm=name, seed=seed)
 
 
 LOADS: dict[str, Load] = {

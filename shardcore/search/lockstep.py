@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from shardcore.core.progress import ticking
+from shardcore.core.progress import iterate_with_progress
 from shardcore.core.types import Plan, Problem, Shard
 from shardcore.cost.model import EQUAL, CostModel, is_minimum
 from shardcore.search.anneal import compiled
@@ -56,7 +56,7 @@ class PlanBatch:
         self._state = compiled.empty_state(space.fixed, len(topology.hosts), (len(keys) * plans,))
         # Packed once: the records outlive all calls.
         self._problem, self._states = pack_record(space.fixed), pack_batch(self._state)
-        self._head = model.compiled().head
+        self._head = model.compiled_op_ms().head
         compiled.prepare_plans(self._head, self._problem, self._states, np.ascontiguousarray(keys, np.int64))
 
     def fitting_devices(self, item: Integers, blocks: Integers) -> np.ndarray:
@@ -67,7 +67,7 @@ class PlanBatch:
         )
         return fits.reshape(*self._shape, -1)
 
-    def place(self, item: Integers, blocks: Integers, device: Integers) -> None:
+    def place_shard(self, item: Integers, blocks: Integers, device: Integers) -> None:
         """Add a shard to each plan, on its device, whether or not it fits there."""
         compiled.put_shards(
             self._head, self._problem, self._states, self._broadcast_to_plans(item, blocks, device)
@@ -123,7 +123,7 @@ class PlanBatch:
     def device_part_ms(self) -> np.ndarray:
         """[C, K, D, 3] ms of each device: forward compute, backward exchange, backward compute."""
         cache = self.space.cache
-        forward = cache.model.parts(self.summed_encodings)[..., 0].sum(-1) / cache.speed
+        forward = cache.model.op_part_ms(self.summed_encodings)[..., 0].sum(-1) / cache.speed
         compute = self.device_ms
         exchange = self.space.collective_cost(self._without_trial_rows(self._state.ops), compute).backward_ms
         return np.stack([forward, np.broadcast_to(exchange, forward.shape), compute - forward], -1)
@@ -145,7 +145,7 @@ the plans have the shard, and `devices` says where.
 
 @dataclass(frozen=True, eq=False)
 class Placed:
-    """Plans of several states.
+    """Result of placing the shards of several beam states, with several plans each.
 
     batch: the plans.
     order: [C, N] the shard that came at each step.
@@ -159,14 +159,14 @@ class Placed:
     devices: np.ndarray
 
     @property
-    def fits(self) -> np.ndarray:
+    def feasible_plans(self) -> np.ndarray:
         """[C, K] bool: plans in which all shards found a legal device."""
         return np.all(self.legal.any(-1), axis=-1)
 
     @cached_property
     def total_ms(self) -> np.ndarray:
         """[C, K] cost of the plans; inf for plans that do not fit."""
-        return np.where(self.fits, self.batch.cost_ms(), np.inf)
+        return np.where(self.feasible_plans, self.batch.cost_ms(), np.inf)
 
     @property
     def excess_bytes(self) -> np.ndarray:
@@ -199,12 +199,12 @@ def place_in_order(
     batch = PlanBatch(space, keys, plans)
     devices = np.zeros((n_states, plans, n_shards), dtype=np.int64)
     legal = np.zeros((n_states, plans, n_shards, n_devices), dtype=bool)
-    for i, scores in enumerate(ticking(scorer(batch, keys, devices))):
+    for i, scores in enumerate(iterate_with_progress(scorer(batch, keys, devices))):
         item, blocks = keys[:, i, 0][:, None], keys[:, i, 1][:, None]  # [C, 1]
         legal[:, :, i] = batch.fitting_devices(item, blocks) & (scores < np.inf)
         best = is_minimum(np.where(legal[:, :, i], scores, np.inf), equal)
         left_bytes = space.fixed.devices[:, FREE] - batch.used_bytes
         devices[:, :, i] = np.where(best, left_bytes, -np.inf).argmax(-1)
         # Also where none is legal: `excess_bytes` then shows by how much.
-        batch.place(item, blocks, devices[:, :, i])
+        batch.place_shard(item, blocks, devices[:, :, i])
     return Placed(batch, order, legal, devices)

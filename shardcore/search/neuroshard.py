@@ -38,7 +38,7 @@ from shardcore.search.lockstep import Placed, PlanBatch, place_in_order
 
 @dataclass(frozen=True)
 class NeuroShardConfig(BeamConfig):
-    """Parameters of the beam, and of the passes.
+    """Parameters of NeuroShard's beam, and of its greedy passes.
 
     scales: of each pass the cap on a device's columns, relative to the mean. None: it has no cap.
     """
@@ -63,7 +63,7 @@ def search_with_neuroshard(
 
     One evaluation is one greedy pass priced. Raises Infeasible (see `feasible_shards`) and SettingMismatch.
     """
-    return Beam(problem, model, GreedyGrid(config.scales), config, (budget or Budget()).start()).plan(
+    return Beam(problem, model, GreedyGrid(config.scales), config, (budget or Budget()).start()).best_plan(
         algorithm="neuroshard", seed=seed, config=asdict(config)
     )
 

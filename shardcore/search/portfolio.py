@@ -66,7 +66,7 @@ def search_with_portfolio(
 
     Raises Infeasible if no search finds a plan, and SettingMismatch.
     """
-    return _Anytime("portfolio", problem, model, seed, budget).plan("all", others=True)
+    return _Anytime("portfolio", problem, model, seed, budget).best_plan("all", others=True)
 
 
 def search_with_annealing(
@@ -87,7 +87,7 @@ def search_with_annealing(
     Raises as `search_with_portfolio`, and ShardCoreError for an unknown space.
     """
     name = "anneal" if space == "all" else "anneal_columns"  # halves are for comparisons only
-    return _Anytime(name, problem, model, seed, budget).plan(space, reshard=reshard)
+    return _Anytime(name, problem, model, seed, budget).best_plan(space, reshard=reshard)
 
 
 class _Anytime:
@@ -111,7 +111,7 @@ class _Anytime:
         """Cost of the cheapest plan so far; infinite before the first plan."""
         return np.inf if self.best is None else self.best.provenance["predicted_ms"]
 
-    def plan(self, space: str, others: bool = False, reshard: Reshard | None = None) -> Plan:
+    def best_plan(self, space: str, others: bool = False, reshard: Reshard | None = None) -> Plan:
         """Cheapest plan of all searches when the budget ends.
 
         others: whether all searches take part, or annealing only.
@@ -169,7 +169,7 @@ class _Anytime:
                         "neuroshard",
                         lambda of=meter: Beam(
                             self.problem, self.model, GreedyGrid(_BEAM.scales), _BEAM, of
-                        ).plan(),
+                        ).best_plan(),
                     )
                 ):
                     # Annealing starts from it in its next round.
@@ -195,7 +195,7 @@ class _Anytime:
     def _cuts_of_hot_tables(self) -> list[dict[str, list[int]]]:
         """Ways to cut tables into parts that are too hot for one host, or sequences too hot for one device."""
         topology, tables = self.problem.topology, searched_tables(self.problem)
-        in_grids = any(1 < len(group) < len(topology) for y in _GRIDS for group in y.groups(topology))
+        in_grids = any(1 < len(group) < len(topology) for y in _GRIDS for group in y.device_groups(topology))
         whole = [Shard.whole(table) for table in tables]
         ms = group_op_ms([[shard] for shard in whole], self.model)
         n_bytes = np.array([output_bytes(shard, self.problem.global_batch) for shard in whole])

@@ -1,4 +1,4 @@
-"""SHARDERS: every search by name, with one signature. LEARNED: those that need a trained policy."""
+"""All searches by name (SHARDERS), with one signature. LEARNED: the searches that need a trained policy."""
 
 from __future__ import annotations
 

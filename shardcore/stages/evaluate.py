@@ -14,7 +14,7 @@ import numpy as np
 
 from shardcore.core.progress import report_to_listener
 from shardcore.core.types import Problem, Setting, Table
-from shardcore.core.validation import Count, Repeats, Seed, require, within
+from shardcore.core.validation import Count, Repeats, Seed, number_within, require
 from shardcore.cost import accuracy, replay_metrics, study, training
 from shardcore.cost.model import CostModel
 from shardcore.cost.neural import NeuralModel
@@ -64,10 +64,10 @@ class EvaluateConfig(ProblemConfig):
     replay_repeats: steps of each replayed plan.
     """
 
-    problems: Annotated[int, within(1, MOST_DRAWS)] = 6
+    problems: Annotated[int, number_within(1, MOST_DRAWS)] = 6
     seed: Seed = 1
     budget_evals: Count = 20_000
-    replay_problems: Annotated[int, within(0, MOST_DRAWS)] = 5
+    replay_problems: Annotated[int, number_within(0, MOST_DRAWS)] = 5
     replay_repeats: Repeats = 20
 
 
@@ -122,7 +122,7 @@ def judge_model(candidate: Candidate, out: Path) -> dict[str, float]:
     known = training.read_held_out_samples(model, candidate.measurements)
     compute = [s for s in accuracy.held_out_samples(known.compute) if s.error is None]
     measured = np.array([s.total_ms for s in compute])
-    predicted = accuracy.predict(model, compute)
+    predicted = accuracy.predict_op_ms(model, compute)
     rows = [
         {
             "shards": len(s.request.shards),

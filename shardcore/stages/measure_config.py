@@ -14,14 +14,14 @@ from shardcore.core.validation import (
     Repeats,
     Seed,
     Wait,
+    number_within,
     require,
-    within,
 )
 from shardcore.measure.config import CollectiveConfig, KernelConfig, ReplayConfig
 from shardcore.measure.sampling import MOST_DRAWS, MOST_RANKS
 from shardcore.measure.sampling.groups import GroupConfig
 
-Samples = Annotated[int, within(0, MOST_DRAWS), "N"]
+Samples = Annotated[int, number_within(0, MOST_DRAWS), "N"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class SampledStepConfig(ReplayConfig):
     """Settings of replayed steps that become samples: fewer repeats, and smaller tables, than of other replays."""
 
     repeats: Repeats = 20
-    arena_bytes: Annotated[int, within(1, MOST_BYTES)] = 512 << 20
+    arena_bytes: Annotated[int, number_within(1, MOST_BYTES)] = 512 << 20
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,11 @@ class MeasureConfig(Record):
     comm_samples: Samples = 150
     step_samples: Samples = 16
     again: Samples = 0
-    minutes: Annotated[float | None, within(0, MOST_COUNT, above=True)] = None
+    minutes: Annotated[float | None, number_within(0, MOST_COUNT, above=True)] = None
     seed: Seed = 0
-    actors: Annotated[int, within(0, MOST_RANKS)] = 0
-    ranks: Annotated[int, within(0, MOST_RANKS)] = 0
-    hosts: Annotated[int, within(1, MOST_RANKS)] = 1
+    actors: Annotated[int, number_within(0, MOST_RANKS)] = 0
+    ranks: Annotated[int, number_within(0, MOST_RANKS)] = 0
+    hosts: Annotated[int, number_within(1, MOST_RANKS)] = 1
     chunk: Count = 16
     hang_s: Wait = 60.0
     held_out: bool = False

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from shardcore.core.access_statistics import MOST_RANGES, REUSE_BINS, Reuse, RowShares, Zipf
-from shardcore.core.payloads import payload_of
+from shardcore.core.payloads import payload_by_name
 from shardcore.core.types import OUTPUT_BYTES, Shard, Table
 
 BIN_LOW = np.array([1] + [2 ** (k - 1) + 1 for k in range(1, REUSE_BINS)], dtype=np.float64)
@@ -510,4 +510,4 @@ def output_bytes(shard: Shard, batch: int) -> int:
 
 def payload_bytes(n_bytes: Any, payload: str) -> Any:
     """Bytes that outputs or gradients of `n_bytes` in FP32 take on the wire, without padding."""
-    return n_bytes * payload_of(payload).size_ratio
+    return n_bytes * payload_by_name(payload).size_ratio

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.payloads import MEASURED, payload_of
+from shardcore.core.payloads import MEASURED, payload_by_name
 from shardcore.step.memory_timeline import Stages, stage_buffers
 
 Widths = Sequence[int]
@@ -313,7 +313,7 @@ def carried_payload(row: Collective, way: str, payload: str) -> str:
     """
     if not row.cast:
         return "fp32"
-    summed = payload_of(payload).summed if row.ring else None
+    summed = payload_by_name(payload).summed if row.ring else None
     return summed[way == "backward"] if summed else payload
 
 

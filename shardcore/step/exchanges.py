@@ -201,7 +201,7 @@ def merge_unknown_levels(domains: np.ndarray, known: Sequence[bool]) -> np.ndarr
 @lru_cache(maxsize=512)
 def cached_channel_terms(model: ExchangeLaw, channel: Channel, topology: Topology) -> ChannelTerms:
     """A cost model's terms of a channel's collective in a topology, cached."""
-    return model.exchange(channel, topology)
+    return model.channel_terms(channel, topology)
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,10 +231,10 @@ class ExchangeLaw(Protocol):
     """A model whose terms give the costs of a step's collectives."""
 
     @abstractmethod
-    def exchange(self, channel: Channel, topology: Topology) -> ChannelTerms:
+    def channel_terms(self, channel: Channel, topology: Topology) -> ChannelTerms:
         """The cost model's terms of a channel's collective in a topology."""
 
-    def comm(self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology) -> CommCost:
+    def comm_cost(self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology) -> CommCost:
         """Costs of a step's collectives on each device. They run one after another.
 
         The forward exchange follows a device's compute and backward transfer. It waits for the last device. A late
@@ -269,7 +269,7 @@ def channel_transfer_ms(
 ) -> dict[Channel, dict[str, np.ndarray]]:
     """[..., D] ms of each channel's collective by direction, over all traffic slots.
 
-    Arguments as of ExchangeLaw.comm.
+    Arguments as of ExchangeLaw.comm_cost.
     """
     skew_ms = np.ptp(compute_ms, axis=-1)
     nothing = np.zeros(np.shape(traffic)[1:])

@@ -71,7 +71,7 @@ class Channel:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """A kind of sharding.
+    """A kind of sharding as it runs in one collection: its channels, device groups and memory.
 
     name: in placements and files.
     words: description for people.
@@ -109,7 +109,7 @@ class Layout:
     collection: str = ""
     rows_over: str = ""
 
-    def groups(self, topology: Topology) -> tuple[Group, ...]:
+    def device_groups(self, topology: Topology) -> tuple[Group, ...]:
         """The groups of devices that may share a shard of this kind, under the topology's (or default) division of
         rows.
         """
@@ -119,7 +119,7 @@ class Layout:
         """The groups of devices that may share a shard of this kind, under any division of rows that the topology
         allows.
         """
-        return self.groups(topology) if topology.rows_over else self.shared_by(topology)
+        return self.device_groups(topology) if topology.rows_over else self.shared_by(topology)
 
     @property
     def is_on_one_device(self) -> bool:
@@ -185,7 +185,7 @@ def _single_device_groups(topology: Topology) -> tuple[Group, ...]:
 
 
 def _one_group_of_all(topology: Topology) -> tuple[Group, ...]:
-    """One group of all devices."""
+    """The only device group of a kind that uses all devices together."""
     return groups_in_topology(topology, WORLD)
 
 
@@ -380,7 +380,9 @@ def kinds_of_channel(channel: Channel, towers: bool = False) -> str:
 
 def kinds_on_all_devices(topology: Topology) -> tuple[Layout, ...]:
     """The kinds of sharding whose shards are always on all devices."""
-    return tuple(k for k in LAYOUTS.values() if len(topology) > 1 and k.groups(topology) == (topology.ranks,))
+    return tuple(
+        k for k in LAYOUTS.values() if len(topology) > 1 and k.device_groups(topology) == (topology.ranks,)
+    )
 
 
 def layout_of_kind(kind: str) -> Layout:
@@ -448,7 +450,7 @@ def layout_of_torchrec(
         return named[0] if named else None
     # A plan of the undecided topology has either kind; the size of its groups tells which.
     sized = [x for x in named if any(len(group) == devices for group in x.possible_groups(topology)[:1])]
-    return next(iter([*sized, *(x for x in named if x.groups(topology)), *named]))
+    return next(iter([*sized, *(x for x in named if x.device_groups(topology)), *named]))
 
 
 def even_row_share(rows: int, n: int) -> int | None:
@@ -508,7 +510,7 @@ def possible_groups(
     # An empty last range would break TorchRec's kernels (see even_row_share).
     return [
         group
-        for group in layout.groups(topology)
+        for group in layout.device_groups(topology)
         if (allowed is None or set(group) <= set(allowed))
         and (not layout.divides_rows or even_row_share(rows, len(group)))
     ]

@@ -22,7 +22,7 @@ import numpy as np
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.job import Job
-from shardcore.core.progress import tick, ticking
+from shardcore.core.progress import iterate_with_progress, tick
 from shardcore.core.topology import Topology
 from shardcore.core.types import Plan, Problem, Shard, Table
 from shardcore.core.validation import require, require_type
@@ -80,7 +80,7 @@ def is_sequence_op(shards: Sequence[Shard]) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Workload:
-    """One step of a plan.
+    """Work of one training step of a plan: fused ops, traffic and memory of all devices.
 
     ops: (D tuples) of each device, in the order of `layouts_for_tables`. Devices that run the same shards share an Op.
     traffic: [L C, D] bytes that enter each channel; of kinds.ID_CHANNELS, bytes that arrive.
@@ -224,7 +224,7 @@ def require_full_cover(plan: Plan, problem: Problem) -> None:
     by_table: dict[str, list[Shard]] = defaultdict(list)
     over: dict[str, str] = {}
     known = {t.name: t for t in problem.tables}
-    for placement in ticking(plan.placements):
+    for placement in iterate_with_progress(plan.placements):
         shard = placement.shard
         table = known.get(shard.table.name)
         # Plans mostly hold the problem's own tables. Identity saves comparing their statistics.
@@ -274,7 +274,7 @@ def _require_working_codecs(plan: Plan, problem: Problem) -> None:
             columns[run, device] += shard.width * shard.table.features
             if reason:
                 suspects[run, device] = shard, reason
-    there, back = problem.codecs
+    there, back = problem.payload_codecs
     for (run, device), (shard, reason) in suspects.items():
         # Pooled columns of a device travel together, so only all of them have to be whole blocks.
         elements = columns[run, device] * problem.local_batch

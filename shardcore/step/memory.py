@@ -30,7 +30,7 @@ from shardcore.core.access_statistics import ManagedCollision
 from shardcore.core.catalog import DENSE_OPTIMIZERS, OPTIMIZERS
 from shardcore.core.errors import Infeasible, Overfull
 from shardcore.core.job import PIPELINES
-from shardcore.core.progress import ticking
+from shardcore.core.progress import iterate_with_progress
 from shardcore.core.tiers import TIERS
 from shardcore.core.types import PRECISION_BYTES, Placement, Plan, Problem, Shard, Table
 from shardcore.core.validation import require_type
@@ -243,7 +243,7 @@ class Caches:
 
     @classmethod
     def from_shards(cls, shards: Iterable[tuple[Layout, Shard]]) -> Caches:
-        """The embedding caches that fused ops of these shards may have."""
+        """Embedding caches of the fused ops that may have the given shards."""
         # Widths are known up front, so that counts are fixed-length vectors that add and subtract.
         widths: dict[tuple[Layout, str], set[int]] = defaultdict(set)
         for run, shard in shards:
@@ -492,7 +492,7 @@ def shard_sums(run: Layout, shard: Shard, problem: Problem) -> Sums:
 def _sums_of_runs(held: Iterable[tuple[Layout, Shard]], problem: Problem) -> dict[Layout, np.ndarray]:
     """Sums over the shards of each op of a device, from its shards with their layouts."""
     sums: defaultdict[Layout, np.ndarray] = defaultdict(lambda: np.zeros(len(Sums._fields)))
-    for run, shard in ticking(held):
+    for run, shard in iterate_with_progress(held):
         sums[run] += shard_sums(run, shard, problem)
     return sums
 
@@ -528,7 +528,7 @@ class RunStages:
     stages: tuple[Stages, ...]
 
     @property
-    def most(self) -> np.ndarray:
+    def max_multiples(self) -> np.ndarray:
         """[R, 2] the largest of the multiples of bytes that entered, and of lookups."""
         sums = self.slots.sum(3)[..., OF_ENTERED:]
         # Buffers freed late exist together with those of `after`.
@@ -548,7 +548,7 @@ def moments_beyond_resident(problem: Problem) -> np.ndarray:
 
 @lru_cache(maxsize=64)
 def run_stages(runs: tuple[Layout, ...], problem: Problem) -> RunStages:
-    """Bytes that runs of the given layouts hold in each stage of a step."""
+    """Bytes that fused ops of the given layouts hold in each stage of a step."""
     stages, part = tuple(run.memory_stages for run in runs), PARTS.index
     phases = np.array([[len(buffers.phases) for buffers in of] for of in stages], np.int64).reshape(-1, 4)
     slots = np.zeros((len(runs), 4, SLOT_PHASES + phases.max(initial=0), len(PARTS), OF_LOOKUPS + 1))
@@ -569,7 +569,7 @@ def run_stages(runs: tuple[Layout, ...], problem: Problem) -> RunStages:
 
 
 def table_of_runs(runs: Sequence[Layout]) -> np.ndarray:
-    """[R, 3] collection and kind of each run (memory_timeline.COLLECTION)."""
+    """[R, 3] collection and kind of each layout (memory_timeline.COLLECTION)."""
     # Outputs of a collection's runs are joined to one tensor.
     collections = sorted({(run.collection, run.sequence) for run in runs})
     rows = [(collections.index((x.collection, x.sequence)), x.sequence, x.local_batch) for x in runs]
@@ -599,7 +599,7 @@ class Account:
 
     @classmethod
     def from_batches(cls, batches: Mapping[Layout, RunBatch], problem: Problem) -> Account:
-        """The memory account of plans with these layouts, from each layout's share of a local batch.
+        """Memory account of plans with given layouts, from each layout's share of a local batch.
 
         batches: share of each run in a local batch, in the order of runs.
         """
@@ -607,7 +607,7 @@ class Account:
         return replace(account, base=account.terms @ local_batch_terms(batches, problem))
 
     @property
-    def sent(self) -> np.ndarray:
+    def sent_id_batches(self) -> np.ndarray:
         """[P] batches of which ids for a local batch are in a phase."""
         return self.terms[:, SENT]
 
@@ -660,7 +660,7 @@ def phases_by_part(runs: tuple[Layout, ...], problem: Problem) -> tuple[tuple[st
 
 @lru_cache(maxsize=64)
 def account_without_batch(runs: tuple[Layout, ...], problem: Problem) -> Account:
-    """The memory account of plans with these layouts, in the order in which TorchRec runs them, and no local batch."""
+    """Memory account of plans with given layouts, in TorchRec's running order, without a local batch."""
     # Equal phases are one for the purpose of a maximum.
     peaks = np.unique(phases_by_part(runs, problem)[1].sum(1), axis=0)
     # A phase that has no more of any term than another one is never the peak. Phases below none but themselves stay.
@@ -716,7 +716,7 @@ def peak_bytes_function(problem: Problem) -> Callable[[Layout, Shard], int]:
             ids += bucketized_id_bytes(shard.table, problem.job, len(run.shared_by(problem.topology)[0]))
         own = account.bytes_by_phase(run, shard_sums(run, shard, problem))
         # Columns beyond `phases` are op limits, not bytes.
-        return math.ceil((own + problem.local_batch * ids * account.sent)[: account.phases].max())
+        return math.ceil((own + problem.local_batch * ids * account.sent_id_batches)[: account.phases].max())
 
     return peak_bytes
 

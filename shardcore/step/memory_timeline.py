@@ -73,7 +73,7 @@ Ids, local batches and the dense part belong to no run (shard_memory.bytes_by_mo
 
 @dataclass(frozen=True, eq=False)
 class StageBuffers:
-    """Buffers of a run in one stage.
+    """Memory buffers of a fused op in one stage of a step.
 
     before: from the start of the stage until the run begins.
     phases: in each of the run's phases.

@@ -30,7 +30,7 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
-from shardcore.core.progress import tick, ticking
+from shardcore.core.progress import iterate_with_progress, tick
 from shardcore.core.types import Problem, Shard, Table
 from shardcore.step.engine.arrays import (
     ARRIVED,
@@ -54,7 +54,7 @@ from shardcore.step.ways import (
     fits_single_device_by_width,
     join_columns,
     layout_of_shard,
-    row_range,
+    row_range_of_shard,
 )
 
 _ENCODED_AT_ONCE = 1 << 14
@@ -67,7 +67,7 @@ class Encoder(Protocol):
     """The methods of a cost model that options call (cost.model.CostModel)."""
 
     def encode(self, shards: Sequence[Shard], batch: int | None = None) -> np.ndarray: ...
-    def head(self, sums: np.ndarray) -> np.ndarray: ...
+    def op_ms(self, sums: np.ndarray) -> np.ndarray: ...
 
 
 Model = TypeVar("Model", bound=Encoder)
@@ -120,8 +120,8 @@ class Options(Generic[Model]):
         self._items_at: dict[RowRange, list[tuple[Shard, int]]] = defaultdict(list)  # (whole item, number)
         for i, bundle in enumerate(self.items):
             for shard in bundle:
-                self._items_at[row_range(shard)].append((shard, i))
-        runs = [layout_of_shard(bundle[0], problem) for bundle in ticking(self.items)]
+                self._items_at[row_range_of_shard(shard)].append((shard, i))
+        runs = [layout_of_shard(bundle[0], problem) for bundle in iterate_with_progress(self.items)]
         # In the order of layouts_for_tables, whatever the order of the shards.
         self.kinds = tuple(run for run in layouts_for_tables(problem.tables) if run in runs)
         self.kind = np.array([self.kinds.index(run) for run in runs])
@@ -140,7 +140,7 @@ class Options(Generic[Model]):
             # A sequence that is cut has equal parts.
             self.block_width[item] = gcd(*of_parts) if len(of_parts) > 1 else self.block_width[item]
         self.size = np.array([self._block_count(i, bundle[0]) for i, bundle in enumerate(self.items)])
-        keys = self.shard_keys(ticking(shards))
+        keys = self.shard_keys(iterate_with_progress(shards))
         # Cut already because they do not fit whole: of sequences, only these may be cut.
         self._cut_before = {item for item, blocks in keys if blocks < self.size[item]}
         # [S] shards of each item. With fewer, some would not fit.
@@ -158,7 +158,7 @@ class Options(Generic[Model]):
         self.groups = tuple(
             (layout, group)
             for layout in layouts_for_tables(problem.tables)
-            for group in layout.groups(problem.topology)
+            for group in layout.device_groups(problem.topology)
             if len(group) > 1
         )
         self.layouts = tuple(dict.fromkeys(layout for layout, _ in self.groups))
@@ -181,7 +181,7 @@ class Options(Generic[Model]):
     @cached_property
     def item_by_name(self) -> dict[str, int]:
         """The first item (columns of a table) of each table, by table name."""
-        return {self.table(s).name: s for s in range(len(self))}
+        return {self.table_of_item(s).name: s for s in range(len(self))}
 
     @cached_property
     def caches(self) -> Caches:
@@ -194,18 +194,18 @@ class Options(Generic[Model]):
         narrow = [
             (parts[0][0], self._cut_blocks(s, 0, blocks)[0])
             for s, parts in enumerate(self.parts)
-            if self.table(s).in_host_memory
+            if self.table_of_item(s).in_host_memory
             for blocks in range(1, self.size[s])
         ]
         return Caches.from_shards([*whole, *narrow])
 
-    def covers(self, shards: Sequence[Shard]) -> bool:
-        """Tell if shards make up exactly these items, with sequences cut into the same widths."""
+    def covers_shards(self, shards: Sequence[Shard]) -> bool:
+        """Tell if shards make up exactly the items of the options, with sequences cut into the same widths."""
         items = bundle_shards(join_columns(shards), self.problem)
         return self._cut_sequences == _cut_sequence_widths(shards) and self.items == items
 
-    def table(self, item: int) -> Table:
-        """The table of an item; the first table of a bundle."""
+    def table_of_item(self, item: int) -> Table:
+        """The table of an item; of a bundle (tables kept together), the first."""
         return self.items[item][0].table
 
     def shard_key(self, shard: Shard) -> ShardKey:
@@ -216,11 +216,13 @@ class Options(Generic[Model]):
     def _item_of_shard(self, shard: Shard) -> int:
         """Number of the item that contains a shard."""
         return next(
-            i for whole, i in self._items_at[row_range(shard)] if whole.col_lo <= shard.col_lo < whole.col_hi
+            i
+            for whole, i in self._items_at[row_range_of_shard(shard)]
+            if whole.col_lo <= shard.col_lo < whole.col_hi
         )
 
     def shard_keys(self, shards: Iterable[Shard]) -> list[ShardKey]:
-        """The (item, number of blocks) of each bundle of shards."""
+        """Keys (item, number of column blocks) of shards, one for each bundle of tables kept together."""
         return [self.shard_key(bundle[0]) for bundle in bundle_shards(shards, self.problem)]
 
     def deal_bundles(self, keys: Sequence[ShardKey]) -> list[Bundle]:
@@ -239,7 +241,7 @@ class Options(Generic[Model]):
 
     def _max_blocks(self, item: int) -> int:
         """The most blocks of an item that one device may hold."""
-        table = self.table(item)
+        table = self.table_of_item(item)
         # Two parts on a device would be one wider than the others, and TorchRec needs all equally wide.
         if table.sequence and item in self._cut_before:
             return 1
@@ -278,7 +280,7 @@ class Options(Generic[Model]):
         return np.maximum(self._n_before, -(-self.size // self.most))
 
     def _cut_blocks(self, item: int, low: int, high: int) -> Bundle:
-        """The shards of a bundle with blocks low to high of an item."""
+        """Shards of the column blocks `low` to `high` of an item."""
         bundle = self.items[item]
         # Tables kept together always come here: they are never cut.
         if high - low == self.size[item]:
@@ -293,7 +295,7 @@ class Options(Generic[Model]):
         TorchRec needs all shards of a sequence equally wide.
         So one is cut only where it does not fit whole, and then no further.
         """
-        table = self.table(item)
+        table = self.table_of_item(item)
         return (
             not self.is_range[item]
             and table.name not in self.problem.uncut_tables
@@ -318,7 +320,7 @@ class Options(Generic[Model]):
             return
         new = list(dict.fromkeys(zip(items[missing].tolist(), blocks[missing].tolist(), strict=True)))
         # Columns are exchangeable, so the first u blocks stand for any.
-        made = [self._cut_blocks(s, 0, u) for s, u in ticking(new)]
+        made = [self._cut_blocks(s, 0, u) for s, u in iterate_with_progress(new)]
         numbers = self._make_options(
             [
                 [(run, shard) for (run, _), shard in zip(self.parts[s], bundle, strict=True)]
@@ -353,9 +355,9 @@ class Options(Generic[Model]):
         shape, parts = (len(self.layouts), len(self)), list[list[Part]]()
         shared = np.zeros((2, *shape), np.int64)
         for y, layout in enumerate(self.layouts):
-            size = len(layout.groups(self.problem.topology)[0])
-            for s in ticking(np.unique(self.like).tolist()):
-                table = self.table(s)
+            size = len(layout.device_groups(self.problem.topology)[0])
+            for s in iterate_with_progress(np.unique(self.like).tolist()):
+                table = self.table_of_item(s)
                 # One op runs a collection's tables.
                 if (table.sequence, table.collection) != (layout.sequence, layout.collection):
                     continue
@@ -376,7 +378,7 @@ class Options(Generic[Model]):
         Kinds that divide rows need unordered rows that may be divided, and at least one row for each device.
         They also need that no item is a row range, as those would run in the same op.
         """
-        table, layout, problem = self.table(s), self.layouts[y], self.problem
+        table, layout, problem = self.table_of_item(s), self.layouts[y], self.problem
         if (
             not self.shared_options[0, y, s]
             or self.is_range[s]
@@ -385,7 +387,7 @@ class Options(Generic[Model]):
             return False
         divides = not layout.divides_rows or (
             not (table.ordered or table.name in problem.uncut_tables or self.is_range.any())
-            and even_row_share(table.rows, len(layout.groups(problem.topology)[0])) is not None
+            and even_row_share(table.rows, len(layout.device_groups(problem.topology)[0])) is not None
         )
         return divides and problem.may_run(layout, table)
 
@@ -414,11 +416,11 @@ class Options(Generic[Model]):
         run = np.array([self.runs.index(run) for run in runs], np.int64)
         # Resident and arrived, and the rest in the phase in which it takes most.
         peaks = vectors[:, RESIDENT] + moments_beyond_resident(self.problem)[0, -1, 2] * vectors[:, ARRIVED]
-        peaks += (vectors[:, [ENTERED, LOOKUPS]] * self.stages.most[run]).sum(1)
+        peaks += (vectors[:, [ENTERED, LOOKUPS]] * self.stages.max_multiples[run]).sum(1)
         codes = vectors[:, self.first_code :]
-        ms = np.asarray(self.model.head(codes))
+        ms = np.asarray(self.model.op_ms(codes))
         # The second copy of an option costs no launch.
-        added_ms = np.maximum(0.0, np.asarray(self.model.head(2 * codes)) - ms)
+        added_ms = np.maximum(0.0, np.asarray(self.model.op_ms(2 * codes)) - ms)
         # The first option of a chain has what all of them cost and take.
         alone[:, PEAK_BYTES:] = np.stack(
             [np.bincount(owners, each, len(runs)) for each in (peaks, added_ms, ms)], 1
@@ -440,7 +442,7 @@ class Options(Generic[Model]):
         keys = [
             (
                 run,
-                row_range(s),
+                row_range_of_shard(s),
                 width if s.table.in_host_memory and not s.table.lower_tier.shares_cache else 0,
             )
             for (run, s), width in zip(parts, widths.tolist(), strict=True)
@@ -453,7 +455,7 @@ class Options(Generic[Model]):
         ends = order[np.stack([begins, begins + counts - 1])]
         exact = {
             i: (*_sums_of_op(run, shard, problem), *local_batch_share(run, shard, problem))
-            for i, (run, shard) in ((i, parts[i]) for i in ticking(np.unique(ends).tolist()))
+            for i, (run, shard) in ((i, parts[i]) for i in iterate_with_progress(np.unique(ends).tolist()))
         }
         narrow, wide = np.array([[exact[i] for i in of] for of in ends.tolist()], float)
         # A line: bytes of the narrowest shard, and their growth by column.

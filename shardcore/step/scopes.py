@@ -40,7 +40,7 @@ class Scope:
     domain: str
     across: bool = False
 
-    def groups(self, domains: Domains) -> tuple[Group, ...]:
+    def device_groups(self, domains: Domains) -> tuple[Group, ...]:
         """Device groups of this scope, from the devices of each domain (host, pod); () if domain sizes differ."""
         if len({len(devices) for devices in domains}) != 1:
             return ()
@@ -87,14 +87,14 @@ def scope_by_name(name: str) -> Scope:
 def groups_among_hosts(hosts: Sequence[str], scope: str) -> tuple[Group, ...]:
     """The groups of a scope among devices given by the names of their hosts."""
     row = scope_by_name(scope)
-    return row.groups(domain_members(hosts, row.domain))
+    return row.device_groups(domain_members(hosts, row.domain))
 
 
 @lru_cache(maxsize=128)
 def groups_in_topology(topology: Topology, scope: str) -> tuple[Group, ...]:
     """The groups of devices of a scope in a topology. () if its domains differ in size."""
     row = scope_by_name(scope)
-    return row.groups(topology.devices_by_domain(row.domain))
+    return row.device_groups(topology.devices_by_domain(row.domain))
 
 
 @lru_cache(maxsize=128)

@@ -9,8 +9,8 @@ import numpy as np
 
 from shardcore.core.catalog import DENSE_OPTIMIZERS
 from shardcore.core.job import PIPELINES, Job
-from shardcore.core.payloads import payload_of
-from shardcore.core.progress import ticking
+from shardcore.core.payloads import payload_by_name
+from shardcore.core.progress import iterate_with_progress
 from shardcore.core.types import OUTPUT_BYTES, Placement, Problem, Shard, Table
 from shardcore.step.access import access_share, output_bytes, table_output_rows
 from shardcore.step.collectives import carried_payload
@@ -76,8 +76,8 @@ def exchange_buffers(channel: Channel, name: str, n_bytes: float, job: Job) -> d
     name: of the buffers (memory_timeline.Alive). "local": of what arrives, whose gradients leave.
     """
     row = channel.definition
-    there = payload_of(carried_payload(row, "forward", job.forward_payload))
-    back = payload_of(carried_payload(row, "backward", job.backward_payload))
+    there = payload_by_name(carried_payload(row, "forward", job.forward_payload))
+    back = payload_by_name(carried_payload(row, "backward", job.backward_payload))
     # The receiver's forward is the sender's backward, so the two types swap.
     leaves, arrives = (back, there) if name == "local" else (there, back)
     return {
@@ -133,7 +133,7 @@ def local_batch_shares(placements: Iterable[Placement], problem: Problem) -> dic
     # Sorting by table order makes the first table of a run decide its place, as in TorchRec.
     numbers = table_sort_keys(problem)
     runs: dict[Layout, list[RunBatch]] = {}
-    for placement in ticking(sorted(placements, key=lambda p: numbers[p.shard.table.name])):
+    for placement in iterate_with_progress(sorted(placements, key=lambda p: numbers[p.shard.table.name])):
         run = layout_for_table(placement.kind, placement.shard.table)
         runs.setdefault(run, []).append(local_batch_share(run, placement.shard, problem))
     batches = {}

@@ -21,11 +21,11 @@ from typing import Annotated
 
 from shardcore.core.catalog import OPTIMIZERS
 from shardcore.core.errors import Infeasible, ShardCoreError
-from shardcore.core.links import ROWS_OVER, pod_of
+from shardcore.core.links import ROWS_OVER, pod_of_host
 from shardcore.core.tiers import TIERS
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem
-from shardcore.core.validation import MOST_DEVICES, Record, one_of, require, within
+from shardcore.core.validation import MOST_DEVICES, Record, number_within, one_of, require
 from shardcore.step import memory
 from shardcore.step.kinds import layout_for_table, merged_placements, row_domain_of, shards_by_device
 
@@ -38,19 +38,19 @@ SYNCED_STATES: frozenset[tuple[str, ...]] = frozenset({(), ("row",)})
 It reads the state "sum" of every table (_cache_sync_tensors). Adam and LAMB of FBGEMM have none of that name:
 TorchRec 1.8 fails with a KeyError.
 """
-SyncEvery = Annotated[int, within(1, 1_000_000)]
+SyncEvery = Annotated[int, number_within(1, 1_000_000)]
 
 
 @dataclass(frozen=True)
 class Grouping(Record, noun="groups"):
-    """Division of devices into groups.
+    """Division of devices into sharding groups, which each hold all tables.
 
     size: devices of a group.
     layout: one of GROUP_LAYOUTS.
     sync_every: steps from one synchronisation of the replicas to the next.
     """
 
-    size: Annotated[int, within(1, MOST_DEVICES)]
+    size: Annotated[int, number_within(1, MOST_DEVICES)]
     layout: Annotated[str, one_of(GROUP_LAYOUTS)]
     sync_every: SyncEvery = 1
 
@@ -145,8 +145,10 @@ def problem_of_group(problem: Problem, grouping: Grouping) -> Problem:
         f"{p} has constraints.pinned {pins}; groups need none, for a device of a group stands for one of each group",
     )
     # Names differ between groups. The pattern of their hosts and pods has to agree, or links would differ.
-    for where, domain_of in (("on its hosts", str), ("in its pods", pod_of)):
-        spread = [number_hosts([domain_of(topology.devices[d].host) for d in group]) for group in each]
+    for where, domain_of in (("on its hosts", str), ("in its pods", pod_of_host)):
+        spread = [
+            host_index_by_appearance([domain_of(topology.devices[d].host) for d in group]) for group in each
+        ]
         for number, domains in enumerate(spread):
             if domains != spread[0]:
                 raise Infeasible(
@@ -246,7 +248,7 @@ def describe_grouping(grouping: Grouping, problem: Problem) -> str:
     return f"{count} {layout}groups of {size} device{'s' * (size > 1)}"
 
 
-def number_hosts(hosts: list[str]) -> tuple[int, ...]:
+def host_index_by_appearance(hosts: list[str]) -> tuple[int, ...]:
     """Names of hosts as numbers, in order of appearance."""
     number = {host: i for i, host in enumerate(dict.fromkeys(hosts))}
     return tuple(number[host] for host in hosts)

@@ -22,7 +22,7 @@ from functools import lru_cache
 from itertools import pairwise
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.progress import ticking
+from shardcore.core.progress import iterate_with_progress
 from shardcore.core.types import Placement, Problem, Shard, Table
 from shardcore.step.kinds import (
     LAYOUTS,
@@ -46,7 +46,7 @@ _KINDS = tuple(LAYOUTS)
 """The order of kinds in canonical plans."""
 
 
-def row_range(shard: Shard) -> RowRange:
+def row_range_of_shard(shard: Shard) -> RowRange:
     """The key of shards with the same rows of a table: table, row_lo, row_hi."""
     return shard.table, shard.row_lo, shard.row_hi
 
@@ -294,7 +294,11 @@ def join_columns(shards: Iterable[Shard]) -> list[Shard]:
     joined: list[Shard] = []
     # Sorted, neighbours of a row range follow each other.
     for shard in sorted(shards, key=_shard_sort_key):
-        if joined and row_range(joined[-1]) == row_range(shard) and joined[-1].col_hi == shard.col_lo:
+        if (
+            joined
+            and row_range_of_shard(joined[-1]) == row_range_of_shard(shard)
+            and joined[-1].col_hi == shard.col_lo
+        ):
             joined[-1] = replace(joined[-1], col_hi=shard.col_hi)
         else:
             joined.append(shard)
@@ -311,8 +315,8 @@ def consolidate_placements(placements: Iterable[Placement]) -> tuple[Placement, 
     """
     # A plan is the same whichever columns a device has, so equal plans get equal placements.
     groups: dict[RowRange, list[Placement]] = defaultdict(list)
-    for placement in ticking(placements):
-        groups[row_range(placement.shard)].append(placement)
+    for placement in iterate_with_progress(placements):
+        groups[row_range_of_shard(placement.shard)].append(placement)
     result: list[Placement] = []
     for group in groups.values():
         if len(group) == 1:  # the most common case by far
@@ -355,7 +359,7 @@ def placements_of_bundles(
     """
     # Row ranges are collected by table, as a placement has all of them.
     placements, ranges = [], defaultdict(list)
-    for bundle, device in ticking(zip(bundles, devices, strict=True)):
+    for bundle, device in iterate_with_progress(zip(bundles, devices, strict=True)):
         for shard in bundle:
             if shard.has_all_rows:
                 placements.append(Placement(layout_on_one_device(shard.table).name, shard, (int(device),)))

@@ -15,7 +15,7 @@ import torch
 
 from shardcore.core.access_statistics import REUSE_BINS, Reuse
 from shardcore.core.types import MIN_WIDTH, Table
-from shardcore.core.validation import MOST_DIM, MOST_TABLES, Record, Seed, within
+from shardcore.core.validation import MOST_DIM, MOST_TABLES, Record, Seed, number_within
 from shardcore.step import access
 from shardcore.tables.statistics import published_statistics, read_published_release
 
@@ -37,9 +37,9 @@ class PoolConfig(Record, noun="pool"):
     dim: dim of every table. The release has none.
     """
 
-    tables: Annotated[int, within(1, MOST_TABLES)] = 856
+    tables: Annotated[int, number_within(1, MOST_TABLES)] = 856
     seed: Seed = 0
-    dim: Annotated[int, within(MIN_WIDTH, MOST_DIM)] = 64
+    dim: Annotated[int, number_within(MIN_WIDTH, MOST_DIM)] = 64
 
 
 def generate_pool(config: PoolConfig = PoolConfig()) -> tuple[Table, ...]:

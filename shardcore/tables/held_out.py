@@ -1,4 +1,4 @@
-"""Tables that are kept for testing."""
+"""Tables that are held out for testing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Public lists of tables."""
+"""Publicly released lists of embedding tables."""
 
 from __future__ import annotations
 

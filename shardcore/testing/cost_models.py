@@ -1,4 +1,4 @@
-"""Promises of cost models."""
+"""Conformance suite for cost models: what every cost model has to fulfil."""
 
 from __future__ import annotations
 
@@ -56,25 +56,25 @@ class CostModelConformance:
     def test_heads_of_many_ops_and_of_one_agree_compiled_too(self) -> None:
         model, codes = self._model_and_encodings()
         sums = np.array([codes[:n].sum(0) for n in range(len(codes) + 1)])
-        ms, (head, parameters, fetched) = model.head(sums), model.compiled()
+        ms, (head, parameters, fetched) = model.op_ms(sums), model.compiled_op_ms()
         assert ms[0] == 0 and (ms[1:] > 0).all() and np.isfinite(ms).all()
-        np.testing.assert_allclose([model.head(s[None])[0] for s in sums], ms, rtol=self.tolerance)
+        np.testing.assert_allclose([model.op_ms(s[None])[0] for s in sums], ms, rtol=self.tolerance)
         np.testing.assert_allclose([head(s, parameters) for s in sums[1:]], ms[1:], rtol=self.tolerance)
-        chain_ms = model.parts(sums[1:])[:, 1:].sum(-1)
+        chain_ms = model.op_part_ms(sums[1:])[:, 1:].sum(-1)
         np.testing.assert_allclose([head(s, fetched) for s in sums[1:]], chain_ms, rtol=self.tolerance)
 
     def test_parts_of_an_op_are_times(self) -> None:
         model, codes = self._model_and_encodings()
-        assert model.parts(codes).shape == (len(codes), 3) and (model.parts(codes) >= 0).all()
+        assert model.op_part_ms(codes).shape == (len(codes), 3) and (model.op_part_ms(codes) >= 0).all()
 
     def test_collectives_of_many_plans_and_of_one_agree(self) -> None:
         model, plans = self._model_and_plans()
         problem = self.problem()
         traffic = np.stack([lower(plan, problem).traffic for plan in plans], axis=1)
         compute_ms = np.random.default_rng(0).uniform(1, 2, (len(plans), len(problem.topology)))
-        together = model.comm(traffic, compute_ms, problem.topology)
+        together = model.comm_cost(traffic, compute_ms, problem.topology)
         for i in range(len(plans)):
-            alone = model.comm(traffic[:, i], compute_ms[i], problem.topology)
+            alone = model.comm_cost(traffic[:, i], compute_ms[i], problem.topology)
             for name, ms in vars(together).items():
                 assert (ms >= 0).all(), name
                 np.testing.assert_allclose(ms[i], getattr(alone, name), rtol=self.tolerance, err_msg=name)
@@ -93,10 +93,10 @@ class CostModelConformance:
         if bounding is None:
             return
         sums, slack = np.cumsum(codes, axis=0), 1 + self.tolerance
-        assert (bounding.head(sums) <= model.head(sums) * slack).all()
-        rates = bounding.rates(sums[0])
+        assert (bounding.op_ms(sums) <= model.op_ms(sums) * slack).all()
+        rates = bounding.rate_lower_bounds(sums[0])
         assert (rates >= 0).all()
-        assert (bounding.launch_ms() + sums @ rates <= bounding.head(sums) * slack).all()
+        assert (bounding.launch_ms() + sums @ rates <= bounding.op_ms(sums) * slack).all()
 
     def test_exchanges_are_as_the_model_for_bounds_says(self) -> None:
         """Even exchanges cost at least their linear lower bound, and at most as much as uneven exchanges."""
@@ -110,7 +110,7 @@ class CostModelConformance:
         def bounded_parts_ms(each: np.ndarray, channel: Channel) -> np.ndarray:
             """[2, P] exchange ms: forward of the slowest device, backward as mean over devices. each: [P, D] bytes."""
             traffic = np.array([each * (c == channel) for c in CHANNELS])
-            comm = bounding.comm(traffic, np.zeros(each.shape), topology)
+            comm = bounding.comm_cost(traffic, np.zeros(each.shape), topology)
             forward = (comm.forward_ms + comm.input_ms).max(-1)
             return np.array([forward, comm.backward_ms @ speed / speed.sum()])
 

@@ -1,4 +1,4 @@
-"""Promises of decisions."""
+"""Conformance suite for decisions: what every decision before a search has to fulfil."""
 
 from __future__ import annotations
 

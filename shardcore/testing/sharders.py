@@ -1,4 +1,4 @@
-"""Promises of sharders."""
+"""Conformance suite for sharders: what every search has to fulfil."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ _TRIES = 4
 
 @dataclass(frozen=True)
 class TorchRecConfig:
-    """Options to sweep.
+    """Options of TorchRec's planner that the baseline sweeps.
 
     min_partition: the fewest columns of a shard; None for TorchRec's own, 128.
     all_types: True for all sharding types, False for table- and column-wise only.
@@ -201,12 +201,12 @@ def _sweep_planner_settings(
     # TorchRec adds up bytes. That is too much for some plans, and too little for others.
     spare_bytes, spare_s = local_batch_bytes(problem), 0.0
     for _ in range(_TRIES):
-        for setting in translation.settings(config):
+        for setting in translation.planner_settings(config):
             if plans and not meter.has_budget_left():
                 break
             # To list the options of all types takes seconds on many devices.
             with suppress(OutOfTime, PlannerError), meter.enforced_deadline() if plans else nullcontext():
-                placements = translation.plan(*setting, spare_bytes, meter, spare_s)
+                placements = translation.plan_placements(*setting, spare_bytes, meter, spare_s)
                 before_s = meter.elapsed_s()
                 # TorchRec knows no widest shard, and may cut unevenly.
                 with suppress(ShardCoreError):
@@ -329,9 +329,9 @@ class _TorchRecProblem:
 
         lookup: ms of one element (`lookup_ms_per_element`).
         """
-        topology = self.topology()
-        constraints = self.constraints({n: _COLUMN_TYPES[:1] for n in self.tables}, None)
-        options = self.enumerator(topology, constraints).enumerate(self.module, self.sharders)
+        topology = self.planner_topology()
+        constraints = self.parameter_constraints({n: _COLUMN_TYPES[:1] for n in self.tables}, None)
+        options = self.option_enumerator(topology, constraints).enumerate(self.module, self.sharders)
         theirs_ms = sum(s.perf.fwd_compute + s.perf.bwd_compute for o in options for s in o.shards)
         # TorchRec prices lookups by bytes over bandwidth, so bandwidth is the one free number.
         ours_ms = lookup * sum(greedy.looked_up_elements(Shard.whole(t)) for t in self.tables.values())
@@ -339,7 +339,7 @@ class _TorchRecProblem:
             return {}
         return {"hbm_mem_bw": topology.hbm_mem_bw * theirs_ms / ours_ms}
 
-    def topology(self, spare_bytes: int = 0) -> Any:
+    def planner_topology(self, spare_bytes: int = 0) -> Any:
         """TorchRec planner Topology with the problem's memory, speed and prior work of each device.
 
         spare_bytes: bytes of each device that stay free.
@@ -362,7 +362,9 @@ class _TorchRecProblem:
             device.perf = Work(speed, float(self.busy[d]))  # type: ignore[assignment]  # as Perf
         return topology
 
-    def constraints(self, types: Mapping[str, list[str]], min_partition: int | None) -> dict[str, Any]:
+    def parameter_constraints(
+        self, types: Mapping[str, list[str]], min_partition: int | None
+    ) -> dict[str, Any]:
         """TorchRec ParameterConstraints of each table.
 
         types: sharding types that each table may have.
@@ -381,7 +383,7 @@ class _TorchRecProblem:
             for name, t in self.tables.items()
         }
 
-    def enumerator(self, topology: Any, constraints: dict[str, Any]) -> Any:
+    def option_enumerator(self, topology: Any, constraints: dict[str, Any]) -> Any:
         """TorchRec EmbeddingEnumerator of sharding options, with storage counted by ShardCore."""
         from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
         from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator
@@ -390,7 +392,7 @@ class _TorchRecProblem:
         estimator: Any = PeakStorageEstimator(of_time, self.problem, self.tables)
         return EmbeddingEnumerator(topology, self.problem.local_batch, constraints, estimator=estimator)
 
-    def settings(self, config: TorchRecConfig) -> Iterable[tuple[bool, int | None]]:
+    def planner_settings(self, config: TorchRecConfig) -> Iterable[tuple[bool, int | None]]:
         """Pairs (all_types, min_partition) to sweep, without those that cut columns in the same way as an earlier
         pair.
         """
@@ -404,7 +406,7 @@ class _TorchRecProblem:
             found.setdefault((all_types, *n_shards), (all_types, least))
         return found.values()
 
-    def plan(
+    def plan_placements(
         self, all_types: bool, min_partition: int | None, spare_bytes: int, meter: Meter, spare_s: float
     ) -> list[Placement]:
         """Placements of all tables in the best plan of TorchRec's planner. Raises PlannerError if there is none.
@@ -420,7 +422,10 @@ class _TorchRecProblem:
         if not all_types:
             # Where no columns may be, the other types are all there is.
             types = {name: [x for x in of if x in _COLUMN_TYPES] or of for name, of in types.items()}
-        topology, constraints = self.topology(spare_bytes), self.constraints(types, min_partition)
+        topology, constraints = (
+            self.planner_topology(spare_bytes),
+            self.parameter_constraints(types, min_partition),
+        )
         # TorchRec's default proposers, with a smaller grid.
         by_depth, by_sum = GreedyProposer(), GreedyProposer(use_depth=False)
         proposers = [GridSearchProposer(_GRID), by_depth, by_sum, UniformProposer()]
@@ -429,7 +434,7 @@ class _TorchRecProblem:
         planner = EmbeddingShardingPlanner(
             topology,
             self.problem.local_batch,
-            self.enumerator(topology, constraints),
+            self.option_enumerator(topology, constraints),
             constraints=constraints,
             stats=[],
             storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
@@ -511,7 +516,7 @@ class PeakStorageEstimator:
 
 @dataclass
 class BudgetedProposer:
-    """A Proposer: several, each after the other, until the budget is used up.
+    """TorchRec proposer that runs several proposers in turn until the budget is used up.
 
     It continues beyond the budget until some proposal can be placed.
 
@@ -561,7 +566,7 @@ def lookup_ms_per_element(problem: Problem, model: CostModel) -> float:
     # One op with all tables: launches of single ops would hide the rate.
     shards = [Shard.whole(t) for t in problem.tables]
     elements = sum(map(greedy.looked_up_elements, shards))
-    return float(model.head(model.encode(shards).sum(0, keepdims=True))[0]) / elements if elements else 0.0
+    return float(model.op_ms(model.encode(shards).sum(0, keepdims=True))[0]) / elements if elements else 0.0
 
 
 def exchange_ms_per_column(problem: Problem, model: CostModel) -> float:

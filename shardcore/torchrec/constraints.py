@@ -339,7 +339,7 @@ def _kinds_on_topology(c: ParameterConstraints, topology: Topology, what: str) -
 def _is_possible_on(layout: Layout, topology: Topology) -> bool:
     # One device has nothing to divide, and no other replica.
     several = len(topology) > 1 or not (layout.divides_rows or layout.dense_gradient)
-    return several and bool(layout.groups(topology))
+    return several and bool(layout.device_groups(topology))
 
 
 def _allowed_kinds(c: ParameterConstraints) -> tuple[str, ...]:

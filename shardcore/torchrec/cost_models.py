@@ -18,10 +18,10 @@ def resolve_cost_model(model: CostModel | str | Path | None, compute_device: str
     Raises ShardCoreError for an unknown profile, a GPU without one, and where there is no GPU.
     """
     if model is None:
-        return profile_of_device(_cuda_device_name(compute_device)).model()
+        return profile_of_device(_cuda_device_name(compute_device)).cost_model()
     # Names and files of profiles are texts, models are objects.
     if isinstance(model, str | Path):
-        return load_profile(model).model()
+        return load_profile(model).cost_model()
     require_model(model)
     return model
 

@@ -102,7 +102,7 @@ def _peak_activation_bytes(dense: nn.Module, batch: Any, known: Iterable[torch.T
 
 
 class _LiveBytes(TorchDispatchMode):
-    """Bytes of tensors that operations make.
+    """Torch dispatch mode that counts the bytes of live tensors.
 
     peak: the most that were alive at once. known: tensors that do not count.
     """

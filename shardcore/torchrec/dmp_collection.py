@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Problem
-from shardcore.core.validation import MOST_DEVICES, Record, require, within
+from shardcore.core.validation import MOST_DEVICES, Record, number_within, require
 from shardcore.io import schema, writing
-from shardcore.io.envelope import document, read_record
+from shardcore.io.envelope import read_record, sealed_document
 from shardcore.step.sharding_groups import CONTIGUOUS, GroupedPlan, SyncEvery, devices_per_domain
 from shardcore.torchrec import fields
 from shardcore.torchrec.plan_files import plan_from_json, plan_to_json
@@ -42,7 +42,7 @@ class Arguments(Record, noun="arguments"):
     use_inter_host_allreduce: True if groups are contiguous.
     """
 
-    world_size: Annotated[int, within(1, MOST_DEVICES)]
+    world_size: Annotated[int, number_within(1, MOST_DEVICES)]
     sharding_group_size: int
     node_group_size: int
     use_inter_host_allreduce: bool
@@ -106,7 +106,7 @@ def write_dmp_collection(path: str | Path, arguments: Mapping[str, Any], sync_ev
         "sync_every": sync_every,
         "modules": plan_to_json(arguments["plan"]),
     }
-    writing.write_json(path, document(_SCHEMA, body))
+    writing.write_json(path, sealed_document(_SCHEMA, body))
 
 
 def read_dmp_collection(path: str | Path) -> tuple[dict[str, Any], int]:

@@ -82,8 +82,8 @@ class Collection:
         """Type of the module that a TorchRec sharder takes: the collection's, or that of its wrapper."""
         return type(self.module if self.wrapper is None else self.wrapper)
 
-    def kernels(self) -> Iterator[Any]:
-        """TorchRec's kernels of a sharded collection on this rank. Each runs one FBGEMM op."""
+    def fused_ops(self) -> Iterator[Any]:
+        """FBGEMM ops of a sharded collection on this rank."""
         for lookup in getattr(self.module, "_lookups", ()):
             # Data-parallel lookups are wrapped in DDP, hence `module`.
             yield from getattr(lookup, "module", lookup)._emb_modules
@@ -106,7 +106,7 @@ class Collection:
 
 @dataclass(frozen=True)
 class ModelTable:
-    """A table of a model.
+    """An embedding table of a TorchRec model, with its collection and path.
 
     path: the path in the module tree of what is sharded: its collection, or what wraps that.
     name: its name in the collection.

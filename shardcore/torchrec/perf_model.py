@@ -1,4 +1,4 @@
-"""TorchRec's own planner under our prices: the smallest way in.
+"""TorchRec's own planner with ShardCore's predicted costs: the smallest way to use a cost model.
 
     problem = problem_for(module, topology, global_batch, lookups)
     rated = ShardCorePerfModel(problem, module, load_model("model/"))

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hin
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.validation import MOST_DEVICES, require, short_repr
 from shardcore.io import schema, writing
-from shardcore.io.envelope import document, read_record
+from shardcore.io.envelope import read_record, sealed_document
 from shardcore.step.kinds import layouts_of_torchrec
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def write_torchrec(path: str | Path, plan: ShardingPlan, qcomms: QCommsConfig | 
     """
     # Optional keys are left out, so that files without them stay the same.
     body = {"modules": plan_to_json(plan)} | ({"qcomms": encode_setting(qcomms, "qcomms")} if qcomms else {})
-    writing.write_json(path, document(_SCHEMA, body))
+    writing.write_json(path, sealed_document(_SCHEMA, body))
 
 
 def read_torchrec(path: str | Path, module: nn.Module | None = None) -> ShardingPlan:
@@ -257,7 +257,7 @@ def _decode_record(kind: type, value: Any, what: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _ShardOfSpec:
-    """A shard of a ShardingSpec.
+    """JSON form of one shard of a torch ShardingSpec.
 
     offsets: first row and column.
     sizes: rows and columns.

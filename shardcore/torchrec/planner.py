@@ -18,7 +18,7 @@ from shardcore.core.job import Job
 from shardcore.core.topology import Topology
 from shardcore.core.types import Plan, Problem
 from shardcore.core.validation import require, require_type
-from shardcore.cost.known_errors import profile_of
+from shardcore.cost.known_errors import profile_of_model
 from shardcore.cost.model import CostModel
 from shardcore.search import DEFAULT_SHARDER, Budget, require_known_sharder, sharder
 from shardcore.search.state.packing import least_excess_plan
@@ -236,7 +236,7 @@ class ShardCorePlanner:
         beyond = self._cost_model_for(problem).out_of_range(lower(plan, problem))
         notes += [f"extrapolated: {line}" for line in beyond]
         self.problem, self.our_plan = problem, plan
-        has_update = profile_of(self.model) is not None
+        has_update = profile_of_model(self.model) is not None
         self.unpriced = [*unpriced_plan_lines(sharding_plan, used, problem, has_update), *notes]
         return sharding_plan
 

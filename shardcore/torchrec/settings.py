@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.job import Job
-from shardcore.core.payloads import PAYLOADS, payload_of
+from shardcore.core.payloads import PAYLOADS, payload_by_name
 from shardcore.core.tiers import TIERS
 from shardcore.core.types import Problem, Setting
 from shardcore.core.validation import require
@@ -97,7 +97,7 @@ def qcomms_from_job(job: Job) -> QCommsConfig:
     names: list[str] = []
     blocks: dict[str, Any] = {}
     for of, payload in zip(("", "_bwd"), job.payloads.values(), strict=True):
-        name, row = payload.partition("-")[0], payload_of(payload)
+        name, row = payload.partition("-")[0], payload_by_name(payload)
         names.append(name)
         if row.chosen:
             # Given in any case: left out backward, TorchRec takes that of forward. 0 has no scales.
@@ -111,7 +111,7 @@ def _payload_name(precision: str, block: int | None, what: str) -> str:
     """
     name = f"{precision}-{block}" if block else precision
     try:
-        row = payload_of(name)
+        row = payload_by_name(name)
     except ShardCoreError:
         row = None
     if row is None or precision not in PAYLOADS:
@@ -147,7 +147,7 @@ def _is_payload_priced(op: str, sent: tuple[str, str], priced: tuple[str, str]) 
     carried = [carried_payload(row, way, payload) for way, payload in zip(row.ways, priced, strict=True)]
     # Where it substitutes, TorchRec sends FP16 for BF16 on CPUs: as many bytes.
     return all(
-        of == form or (form != payload and payload_of(of).size_ratio == payload_of(form).size_ratio)
+        of == form or (form != payload and payload_by_name(of).size_ratio == payload_by_name(form).size_ratio)
         for of, form, payload in zip(sent, carried, priced, strict=True)
     )
 

@@ -55,7 +55,7 @@ _WRITE_BUFFER_BYTES = 2 << 30
 
 @dataclass(frozen=True)
 class TableSharding:
-    """TorchRec's sharding of a table.
+    """TorchRec sharding of one table: ShardCore's kind, TorchRec's type, and shards with their ranks.
 
     layout: our kind of sharding.
     sharding_type: TorchRec's.

@@ -1,4 +1,4 @@
-"""TorchRec's planner Topology as ours."""
+"""Conversion of TorchRec's planner Topology to ShardCore's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.links import DEFAULT_ROWS_OVER, LEVELS, ROWS_OVER, links_of
+from shardcore.core.links import DEFAULT_ROWS_OVER, LEVELS, ROWS_OVER, make_links
 from shardcore.core.tiers import BELOW, TIERS, Memory
 from shardcore.core.topology import BYTES_PER_MS_PER_GBPS, Device, Topology
 from shardcore.core.types import Placement
@@ -74,7 +74,7 @@ def topology_from_torchrec(
     # Only bandwidths that somebody gave. Others are the cost model's.
     gbps: dict[str, Any] = nondefault_bandwidths(topology)
     return with_row_domain_of_environment(
-        Topology(tuple(devices), links=links_of(**gbps), memory=tuple(memory))
+        Topology(tuple(devices), links=make_links(**gbps), memory=tuple(memory))
     )
 
 

@@ -109,7 +109,9 @@ def test_a_plan_says_the_whole_step_beside_the_embeddings_and_how_sure(here, pro
         r"plan\.json: ([\d.]+) ms predicted ±(\d+)%, of which the embeddings take ([\d.]+) ms ±(\d+)%, found"
     )
     whole_ms, _, embeddings_ms, _ = map(float, re.match(said, out).groups())
-    dense_ms = 3 * 3200e6 * problem.local_batch / (load_profile(CARD).values["dense_tflops"] * 1e12) * 1e3
+    dense_ms = (
+        3 * 3200e6 * problem.local_batch / (load_profile(CARD).rate_values["dense_tflops"] * 1e12) * 1e3
+    )
     assert whole_ms - embeddings_ms == pytest.approx(dense_ms, abs=2e-3) and embeddings_ms <= alone_ms
     assert f"{dense_ms:.3f} ms of dense part" in out
     # No plan costs less than what is proved, which has the dense part, too.

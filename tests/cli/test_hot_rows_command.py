@@ -6,7 +6,7 @@ import numpy as np
 
 from shardcore.cli import main
 from shardcore.core.access_statistics import Zipf
-from shardcore.core.links import links_of
+from shardcore.core.links import make_links
 from shardcore.io import files
 from shardcore.io.hot_ids import HotIds, read_hot_ids, write_hot_ids
 from shardcore.io.row_counts import RowCounts, write_row_counts
@@ -25,7 +25,7 @@ def test_it_writes_a_problem_with_hot_rows_and_its_plan(problem, model, tmp_path
     tables = tuple(
         replace(t, sequence=True, access=Zipf(1.3)) if i < 3 else t for i, t in enumerate(problem.tables)
     )
-    links = replace(problem.topology, links=links_of(within_host=0.2, latency_ms=0.01))
+    links = replace(problem.topology, links=make_links(within_host=0.2, latency_ms=0.01))
     files.write_problem(tmp_path / "problem.json", replace(problem, tables=tables, topology=links))
     assert main(asked(tmp_path, model)) == 0
     out, err = capsys.readouterr()

@@ -9,7 +9,7 @@ from offers import BOX, write_offers
 from shardcore.cli import main
 from shardcore.core.access_statistics import Zipf
 from shardcore.core.constraints import Constraints
-from shardcore.core.links import links_of
+from shardcore.core.links import make_links
 from shardcore.core.tiers import Memory
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Table
@@ -65,7 +65,7 @@ def test_hot_rows_and_towers_are_decided_together(problem, model, tmp_path, caps
         for i, t in enumerate(problem.tables)
     )
     devices = tuple(replace(d, host=f"host-{i // 2}") for i, d in enumerate(problem.topology.devices))
-    links = Topology(devices, links=links_of(within_host=0.2, between_hosts=0.1, latency_ms=0.01))
+    links = Topology(devices, links=make_links(within_host=0.2, between_hosts=0.1, latency_ms=0.01))
     towers = {"schema": "shardcore/towers", "version": 1, "compression_ratio": 4, "towers": [["t0", "t5"]]}
     (tmp_path / "towers.json").write_text(json.dumps(towers))
     hot = tmp_path / "hot.json"
@@ -167,7 +167,7 @@ def test_rows_over_pods_are_chosen_by_default_and_the_job_is_told_what_it_needs(
 ):
     """The plan is one of the problem as it is. A topology that says its domains is not asked."""
     devices = tuple(Device(1 << 30, host=f"p{d // 4}/h{d // 2}") for d in range(8))
-    links = links_of(0.01, within_host=40.0, within_pod=40.0, between_hosts=2.0)
+    links = make_links(0.01, within_host=40.0, within_pod=40.0, between_hosts=2.0)
     tables = tuple(
         replace(problem.tables[0], name=f"t{i}", rows=40_000, dim=64, pooling=20.0) for i in range(2)
     )

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from shardcore.cli import main
-from shardcore.core.links import links_of
+from shardcore.core.links import make_links
 from shardcore.core.topology import Topology
 from shardcore.io import files
 
@@ -15,7 +15,7 @@ from shardcore.io import files
 def on_two_hosts(problem, tmp_path):
     """The problem's file, on two hosts."""
     devices = tuple(replace(d, host=f"host-{i // 2}") for i, d in enumerate(problem.topology.devices))
-    links = {"links": links_of(within_host=50.0, between_hosts=1.0)}
+    links = {"links": make_links(within_host=50.0, between_hosts=1.0)}
     found = replace(problem, topology=Topology(devices, **links))
     files.write_problem(tmp_path / "problem.json", found)
     return tmp_path

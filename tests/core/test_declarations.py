@@ -20,7 +20,14 @@ from shardcore.cli.options import (
     option_declarations,
 )
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.validation import Record, Rule, annotation_metadata, entry_count_within, one_of, within
+from shardcore.core.validation import (
+    Record,
+    Rule,
+    annotation_metadata,
+    entry_count_within,
+    number_within,
+    one_of,
+)
 
 
 def records():
@@ -54,8 +61,8 @@ def test_no_mark_of_an_annotation_is_one_that_nobody_reads():
 
 @dataclass(frozen=True)
 class Limited(Record):
-    share: Annotated[float | None, within(0, 1, above=True, below=True, such_as="0.5")] = None
-    count: Annotated[int, within(1, 9)] | None = 3
+    share: Annotated[float | None, number_within(0, 1, above=True, below=True, such_as="0.5")] = None
+    count: Annotated[int, number_within(1, 9)] | None = 3
     kind: Annotated[str, one_of(("a", "b"))] = "a"
     names: Annotated[tuple[str, ...], entry_count_within(1, 2)] = ("x",)
 

@@ -13,7 +13,7 @@ from shardcore.core.access_statistics import HASH_FORMS, MOST_RANGES, ManagedCol
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import SettingMismatch, ShardCoreError
 from shardcore.core.job import PIPELINES, Job
-from shardcore.core.links import Link, links_of
+from shardcore.core.links import Link, make_links
 from shardcore.core.step_cost import StepCost
 from shardcore.core.tiers import BELOW, DEVICE, TIERS, Memory
 from shardcore.core.topology import Device, Topology
@@ -172,7 +172,7 @@ def test_a_value_that_cannot_be_is_named_with_its_field(make, field, value):
         (lambda: device(host="\x1b[31m"), "device has host "),
         (lambda: Link("between_hosts", None, True), "shared True and gbps None"),
         (lambda: Link("within_host", 2.0, True), "within_host has shared True.*only links of hosts and pods"),
-        (lambda: links_of(on_the_moon=2.0), "level 'on_the_moon'.*known are within_host, "),
+        (lambda: make_links(on_the_moon=2.0), "level 'on_the_moon'.*known are within_host, "),
         (lambda: Job(dense_forward_ms=1.0), "forward_ms 1.0 and dense_backward_ms None; it needs both"),
         (lambda: Job(dense_backward_ms=1.0), "dense_forward_ms None and dense_backward_ms 1.0"),
         (
@@ -219,7 +219,7 @@ def test_values_at_their_limits_are_taken():
     assert (small.bytes, Table("u", 3, 8, 1, precision="fp16").bytes) == (16, 48)
     assert Zipf(0).alpha == 0.0 and Reuse((0.9995, *(0.0,) * 16), 1).batch == 1
     assert Problem("p", (small,), Topology((Device(1),)), 1).local_batch == 1
-    links = links_of(0.0, within_host=1e9, between_hosts=1e-3)
+    links = make_links(0.0, within_host=1e9, between_hosts=1e-3)
     assert Topology((Device(1, 0.001),), links=links).slowest_link.latency_ms == 0
     assert ManagedCollision(32).lookup_bytes == 0
     shares = RowShares((0.25, 0.75), (0.5, 0.5))
@@ -451,7 +451,7 @@ def hashed(form: str, eviction: str, rows: int, **fields) -> Problem:
 
 
 def test_some_devices_share_links_with_the_others():
-    links = links_of(shared=True, within_host=10.0, between_hosts=4.0)
+    links = make_links(shared=True, within_host=10.0, between_hosts=4.0)
     whole = Topology(tuple(Device(d + 1, host="aabb"[d]) for d in range(4)), links=links)
     assert whole.restricted_to((0, 1)) == Topology(whole.devices[:2], links=links)
     assert whole.restricted_to((0, 2)).devices == (whole.devices[0], whole.devices[2])
@@ -461,7 +461,7 @@ def test_some_devices_share_links_with_the_others():
 
 
 def test_links_are_those_of_the_outermost_level_that_joins_devices():
-    links = links_of(within_host=10.0, between_hosts=4.0)
+    links = make_links(within_host=10.0, between_hosts=4.0)
     whole = Topology(HOSTS.devices, links=links)
     assert whole.slowest_link == links[1] and whole.restricted_to((0, 1)).slowest_link == links[0]
     assert (

@@ -9,7 +9,7 @@ import pytest
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.job import Job
-from shardcore.core.payloads import payload_of
+from shardcore.core.payloads import payload_by_name
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
@@ -46,7 +46,7 @@ def test_bytes_are_those_that_the_codec_makes(name, elements):
     sent = codec.encode(torch.ones(elements), context)
     n_bytes = sent.numel() * sent.element_size()
     assert n_bytes == payload_bytes(4 * elements, name)
-    if payload_of(name).block > 1:
+    if payload_by_name(name).block > 1:
         assert codec.calc_quantized_size(elements, context) == n_bytes
 
 
@@ -137,7 +137,7 @@ def test_fewer_bytes_cost_less():
         p = problem(name, name, 32, 64, 64)
         model = AnalyticModel(Setting("x", p.global_batch)).for_problem(p)
         work = lower(whole(p), p)
-        costs.append(float(model.comm(work.traffic, np.zeros(4), p.topology).forward_ms.max()))
+        costs.append(float(model.comm_cost(work.traffic, np.zeros(4), p.topology).forward_ms.max()))
     assert costs == sorted(costs, reverse=True) and len(set(costs)) == 5
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.links import links_of
+from shardcore.core.links import make_links
 from shardcore.core.topology import Device, Topology
 
 HOSTS = Topology(tuple(Device(1, host=host) for host in "aabb"))
@@ -26,21 +26,21 @@ def test_a_pod_joins_hosts_that_its_name_begins():
     "make, message",
     [
         (
-            lambda: replace(HOSTS, links=links_of(within_pod=9.0)),
+            lambda: replace(HOSTS, links=make_links(within_pod=9.0)),
             "no pod has several hosts; .* 'pod-0/host-1'",
         ),
         (
-            lambda: replace(PODS, links=links_of(within_pod=9.0, between_hosts=10.0)),
+            lambda: replace(PODS, links=make_links(within_pod=9.0, between_hosts=10.0)),
             "links between_hosts of 10 GB/s a device and within_pod of 9; outer ones need to be no faster than inner",
         ),
         (
             lambda: replace(
-                PODS, links=links_of(shared=True, within_host=9.0, within_pod=12.0, between_hosts=32.0)
+                PODS, links=make_links(shared=True, within_host=9.0, within_pod=12.0, between_hosts=32.0)
             ),
             "links between_hosts of 8 GB/s a device and within_pod of 6; outer ones need",
         ),
         (
-            lambda: replace(PODS, links=links_of(within_host=9.0, between_hosts=3.0)[::-1]),
+            lambda: replace(PODS, links=make_links(within_host=9.0, between_hosts=3.0)[::-1]),
             "links between_hosts, within_host; it needs them from the innermost out: within_host, between_hosts",
         ),
         (lambda: replace(PODS, rows_over="rack"), "topology has rows_over 'rack'; known are host, pod"),
@@ -68,7 +68,7 @@ def test_levels_that_cannot_be_are_named(make, message):
 
 def test_some_devices_share_a_links_of_pods_by_their_pod():
     """Half of a pod has half of its link. Of devices of which no two share a pod, no links join any within one."""
-    links = links_of(shared=True, within_host=90.0, within_pod=12.0, between_hosts=8.0)
+    links = make_links(shared=True, within_host=90.0, within_pod=12.0, between_hosts=8.0)
     whole = replace(PODS, links=links, rows_over="pod")
     near, far = whole.restricted_to((0, 1, 4, 5)), whole.restricted_to((0, 4))
     assert [x.gbps for x in near.links] == [90.0, 8.0 / 2] and near.rows_over is None

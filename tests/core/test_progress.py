@@ -8,11 +8,11 @@ from shardcore.core import progress
 from shardcore.core.progress import (
     OutOfTime,
     deadline,
+    iterate_with_progress,
     prefixed_phases,
     report,
     report_to_listener,
     tick,
-    ticking,
 )
 
 
@@ -84,8 +84,8 @@ def test_the_report_of_one_listener_is_not_made_again_to_another(clock):
 def test_long_loops_end_when_their_time_is_over(clock):
     done = []
     with pytest.raises(OutOfTime), deadline(10.0), deadline(20.0):  # the earlier end counts
-        for item in ticking(range(1000)):
+        for item in iterate_with_progress(range(1000)):
             done.append(item)
             clock.now += 0.02
     assert 500 <= len(done) < 1000
-    assert list(ticking("abc")) == ["a", "b", "c"]
+    assert list(iterate_with_progress("abc")) == ["a", "b", "c"]

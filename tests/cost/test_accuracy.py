@@ -47,8 +47,8 @@ def test_split_is_by_id_alone():
 
 def test_predict_is_forward_and_backward_together():
     samples = [sample(1, 1.0, 1.0), sample(2, 1.0, 1.0)]
-    assert accuracy.predict(by_hand(), samples) == pytest.approx([sum(ONE), sum(TWO)])
-    assert accuracy.predict(by_hand(), []).shape == (0,)
+    assert accuracy.predict_op_ms(by_hand(), samples) == pytest.approx([sum(ONE), sum(TWO)])
+    assert accuracy.predict_op_ms(by_hand(), []).shape == (0,)
     low, high = accuracy.confidence_intervals(by_hand(), samples, 0.8)
     assert low == pytest.approx([sum(ONE) * math.exp(-0.4), sum(TWO) * math.exp(-0.4)])
     assert high == pytest.approx([sum(ONE) * math.exp(0.4), sum(TWO) * math.exp(0.4)])
@@ -61,7 +61,7 @@ def test_metrics_by_hand():
         sample(2, TWO[0] * 2.5, TWO[1]),
         sample(3, 1.0, 1.0, error="out of memory"),
     ]
-    found = accuracy.evaluate(by_hand(), measured, [])
+    found = accuracy.evaluate_accuracy(by_hand(), measured, [])
     total = [ONE[0] + ONE[1] / 2, TWO[0] * 2.5 + TWO[1]]
     off = [sum(ONE) - total[0], sum(TWO) - total[1]]
     mean = 50 * (off[0] / total[0] - off[1] / total[1])
@@ -86,8 +86,8 @@ def test_metrics_by_hand():
         }
     )
     comm = comm_samples(3, collective="all_reduce", payload="bf16")
-    assert accuracy.evaluate(by_hand(), [], comm) == {"n_compute": 0, "n_comm": 0}
-    found = accuracy.evaluate(by_hand(), [], comm_samples(3))
+    assert accuracy.evaluate_accuracy(by_hand(), [], comm) == {"n_compute": 0, "n_comm": 0}
+    found = accuracy.evaluate_accuracy(by_hand(), [], comm_samples(3))
     ways = collective_fit.exchange_errors(by_hand().weights, comm_samples(3)) | collective_fit.sample_counts(
         comm_samples(3)
     )

@@ -10,7 +10,7 @@ from shapes import host_row, on_hosts, row, sends
 
 from shardcore.core.access_statistics import Zipf
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.links import links_of
+from shardcore.core.links import make_links
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
@@ -55,7 +55,7 @@ def test_parts_of_a_table_share_its_load():
 
 
 def test_nothing_costs_nothing():
-    np.testing.assert_array_equal(MODEL.head(np.zeros((3, 4))), 0)
+    np.testing.assert_array_equal(MODEL.op_ms(np.zeros((3, 4))), 0)
     assert MODEL.encode([]).shape == (0, 4)
     idle = Shard.whole(Table("idle", 5, 4, 0.0))
     # it still takes its part of a launch
@@ -65,7 +65,7 @@ def test_nothing_costs_nothing():
 @given(sums=st.lists(st.tuples(*[st.floats(0, 1e9)] * 4), min_size=2, max_size=2))
 def test_monotone_and_fusing_never_costs_more(sums):
     a, b = (np.array([np.rint(s[0]), *s[1:]]) for s in sums)
-    one, other, both = MODEL.head(np.array([a, b, a + b]))
+    one, other, both = MODEL.op_ms(np.array([a, b, a + b]))
     assert max(one, other) <= both * (1 + 1e-12) and both <= (one + other) * (1 + 1e-12)
 
 
@@ -75,7 +75,7 @@ def topology(n: int, **fields) -> Topology:
 
 def test_transfer_is_latency_and_the_busiest_devices_bytes():
     # Device 0 sends 3 of its 4 MB, which takes 1.5 ms at 2 GB/s; all wait for it.
-    cost = MODEL.comm(
+    cost = MODEL.comm_cost(
         sends(all_to_all=np.array([4e6, 1e6, 0, 0])), np.array([1.0, 3.0, 0.0, 2.0]), topology(4)
     )
     np.testing.assert_allclose(cost.forward_ms, [1.75] * 4)
@@ -87,40 +87,40 @@ def test_the_topologys_own_links_go_first():
     traffic, compute = sends(all_to_all=np.full(4, 4e6)), np.zeros(4)
     hosts = Topology(
         tuple(Device(2**30, host=h) for h in "aabb"),
-        links=links_of(within_host=10, between_hosts=1, latency_ms=0.0),
+        links=make_links(within_host=10, between_hosts=1, latency_ms=0.0),
     )
     # 2 of 4 MB leave the host, 1 GB/s
-    np.testing.assert_allclose(MODEL.comm(traffic, compute, hosts).forward_ms, [2.0] * 4)
-    one_host = topology(4, links=links_of(within_host=3.0, latency_ms=1.0))
-    np.testing.assert_allclose(MODEL.comm(traffic, compute, one_host).forward_ms, [2.0] * 4)
+    np.testing.assert_allclose(MODEL.comm_cost(traffic, compute, hosts).forward_ms, [2.0] * 4)
+    one_host = topology(4, links=make_links(within_host=3.0, latency_ms=1.0))
+    np.testing.assert_allclose(MODEL.comm_cost(traffic, compute, one_host).forward_ms, [2.0] * 4)
 
 
 def test_a_link_is_as_busy_as_the_busier_of_its_directions():
     """The device alone on its host sends nothing and receives 1 MB from each of three."""
     hosts = Topology(
         tuple(Device(2**30, host=h) for h in "aaab"),
-        links=links_of(within_host=10, between_hosts=1, latency_ms=0.0),
+        links=make_links(within_host=10, between_hosts=1, latency_ms=0.0),
     )
-    cost = MODEL.comm(sends(all_to_all=np.array([4e6, 4e6, 4e6, 0.0])), np.zeros(4), hosts)
+    cost = MODEL.comm_cost(sends(all_to_all=np.array([4e6, 4e6, 4e6, 0.0])), np.zeros(4), hosts)
     np.testing.assert_allclose(cost.forward_ms, [3.0] * 4)
     slow_within = dataclasses.replace(
-        hosts, links=links_of(within_host=0.1, between_hosts=0.1, latency_ms=0.0)
+        hosts, links=make_links(within_host=0.1, between_hosts=0.1, latency_ms=0.0)
     )
-    cost = MODEL.comm(sends(all_to_all=np.array([4e6, 0.0, 0.0, 0.0])), np.zeros(4), slow_within)
+    cost = MODEL.comm_cost(sends(all_to_all=np.array([4e6, 0.0, 0.0, 0.0])), np.zeros(4), slow_within)
     np.testing.assert_allclose(cost.forward_ms, [20.0] * 4)  # 2 of 4 MB stay on the host
 
 
 def test_devices_of_a_host_share_its_link():
-    shared = on_hosts("aabb", links=links_of(0.0, shared=True, within_host=10.0, between_hosts=1.0))
-    even = MODEL.comm(sends(all_to_all=np.full(4, 4e6)), np.zeros(4), shared)
+    shared = on_hosts("aabb", links=make_links(0.0, shared=True, within_host=10.0, between_hosts=1.0))
+    even = MODEL.comm_cost(sends(all_to_all=np.full(4, 4e6)), np.zeros(4), shared)
     np.testing.assert_allclose(even.forward_ms, [4.0] * 4)  # 2 of 4 MB of each device leave the host
-    one = MODEL.comm(sends(all_to_all=np.array([4e6, 0, 0, 0])), np.zeros(4), shared)
+    one = MODEL.comm_cost(sends(all_to_all=np.array([4e6, 0, 0, 0])), np.zeros(4), shared)
     np.testing.assert_allclose(one.forward_ms, [2.0] * 4)
     # Exchanges across hosts, one of each device of a host, share its link too.
     problem = Problem("p", (TABLE,), shared, 1000)
     apart = dataclasses.replace(
         problem,
-        topology=on_hosts("aabb", links=links_of(within_host=10.0, between_hosts=1.0, latency_ms=0.0)),
+        topology=on_hosts("aabb", links=make_links(within_host=10.0, between_hosts=1.0, latency_ms=0.0)),
     )
     across = [
         price(lower(Plan((host_row(TABLE, (0, 1)),)), p), MODEL).forward_comm_ms[2] for p in (problem, apart)
@@ -131,18 +131,18 @@ def test_devices_of_a_host_share_its_link():
 def test_each_collective_runs_only_where_it_has_bytes():
     some = np.array([2e6, 2e6])  # 1 MB leaves each device: 0.25 + 0.5 ms
     compute = np.zeros(2)
-    rows = MODEL.comm(sends(all_to_all=some, reduce_scatter=some), compute, topology(2))
+    rows = MODEL.comm_cost(sends(all_to_all=some, reduce_scatter=some), compute, topology(2))
     np.testing.assert_allclose([rows.forward_ms[0], rows.backward_ms[0]], [1.5, 1.5])
-    replicas = MODEL.comm(sends(all_reduce=some), compute, topology(2))
+    replicas = MODEL.comm_cost(sends(all_reduce=some), compute, topology(2))
     np.testing.assert_allclose([replicas.forward_ms[0], replicas.backward_ms[0]], [0, 1.5])
-    alone = MODEL.comm(sends(all_to_all=np.array([5e6])), np.array([1.0]), topology(1))
+    alone = MODEL.comm_cost(sends(all_to_all=np.array([5e6])), np.array([1.0]), topology(1))
     assert alone.total_ms == [0]
 
 
 def test_rows_over_a_host_and_over_all_devices():
     """8 columns of a batch of 1,000: 32,000 bytes, of which a ring over all four devices moves three quarters
     over each link. Those of host a: a half to the other, then half of the rest to the other host."""
-    where = on_hosts("aabb", links=links_of(within_host=10.0, between_hosts=1.0, latency_ms=0.5))
+    where = on_hosts("aabb", links=make_links(within_host=10.0, between_hosts=1.0, latency_ms=0.5))
     problem = Problem("p", (TABLE,), where, 1000)
     world, of_host = (
         price(lower(Plan((p,)), problem), MODEL) for p in (row(TABLE, where), host_row(TABLE, (0, 1)))

@@ -49,7 +49,7 @@ def here():
 
 
 def error(model, samples) -> float:
-    return mape(accuracy.predict(model, samples), np.array([s.total_ms for s in samples]))
+    return mape(accuracy.predict_op_ms(model, samples), np.array([s.total_ms for s in samples]))
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_few_small_sequences_do_not_tell_what_large_ones_take_on_a_cpu(few):
         large = [sequence_group(rows, 40.0, setting) for rows in (60_000, 90_000)]
         own = [*compute_samples(linear_law, 60, setting), *small[:few]]
         model = fit.train_op_model(own, setting, CONFIG)
-        return float(np.mean(accuracy.predict(model, large) / [s.total_ms for s in large]))
+        return float(np.mean(accuracy.predict_op_ms(model, large) / [s.total_ms for s in large]))
 
     # Elsewhere nothing is known of them but what they took here, or what pooled ops do.
     assert 1 / 3 < ratio("cpu-x") < 3 and not 1 / 3 < ratio("x") < 3

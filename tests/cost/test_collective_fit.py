@@ -8,7 +8,7 @@ from laws import SETTING, comm_samples, compute_samples, exchange_law, linear_la
 from shapes import ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, sends
 from test_collective_model import QUICK, columns, fitted, on_hosts
 
-from shardcore.core.links import links_of
+from shardcore.core.links import make_links
 from shardcore.cost import accuracy, collective_fit, collective_model, fit
 from shardcore.io.measurements import CollectiveRequest, CollectiveSample, EmulatedLinks
 from shardcore.step.kinds import BUCKETIZED_IDS, IDS, Channel
@@ -25,7 +25,7 @@ OF_IDS = IDS.collective, BUCKETIZED_IDS.collective
 def test_exchanges_of_two_ranks_alone_fit_too():
     comm = comm_samples(60, ranks=(2,))
     model = fit.train(compute_samples(linear_law, 60), comm, SETTING, QUICK).model
-    assert accuracy.evaluate(model, [], comm)["forward_comm_mape"] < 0.5
+    assert accuracy.evaluate_accuracy(model, [], comm)["forward_comm_mape"] < 0.5
     assert all(
         (model.weights[collective_model.rates_weight_name(ALL_TO_ALL, way)] >= 0).all()
         for way in ("forward", "backward")
@@ -60,7 +60,9 @@ def test_only_exchanges_that_the_model_prices_count():
     early = dataclasses.replace(comm[0], id="early", forward=none)
     model, other = (fit.train(compute, c, SETTING, QUICK).model for c in (comm, [*comm, *slow, early]))
     assert all(np.array_equal(model.weights[k], other.weights[k]) for k in model.weights)
-    assert accuracy.evaluate(model, [], [*comm, *slow, early]) == accuracy.evaluate(model, [], comm)
+    assert accuracy.evaluate_accuracy(model, [], [*comm, *slow, early]) == accuracy.evaluate_accuracy(
+        model, [], comm
+    )
     assert not collective_model.is_measured(
         fit.train(compute, slow, SETTING, QUICK).model.weights, ALL_TO_ALL
     )
@@ -74,11 +76,13 @@ def test_each_collective_has_its_own_rates():
     )
     assert len(found) == 5 and max(found.values()) < 0.5
     owned, nothing = np.array([64, 0, 256, 128, 32, 640]) * 256 * 4.0, np.zeros(6)
-    scattered = [m.comm(sends(reduce_scatter=owned), nothing, on_hosts(6)) for m in (model, without)]
+    scattered = [m.comm_cost(sends(reduce_scatter=owned), nothing, on_hosts(6)) for m in (model, without)]
     forward, backward = ring_law("reduce_scatter", [640] * 6, 256)  # the others pad
     assert scattered[0].forward_ms == pytest.approx(forward, rel=0.01)
     assert scattered[0].backward_ms == pytest.approx(backward, rel=0.01)
-    reduced = [m.comm(sends(all_reduce=np.full(6, owned[5])), nothing, on_hosts(6)) for m in (model, without)]
+    reduced = [
+        m.comm_cost(sends(all_reduce=np.full(6, owned[5])), nothing, on_hosts(6)) for m in (model, without)
+    ]
     assert reduced[0].backward_ms == pytest.approx(ring_law("all_reduce", [640] * 6, 256)[1], rel=0.01)
     assert not reduced[0].forward_ms.any()
     moved = owned[5] * 5 / 6  # at the all-to-all's rates, all busiest
@@ -126,7 +130,7 @@ def test_each_payload_has_its_own_rates():
     assert max(found.values()) < 0.5
     expected = exchange_law(widths, 256)
     for forward, backward in (("fp32", "fp16"), ("fp16", "fp32"), ("fp16", "fp16")):
-        cost = for_payloads(model, forward, backward).comm(columns(widths), np.zeros(4), on_hosts(4))
+        cost = for_payloads(model, forward, backward).comm_cost(columns(widths), np.zeros(4), on_hosts(4))
         for ms, way, payload in zip(
             (cost.forward_ms, cost.backward_ms), expected, (forward, backward), strict=True
         ):
@@ -136,7 +140,9 @@ def test_each_payload_has_its_own_rates():
 def test_a_payload_that_was_not_measured_has_the_rates_of_fp32_with_half_of_the_bytes():
     model, owned = fitted(comm_samples()), columns([64, 64, 64, 64])
     fixed = 0.1 + 0.02 * 3
-    whole, short = (for_payloads(model, p, p).comm(owned, np.zeros(4), on_hosts(4)) for p in ("fp32", "bf16"))
+    whole, short = (
+        for_payloads(model, p, p).comm_cost(owned, np.zeros(4), on_hosts(4)) for p in ("fp32", "bf16")
+    )
     assert short.forward_ms - fixed == pytest.approx((whole.forward_ms - fixed) / 2, rel=0.02)
     assert collective_model.has_payload_rates(model.weights, ALL_TO_ALL, "forward", "fp32")
     assert not collective_model.has_payload_rates(model.weights, ALL_TO_ALL, "forward", "bf16")
@@ -147,8 +153,8 @@ def test_a_payload_that_was_not_measured_has_the_rates_of_fp32_with_half_of_the_
 
 def test_links_that_a_topology_gives_carry_half_of_the_bytes_in_16_bits():
     model, owned = fitted(comm_samples()), columns([64, 64])
-    given = on_hosts(2, links=links_of(within_host=1.0, latency_ms=0.0))
-    whole, short = (for_payloads(model, p, p).comm(owned, np.zeros(2), given) for p in ("fp32", "fp16"))
+    given = on_hosts(2, links=make_links(within_host=1.0, latency_ms=0.0))
+    whole, short = (for_payloads(model, p, p).comm_cost(owned, np.zeros(2), given) for p in ("fp32", "fp16"))
     assert whole.forward_ms == pytest.approx(np.full(2, 64 * 256 * 4 / 2 / 1e6))
     assert short.forward_ms == pytest.approx(whole.forward_ms / 2)
     assert short.backward_ms == pytest.approx(whole.backward_ms / 2)
@@ -164,8 +170,10 @@ def test_bucketized_ids_take_what_ids_take_and_the_time_to_put_them_in_buckets()
         < 0.1
     )
     owned = np.array([1e6, 3e6])
-    for topology in (on_hosts(2), on_hosts(2, links=links_of(within_host=10.0, latency_ms=0.1))):
-        plain, divided = (model.comm(sends(**{c: owned}), np.zeros(2), topology).input_ms for c in OF_IDS)
+    for topology in (on_hosts(2), on_hosts(2, links=make_links(within_host=10.0, latency_ms=0.1))):
+        plain, divided = (
+            model.comm_cost(sends(**{c: owned}), np.zeros(2), topology).input_ms for c in OF_IDS
+        )
         assert divided == pytest.approx(plain + 0.3 + 2e6 / 4e6, rel=0.01)
     assert collective_model.is_measured(model.weights, BUCKETIZED_IDS)
     # Without such exchanges, or without those of other ids, nothing is known of buckets.
@@ -191,11 +199,11 @@ def test_what_devices_do_with_ids_is_known_where_samples_tell_it():
     for samples, order_ms in ((ids, 0.0 * owned), (with_work(ids), 0.05 + owned / 1e7)):
         model = fitted([*comm_samples(), *samples, *bucketized])
         assert (collective_model.ORDER in model.weights) == bool(order_ms.any())
-        plain, divided = (model.comm(sends(**{c: owned}), np.zeros(2), where) for c in OF_IDS)
+        plain, divided = (model.comm_cost(sends(**{c: owned}), np.zeros(2), where) for c in OF_IDS)
         assert plain.input_work_ms == pytest.approx(order_ms, rel=0.01)
         assert divided.input_work_ms == pytest.approx(order_ms + 0.3 + 2e6 / 4e6, rel=0.01)
         assert all((x.input_work_ms < x.input_ms).all() for x in (plain, divided))
-        nothing = model.comm(sends(**{c: 0 * owned for c in OF_IDS}), np.zeros(2), where)
+        nothing = model.comm_cost(sends(**{c: 0 * owned for c in OF_IDS}), np.zeros(2), where)
         assert not nothing.input_work_ms.any()
 
 
@@ -203,9 +211,9 @@ def test_what_devices_do_with_ids_is_known_where_samples_tell_it():
     "given, once, by_bytes",
     [
         ({}, 0, 0),
-        ({"links": links_of(latency_ms=0.1)}, 1, 0),
-        ({"links": links_of(within_host=10.0)}, 0, 1),
-        ({"links": links_of(within_host=10.0, latency_ms=0.1)}, 1, 1),
+        ({"links": make_links(latency_ms=0.1)}, 1, 0),
+        ({"links": make_links(within_host=10.0)}, 0, 1),
+        ({"links": make_links(within_host=10.0, latency_ms=0.1)}, 1, 1),
     ],
     ids=["measured", "latency", "links", "both"],
 )
@@ -216,19 +224,21 @@ def test_given_links_leave_the_work_of_putting_ids_in_order(given, once, by_byte
     untold, known = (fitted([*comm_samples(), *samples, *bucketized]) for samples in (ids, with_work(ids)))
     for collective in OF_IDS:
         sent = sends(**{collective: owned})
-        without, found = (model.comm(sent, np.zeros(2), where) for model in (untold, known))
+        without, found = (model.comm_cost(sent, np.zeros(2), where) for model in (untold, known))
         assert found.input_ms - without.input_ms == pytest.approx(0.05 * once + owned / 1e7 * by_bytes)
         assert (found.input_ms > found.input_work_ms).all()
         # A device to which nothing comes has nothing to put in order.
         one = sends(**{collective: owned * [0, 1]})
-        less, more = (model.comm(one, np.zeros(2), where).input_ms[0] for model in (untold, known))
+        less, more = (model.comm_cost(one, np.zeros(2), where).input_ms[0] for model in (untold, known))
         assert less == more
 
 
 def test_ids_and_gradients_of_replicas_have_no_payload():
     model, owned, nothing = fitted(comm_samples()), np.full(2, 1e6), np.zeros(2)
     for sent in (sends(all_reduce=owned), sends(all_to_all_ids=owned)):
-        whole, short = (for_payloads(model, p, p).comm(sent, nothing, on_hosts(2)) for p in ("fp32", "fp16"))
+        whole, short = (
+            for_payloads(model, p, p).comm_cost(sent, nothing, on_hosts(2)) for p in ("fp32", "fp16")
+        )
         np.testing.assert_array_equal(whole.backward_ms, short.backward_ms)
         np.testing.assert_array_equal(whole.input_ms, short.input_ms)
     assert collective_model.has_payload_rates(model.weights, ALL_REDUCE, "backward", "fp16")

@@ -10,7 +10,7 @@ from laws import SETTING, collective_ms, comm_samples, exchange_law, of_terms, s
 from shapes import ALL_REDUCE, ALL_TO_ALL, column, host_row, replica, row, sends
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.links import LEVELS, domain_numbers, links_of
+from shardcore.core.links import LEVELS, domain_numbers, make_links
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Table
 from shardcore.cost import collective_fit, collective_model, fit, neural, ranges
@@ -188,7 +188,7 @@ def test_links_that_a_topology_gives_replace_what_was_fitted():
     laws = {collective_model.rates_weight_name(ALL_TO_ALL, "forward"): law}
 
     def forward(laws, **given):
-        topology = on_hosts(1, 1, links=links_of(**given))
+        topology = on_hosts(1, 1, links=make_links(**given))
         return collective_model.channel_terms(laws, ALL_TO_ALL, topology).ways["forward"]
 
     measured = forward(laws)
@@ -266,7 +266,7 @@ def test_numbers_of_ranks_and_hosts_never_trained_on():
 
 def test_exchange_law_beyond_the_ranks_trained_on(model):
     widths = [64, 0, 256, 128, 32, 640, 8, 100]
-    cost = model.comm(columns(widths), np.zeros(8), Topology((Device(1),) * 8))
+    cost = model.comm_cost(columns(widths), np.zeros(8), Topology((Device(1),) * 8))
     forward, backward = exchange_law(widths, 256)
     assert cost.forward_ms == pytest.approx(forward, rel=0.01)
     assert cost.backward_ms == pytest.approx(backward, rel=0.01)
@@ -274,12 +274,12 @@ def test_exchange_law_beyond_the_ranks_trained_on(model):
 
 def test_a_late_start_costs_the_first_forward_exchange(model):
     widths, compute_ms = [64, 0, 256, 128], np.array([[0.0, 3.0, 1.0, 1.0], [0.0, 90.0, 1.0, 1.0]])
-    cost = model.comm(columns([widths] * 2), compute_ms, on_hosts(4))
+    cost = model.comm_cost(columns([widths] * 2), compute_ms, on_hosts(4))
     expected = [exchange_law(widths, 256, skew) for skew in (3.0, 90.0)]
     assert cost.forward_ms == pytest.approx(np.array([e[0] for e in expected]), rel=0.01)
     assert cost.backward_ms == pytest.approx(np.array([e[1] for e in expected]), rel=0.01)
     once = sends(all_to_all=cost.forward_ms * 1e6, reduce_scatter=cost.forward_ms * 1e6)
-    late, together = (model.comm(once, x, on_hosts(4)).forward_ms for x in (compute_ms, 0 * compute_ms))
+    late, together = (model.comm_cost(once, x, on_hosts(4)).forward_ms for x in (compute_ms, 0 * compute_ms))
     assert late - together == pytest.approx(np.array([[0.15] * 4, [0.5] * 4]), rel=0.01)
 
 
@@ -293,8 +293,8 @@ def test_permuting_devices_with_their_hosts_permutes_costs(of_hosts):
     rng, topology = np.random.default_rng(0), on_hosts(3, 1, 2)
     owned, compute, order = rng.random((len(CHANNELS), 6)) * 1e6, rng.random(6), rng.permutation(6)
     permuted = Topology(tuple(topology.devices[d] for d in order))
-    a = of_hosts.comm(owned, compute, topology)
-    b = of_hosts.comm(owned[:, order], compute[order], permuted)
+    a = of_hosts.comm_cost(owned, compute, topology)
+    b = of_hosts.comm_cost(owned[:, order], compute[order], permuted)
     for name in ("forward_ms", "backward_ms", "waiting_ms"):
         assert getattr(b, name) == pytest.approx(getattr(a, name)[order])
 
@@ -306,7 +306,7 @@ def test_more_bytes_never_take_less_time(of_hosts):
         on_hosts(3, 2),
         on_hosts(1, 1, 4),
         on_hosts(16, 16),
-        on_hosts(2, 2, links=links_of(between_hosts=1.0)),
+        on_hosts(2, 2, links=make_links(between_hosts=1.0)),
     ):
         n, c = len(topology), len(CHANNELS)
         owned = (
@@ -314,7 +314,7 @@ def test_more_bytes_never_take_less_time(of_hosts):
         )
         more = owned + rng.random((c, 200, n)) * 1e6 * (rng.random((c, 200, n)) < 0.3)
         compute = rng.random((200, n))
-        before, after = (of_hosts.comm(x, compute, topology) for x in (owned, more))
+        before, after = (of_hosts.comm_cost(x, compute, topology) for x in (owned, more))
         assert (after.forward_ms >= before.forward_ms - 1e-12).all() and (
             after.backward_ms >= before.backward_ms - 1e-12
         ).all()
@@ -323,8 +323,8 @@ def test_more_bytes_never_take_less_time(of_hosts):
 
 
 def test_what_is_empty_or_alone_takes_no_time(of_hosts):
-    nothing = of_hosts.comm(np.zeros((len(CHANNELS), 2, 4)), np.ones((2, 4)), on_hosts(2, 2))
-    alone = of_hosts.comm(np.ones((len(CHANNELS), 1)), np.ones(1), on_hosts(1))
+    nothing = of_hosts.comm_cost(np.zeros((len(CHANNELS), 2, 4)), np.ones((2, 4)), on_hosts(2, 2))
+    alone = of_hosts.comm_cost(np.ones((len(CHANNELS), 1)), np.ones(1), on_hosts(1))
     assert nothing.total_ms.shape == (2, 4) and not nothing.total_ms.any() and not alone.total_ms.any()
 
 
@@ -333,10 +333,10 @@ def test_links_never_measured_count_as_those_that_were(of_hosts):
     within = fitted(comm_samples())
     between = fitted(exchanges.simulated(exchanges.Cluster(), ((2, 2), (4, 4)), 30, seed=0))
     for model, same in ((within, on_hosts(4)), (between, on_hosts(1, 1, 1, 1))):
-        a, b = (model.comm(traffic, compute, topology) for topology in (on_hosts(2, 2), same))
+        a, b = (model.comm_cost(traffic, compute, topology) for topology in (on_hosts(2, 2), same))
         assert np.array_equal(a.forward_ms, b.forward_ms) and np.array_equal(a.backward_ms, b.backward_ms)
     cost = [
-        of_hosts.comm(traffic, compute, topology).forward_ms.max()
+        of_hosts.comm_cost(traffic, compute, topology).forward_ms.max()
         for topology in (on_hosts(4), on_hosts(2, 2))
     ]
     assert cost[0] < cost[1]
@@ -348,7 +348,7 @@ def test_links_never_measured_count_as_those_that_were(of_hosts):
 def said(model: neural.NeuralModel, topology: Topology) -> str:
     """Sentences on a plan with a table of each kind that this topology has."""
     a, b, c, d = (Table(name, 100, 8, 1.0) for name in "abcd")
-    of_host = [host_row(d, g) for g in LAYOUTS["host_row"].groups(topology)[:1] if len(g) > 1] or [
+    of_host = [host_row(d, g) for g in LAYOUTS["host_row"].device_groups(topology)[:1] if len(g) > 1] or [
         column(d, 0)
     ]
     placements = (column(a, 0), row(b, topology), replica(c, topology), *of_host)
@@ -385,7 +385,7 @@ def test_what_was_not_measured_is_named(of_hosts):
     between = fitted(exchanges.simulated(exchanges.Cluster(), ((2, 2),), 30, seed=0))
     proxy = "links within hosts were not measured: they count as those between hosts"
     assert proxy in said(between, on_hosts(2))
-    given = said(of_hosts, on_hosts(1, 1, links=links_of(between_hosts=3.0)))
+    given = said(of_hosts, on_hosts(1, 1, links=make_links(between_hosts=3.0)))
     assert given == (
         "the topology gives between_hosts 3 GB/s: the explicit link model prices its exchanges from there, not "
         "measured"
@@ -403,4 +403,4 @@ def test_a_collective_without_a_law_is_refused_not_taken_for_a_ring(of_hosts, mo
         "shardcore.step.exchanges.channels_of_traffic", lambda traffic: (other, *CHANNELS[1:])
     )
     with pytest.raises(ShardCoreError, match=said):
-        AnalyticModel(SETTING).comm(np.ones((len(CHANNELS), 2)), np.zeros(2), topology)
+        AnalyticModel(SETTING).comm_cost(np.ones((len(CHANNELS), 2)), np.zeros(2), topology)

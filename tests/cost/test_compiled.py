@@ -52,12 +52,12 @@ def test_the_compiled_head_is_the_head(name, tables):
     model: CostModel = MODELS[name]
     sums = np.cumsum(model.encode([Shard.whole(t) for t in tables] * 4), axis=0)
     sums = np.concatenate([np.zeros((1, sums.shape[1])), sums * np.geomspace(1e-3, 1e3, len(sums))[:, None]])
-    head, parameters, fetched = model.compiled()
+    head, parameters, fetched = model.compiled_op_ms()
     assert [head(s, parameters) for s in np.ascontiguousarray(sums)] == pytest.approx(
-        list(model.head(sums)), rel=1e-12
+        list(model.op_ms(sums)), rel=1e-12
     )
     assert [head(s, fetched) for s in np.ascontiguousarray(sums)] == pytest.approx(
-        list(model.parts(sums)[:, 1:].sum(-1)), rel=1e-12
+        list(model.op_part_ms(sums)[:, 1:].sum(-1)), rel=1e-12
     )
     assert head(sums[0], parameters) == head(sums[0], fetched) == 0
 
@@ -75,9 +75,9 @@ def test_the_compiled_head_is_the_head_beside_links_and_of_several_precisions(co
     for models in ((neural(4),), (half, neural(4))):
         model = at_confidence(Composite(models, links), confidence)
         sums = np.cumsum(model.encode([Shard.whole(t) for t in tables]), axis=0)
-        head, parameters, fetched = model.compiled()
-        ms = model.head(sums)
+        head, parameters, fetched = model.compiled_op_ms()
+        ms = model.op_ms(sums)
         assert [head(s, parameters) for s in sums] == pytest.approx(list(ms), rel=1e-12)
-        chain_ms = model.parts(sums)[:, 1:].sum(-1)
+        chain_ms = model.op_part_ms(sums)[:, 1:].sum(-1)
         assert [head(s, fetched) for s in sums] == pytest.approx(list(chain_ms), rel=1e-12)
-        assert ((0 < chain_ms) & (chain_ms < ms + model.parts(sums)[:, 2])).all()
+        assert ((0 < chain_ms) & (chain_ms < ms + model.op_part_ms(sums)[:, 2])).all()

@@ -58,11 +58,11 @@ def test_forward_and_a_quantile_are_those_of_the_ops(both):
     sums = both.encode(whole(LONG + SHORT)).sum(0)
     of_half, of_full = half.encode(whole(SHORT)).sum(0), full.encode(whole(LONG)).sum(0)
     parts = ((half, of_half), (full, of_full))
-    assert both.parts(sums) == pytest.approx(sum(model.parts(own) for model, own in parts))
+    assert both.op_part_ms(sums) == pytest.approx(sum(model.op_part_ms(own) for model, own in parts))
     sure = both.at_confidence(0.9)
-    assert sure.head(sums) == pytest.approx(sum(model.at_confidence(0.9).head(own) for model, own in parts))
+    assert sure.op_ms(sums) == pytest.approx(sum(model.at_confidence(0.9).op_ms(own) for model, own in parts))
     only = both.encode(whole(LONG)).sum(0)
-    assert sure.head(only) == pytest.approx(full.at_confidence(0.9).head(of_full))
+    assert sure.op_ms(only) == pytest.approx(full.at_confidence(0.9).op_ms(of_full))
     assert (
         full.at_confidence(0.9).bounding_model.confidence is None
         and full.at_confidence(0.05).bounding_model is None

@@ -76,9 +76,9 @@ def test_compiled_equals_head_for_every_model(model):
     for models in ((MODEL,), (model,), (short, model)):
         own = Composite(models, LINKS)
         sums = own.encode([p.shard for p in plan(TIERED).placements]).sum(0)
-        compiled = own.compiled()
-        assert compiled.head(sums, compiled.parameters) == pytest.approx(float(own.head(sums[None])[0]))
-        forward, backward, _ = own.parts(sums)
+        compiled = own.compiled_op_ms()
+        assert compiled.head(sums, compiled.parameters) == pytest.approx(float(own.op_ms(sums[None])[0]))
+        forward, backward, _ = own.op_part_ms(sums)
         assert min(forward, backward) > 0
 
 
@@ -86,9 +86,9 @@ def test_a_cautious_model_takes_the_link_as_it_is(model):
     own = Composite((model,), LINKS)
     sums = own.encode([p.shard for p in plan(TIERED).placements]).sum(0, keepdims=True)
     cautious, inner = at_confidence(own, 0.9), at_confidence(model, 0.9)
-    assert cautious.head(sums)[0] == pytest.approx(inner.head(sums[:, :-3])[0] + sums[0, -3:].sum())
-    compiled = cautious.compiled()
-    assert compiled.head(sums[0], compiled.parameters) == pytest.approx(cautious.head(sums)[0])
+    assert cautious.op_ms(sums)[0] == pytest.approx(inner.op_ms(sums[:, :-3])[0] + sums[0, -3:].sum())
+    compiled = cautious.compiled_op_ms()
+    assert compiled.head(sums[0], compiled.parameters) == pytest.approx(cautious.op_ms(sums)[0])
 
 
 def test_what_is_no_cost_model_is_refused():

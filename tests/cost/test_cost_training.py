@@ -94,7 +94,7 @@ def test_a_model_is_judged_by_own_groups_and_exchanges_of_one_split(measured):
         ]
         found = training.judge_model(model, data.known, split)
         assert (found["n_compute"], found["n_comm"]) == tuple(map(len, own))
-        assert found == accuracy.evaluate(model, *own)
+        assert found == accuracy.evaluate_accuracy(model, *own)
 
 
 def test_held_out_samples_are_own_ones_and_a_folder_without_any_is_named(measured):

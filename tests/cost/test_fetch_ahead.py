@@ -81,7 +81,7 @@ def test_both_regimes_are_among_these():
 
 
 def test_the_profile_hides_what_its_law_says_of_the_cache():
-    model, of = load_profile("nvidia-h100-sxm").model(), problem(CACHED, 5.0)
+    model, of = load_profile("nvidia-h100-sxm").cost_model(), problem(CACHED, 5.0)
     of = replace(of, topology=replace(of.topology, hardware="nvidia-h100-sxm"))
     plain = replace(of, job=replace(of.job, pipeline="sparse_dist"))
     own = model.for_problem(of)
@@ -102,7 +102,7 @@ def test_the_profile_hides_what_its_law_says_of_the_cache():
 def test_without_a_cache_nothing_is_hidden(factors, profile, model):
     for one in (
         AnalyticModel(Setting("made-up", BATCH)),
-        load_profile("nvidia-h100-sxm").model() if profile else model,
+        load_profile("nvidia-h100-sxm").cost_model() if profile else model,
     ):
         for dense_ms in (0.0, 5.0):
             was, now = (

@@ -9,7 +9,7 @@ from laws import SETTING, cache_law, comm_samples, compute_samples, linear_law, 
 from shapes import sends
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.links import links_of
+from shardcore.core.links import make_links
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Setting, Shard, Table
 from shardcore.cost import accuracy, collective_model, fit, quantiles
@@ -26,7 +26,9 @@ PROFILE = load_profile("nvidia-h100-sxm")
 def test_linear_law_is_recovered():
     compute, comm = compute_samples(linear_law), comm_samples()
     model = fit.train(compute, comm, SETTING, fit.FitConfig(epochs=10)).model
-    metrics = accuracy.evaluate(model, accuracy.held_out_samples(compute), accuracy.held_out_samples(comm))
+    metrics = accuracy.evaluate_accuracy(
+        model, accuracy.held_out_samples(compute), accuracy.held_out_samples(comm)
+    )
     assert (
         metrics["compute_mape"] < 1
         and metrics["forward_compute_mape"] < 1
@@ -43,7 +45,7 @@ def test_correction_learns_what_the_baseline_lacks():
     errors = [r["validation_mape"] for r in trained.curves if r["model"] == "compute"]
     assert errors[0] > 10  # epoch 0: the baseline
     assert (
-        accuracy.evaluate(trained.model, accuracy.held_out_samples(compute), [])["compute_mape"]
+        accuracy.evaluate_accuracy(trained.model, accuracy.held_out_samples(compute), [])["compute_mape"]
         < errors[0] / 3
     )
     assert trained.model.meta["metrics"]["compute_mape"] == pytest.approx(
@@ -60,7 +62,7 @@ def test_the_band_is_of_samples_left_out_of_training():
     model = fit.train(compute, [], SETTING, QUICK).model
     unseen = split(compute, "validation")
     expected = quantiles.fit_error_quantiles(
-        accuracy.predict(model, unseen), np.array([s.total_ms for s in unseen])
+        accuracy.predict_op_ms(model, unseen), np.array([s.total_ms for s in unseen])
     )
     # Encodings are rounded to 24 bits, those of the training are not.
     assert expected and all(
@@ -77,7 +79,7 @@ def test_few_groups_are_all_trained_on_in_the_end(monkeypatch):
     assert both.meta["ranges"]["op_bytes"] == fit.measured_ranges(seen, [])["op_bytes"]
     monkeypatch.setattr(fit, "_FEWEST_UNSEEN", 0)
     first = fit.train(compute, [], SETTING, config).model
-    errors = [accuracy.evaluate(model, fresh, [])["compute_mape"] for model in (both, first)]
+    errors = [accuracy.evaluate_accuracy(model, fresh, [])["compute_mape"] for model in (both, first)]
     assert errors[0] < errors[1]
     assert both.meta["metrics"] == first.meta["metrics"]
     assert all(np.array_equal(both.weights[k], v) for k, v in first.weights.items() if k.startswith("band."))
@@ -188,7 +190,7 @@ def test_failed_samples_are_skipped():
     compute, comm = compute_samples(linear_law, 80), comm_samples(20)
     failed = dataclasses.replace(compute[0], id="failed", forward=None, backward=None, error="out of memory")
     model = fit.train([*compute, failed], comm, SETTING, QUICK).model
-    assert accuracy.evaluate(model, [failed, compute[1]], comm[:1])["n_compute"] == 1
+    assert accuracy.evaluate_accuracy(model, [failed, compute[1]], comm[:1])["n_compute"] == 1
 
 
 def test_too_few_samples():
@@ -207,10 +209,10 @@ def test_without_exchanges_a_model_prices_only_topologies_that_give_their_links(
     model = fit.train(compute_samples(linear_law, 60), [], SETTING, QUICK).model
     traffic, compute_ms = sends(all_to_all=[4096.0, 8192.0]), np.ones(2)
     with pytest.raises(ShardCoreError, match="give the topology's links .of level 'within_host'"):
-        model.comm(traffic, compute_ms, Topology((Device(1),) * 2))
+        model.comm_cost(traffic, compute_ms, Topology((Device(1),) * 2))
     assert (
-        model.comm(
-            traffic, compute_ms, Topology((Device(1),) * 2, links=links_of(within_host=1.0))
+        model.comm_cost(
+            traffic, compute_ms, Topology((Device(1),) * 2, links=make_links(within_host=1.0))
         ).forward_ms
         > 0
     ).all()
@@ -245,7 +247,7 @@ def test_shards_that_contend_are_learned():
 
     compute = compute_samples(contended, 400)
     model = fit.train(compute, [], SETTING, fit.FitConfig(epochs=30)).model
-    assert accuracy.evaluate(model, accuracy.held_out_samples(compute), [])["compute_mape"] < 2
+    assert accuracy.evaluate_accuracy(model, accuracy.held_out_samples(compute), [])["compute_mape"] < 2
 
 
 def exchanges(model):
@@ -269,7 +271,7 @@ def test_ops_that_are_slower_for_one_wide_shard_are_learned():
     samples = compute_samples(widest_law, 1600)
     model = fit.train(samples, [], SETTING, fit.FitConfig(epochs=60, hidden=(16,))).model
     # 2.0% without counts of wide shards, 1.0% with them.
-    assert accuracy.evaluate(model, accuracy.held_out_samples(samples), [])["compute_mape"] < 1.5
+    assert accuracy.evaluate_accuracy(model, accuracy.held_out_samples(samples), [])["compute_mape"] < 1.5
 
 
 @pytest.mark.long
@@ -317,14 +319,14 @@ def profile_law(shards, batch):
     """A machine whose backward takes twice what the profile says."""
     model = ProfileModel(PROFILE, Setting(PROFILE.name, batch))
     sums = model.encode(shards).sum(0, keepdims=True)
-    forward, backward, _ = model.parts(sums)[0].tolist()
+    forward, backward, _ = model.op_part_ms(sums)[0].tolist()
     return forward, 2 * backward
 
 
 def test_a_profile_is_a_start_for_few_samples():
     few, judged = compute_samples(profile_law, 24), compute_samples(profile_law, 200)[24:]
     model = fit.train(few, [], SETTING, QUICK, start=PROFILE).model
-    assert accuracy.evaluate(model, judged, [])["compute_mape"] < 5
+    assert accuracy.evaluate_accuracy(model, judged, [])["compute_mape"] < 5
     wanted = {
         "profile_digest": PROFILE.digest,
         "profile": "profile: published measurements, not of your machine",
@@ -346,7 +348,7 @@ def test_fine_tuning_needs_fewer_samples(known):
     tuned, alone = (
         fit.train(few, [], machine, fit.FitConfig(epochs=20), start=start).model for start in (known, None)
     )
-    errors = [accuracy.evaluate(m, judged, [])["compute_mape"] for m in (tuned, alone)]
+    errors = [accuracy.evaluate_accuracy(m, judged, [])["compute_mape"] for m in (tuned, alone)]
     assert errors[0] < 0.7 * errors[1] and errors[0] < 5
     assert not any(v.any() for v in exchanges(tuned).values())  # another machine's say nothing
     again = exchanges(fit.train(compute_samples(cache_law, 60), [], SETTING, QUICK, start=known).model)

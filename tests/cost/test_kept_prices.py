@@ -14,7 +14,7 @@ from laws import SETTING, of_terms
 from shardcore.core.access_statistics import Zipf
 from shardcore.core.constraints import Constraints
 from shardcore.core.job import Job
-from shardcore.core.links import links_of
+from shardcore.core.links import make_links
 from shardcore.core.tiers import Memory
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
@@ -38,9 +38,9 @@ TABLES = (
 HOST_MEMORY = {"memory": (Memory("host", 1 << 34, 20.0),)}
 LINKS = {
     "measured": {},
-    "within": {"links": links_of(within_host=50.0)},
-    "own": {"links": links_of(within_host=50.0, between_hosts=2.0, latency_ms=0.03)},
-    "shared": {"links": links_of(between_hosts=3.0, latency_ms=0.0, shared=True)},
+    "within": {"links": make_links(within_host=50.0)},
+    "own": {"links": make_links(within_host=50.0, between_hosts=2.0, latency_ms=0.03)},
+    "shared": {"links": make_links(between_hosts=3.0, latency_ms=0.0, shared=True)},
 }
 TERMS = (
     "once",

@@ -62,7 +62,7 @@ def test_only_a_profile_s_steps_have_bands(model):
         "p", (Table("a", 100, 16, 2.0),), profile.topology(1, 1), 256, job=Job(dense_mflops=32.06)
     )
     workload = lower(Plan((Placement("column", Shard.whole(given.tables[0]), (0,)),)), given)
-    by_profile = profile.model().for_problem(given)
+    by_profile = profile.cost_model().for_problem(given)
     whole, embeddings = known_errors.error_bands(by_profile, workload) or (0, 0)
     cost = price(workload, by_profile)
     assert known_errors.error_bands_text(by_profile, workload) == (

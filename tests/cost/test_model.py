@@ -9,7 +9,7 @@ from shapes import column, replica, row
 
 from shardcore.core.errors import SettingMismatch
 from shardcore.core.job import Job
-from shardcore.core.links import links_of
+from shardcore.core.links import make_links
 from shardcore.core.tiers import Memory
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
@@ -45,7 +45,7 @@ def test_group_op_ms_of_empty_groups(any_model):
     assert group_op_ms([[], []], any_model).tolist() == [0, 0]
     assert group_op_ms([], any_model).shape == (0,)
     assert group_op_ms([shards], any_model, 64) == pytest.approx(
-        any_model.head(any_model.encode(shards, 64).sum(0))
+        any_model.op_ms(any_model.encode(shards, 64).sum(0))
     )
 
 
@@ -115,7 +115,7 @@ def test_replicas_run_at_the_local_batch(any_model):
     one = dataclasses.replace(problem(1, 1), tables=TABLES[:1])
     shard = Shard.whole(TABLES[0])
     cost = price(lower(Plan((replica(TABLES[0], one.topology),)), one), any_model)
-    local = any_model.head(any_model.encode([shard], 128).sum(0, keepdims=True))[0]
+    local = any_model.op_ms(any_model.encode([shard], 128).sum(0, keepdims=True))[0]
     assert cost.compute_ms == pytest.approx((local, local))
     assert cost.forward_comm_ms == (0, 0) and min(cost.backward_comm_ms) > 0
     assert np.isfinite(cost.total_ms)
@@ -177,7 +177,7 @@ def test_halving_columns_of_tables_of_many_lookups_over_two_hosts_raises_the_pri
     a, b = (Table(name, 10_000, 8, 50.0) for name in "ab")
     where = Topology(
         (Device(1 << 30, host="a"), Device(1 << 30, host="b")),
-        links=links_of(between_hosts=0.01, latency_ms=0.0),
+        links=make_links(between_hosts=0.01, latency_ms=0.0),
     )
     given = Problem("p", (a, b), where, 256)
 

@@ -191,7 +191,7 @@ def test_a_network_follows_the_links_that_logs_show(tmp_path, monkeypatch, capsy
     """Between these hosts an all-to-all takes twice as long as the profile says."""
     monkeypatch.chdir(tmp_path)
     asked = [Timing("", "", "alltoall", 1.0, sent=(float(n),) * 16, hosts=2) for n in SIZES]
-    twice = 2 * Predictor(asked).times_us(PROFILE.values)
+    twice = 2 * Predictor(asked).times_us(PROFILE.rate_values)
     rows = "".join(row(n, round(us, 2)) for n, us in zip(SIZES, twice.tolist(), strict=True))
     (tmp_path / "a.log").write_text(log(rows=rows))
     (tmp_path / "b.log").write_text(log("broadcast_perf"))
@@ -205,7 +205,7 @@ def test_a_network_follows_the_links_that_logs_show(tmp_path, monkeypatch, capsy
     )
     network, fitted = load_network("ours.json"), load_profile("nvidia-h100-sxm@ours.json")
     assert (network.name, network.words) == ("ours", "a.log, b.log on nvidia-h100-sxm")
-    assert np.abs(Predictor(asked).times_us(fitted.values) / twice - 1).mean() < 0.15
+    assert np.abs(Predictor(asked).times_us(fitted.rate_values) / twice - 1).mean() < 0.15
     assert fitted.rates["all_reduce_between_hosts_gbps"] == PROFILE.rates["all_reduce_between_hosts_gbps"]
     assert fitted.rates["all_to_all_between_hosts_gbps"].source == "fitted to a.log"
     # By its data sheet, rates that no log depends on scale.

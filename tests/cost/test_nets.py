@@ -30,8 +30,8 @@ def test_an_op_is_one_launch_and_its_shards_at_their_rates():
     assert both == pytest.approx(
         np.array([[0.4 + FORWARD, 0.1 + BACKWARD], [0.4 + 2 * FORWARD, 0.1 + 2 * BACKWARD], [0, 0]])
     )
-    assert model.head(codes.sum(0)) == pytest.approx(0.5 + 2 * (FORWARD + BACKWARD))
-    assert model.parts(codes[0]) == pytest.approx([0.4 + FORWARD, 0.1 + BACKWARD, 0.0])
+    assert model.op_ms(codes.sum(0)) == pytest.approx(0.5 + 2 * (FORWARD + BACKWARD))
+    assert model.op_part_ms(codes[0]) == pytest.approx([0.4 + FORWARD, 0.1 + BACKWARD, 0.0])
     assert model.launch_ms() == pytest.approx(0.5)
 
 
@@ -90,10 +90,10 @@ def test_contention_grows_with_the_loads_against_typical_ones():
     expected = [0.4 + 8 * FORWARD * math.exp(0.2 * x), 0.1 + 8 * BACKWARD * math.exp(0.3 * x)]
     assert nets.op_ms(model.weights, sums) == pytest.approx(expected)
     assert (
-        model.rates(sums)[-2:] == pytest.approx([math.exp(0.2 * x), math.exp(0.3 * x)])
-        and not model.rates(sums)[:-2].any()
+        model.rate_lower_bounds(sums)[-2:] == pytest.approx([math.exp(0.2 * x), math.exp(0.3 * x)])
+        and not model.rate_lower_bounds(sums)[:-2].any()
     )
-    head, parameters, _ = model.compiled()
+    head, parameters, _ = model.compiled_op_ms()
     assert head(sums, parameters) == pytest.approx(sum(expected))
 
 
@@ -102,8 +102,8 @@ def test_an_interval_lies_between_the_levels_that_leave_as_much_below_as_above(c
     model = by_hand()
     sums = model.encode([SHARD])
     ms = 0.5 + FORWARD + BACKWARD
-    low, high = model.interval(sums, confidence)
+    low, high = model.ms_interval(sums, confidence)
     assert low == pytest.approx([ms * math.exp(-reach)]) and high == pytest.approx([ms * math.exp(reach)])
-    assert model.at_confidence(0.7).head(sums) == pytest.approx([ms * math.exp(0.2)])
-    head, parameters, _ = model.at_confidence(0.7).compiled()
+    assert model.at_confidence(0.7).op_ms(sums) == pytest.approx([ms * math.exp(0.2)])
+    head, parameters, _ = model.at_confidence(0.7).compiled_op_ms()
     assert head(sums[0], parameters) == pytest.approx(ms * math.exp(0.2))

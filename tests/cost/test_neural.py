@@ -43,21 +43,21 @@ def test_adding_a_shard_never_lowers_a_cost(model, draws):
 
 def test_intervals_widen_with_the_confidence(model):
     sums = model.encode([Shard.whole(t) for t in pool()])
-    (low, high), (lower, higher) = model.interval(sums, 0.5), model.interval(sums, 0.95)
+    (low, high), (lower, higher) = model.ms_interval(sums, 0.5), model.ms_interval(sums, 0.95)
     assert (lower < low).all() and (low < high).all() and (high < higher).all()
 
 
 def test_a_cautious_model_costs_what_measurements_stay_below():
     model = by_hand()
     sums, cautious = model.encode([Shard.whole(t) for t in pool()]), at_confidence(model, 0.9)
-    assert cautious.head(sums) == pytest.approx(np.exp(0.4) * model.head(sums))
+    assert cautious.op_ms(sums) == pytest.approx(np.exp(0.4) * model.op_ms(sums))
     assert (
         cautious.encode([Shard.whole(pool()[0])]) == pytest.approx(sums[:1]) and cautious.setting == SETTING
     )
-    assert cautious.parts(sums) == pytest.approx(np.exp(0.4) * model.parts(sums))
+    assert cautious.op_part_ms(sums) == pytest.approx(np.exp(0.4) * model.op_part_ms(sums))
     assert at_confidence(model, 0.9).confidence == 0.9 and at_confidence(model, None) is model
     with pytest.raises(ShardCoreError, match="confidence leads to level 0.999"):
-        at_confidence(model, 0.999).head(sums)
+        at_confidence(model, 0.999).op_ms(sums)
 
 
 def test_far_beyond_the_range_costs_grow_as_the_drivers(model):
@@ -85,7 +85,7 @@ def test_a_shard_without_lookups_costs_no_more_than_one_with_some(model, sequenc
             for access in (access, Reuse((0.0,) * REUSE_BINS, 64))
         ]
         for beside in (np.zeros(model.encode(none).shape[1]), model.encode([Shard.whole(pool()[0])])[0]):
-            least, *others = (model.head(beside + model.encode(shards)) for shards in (none, some))
+            least, *others = (model.op_ms(beside + model.encode(shards)) for shards in (none, some))
             assert least.max() <= np.min(others) * (1 + 1e-3)
             assert least.min() > 0  # its op runs
 
@@ -112,14 +112,14 @@ def test_waiting_ends_when_the_last_is_ready():
         exchanging(forward={"once": 0.5}, backward={"once": 0.1, "near_bytes": 1e-6}),
         np.array([1.0, 5.0, 2.0]),
     )
-    cost = model.comm(sends(all_to_all=np.array([3e6, 0.0, 6e6])), compute, topology(3))
+    cost = model.comm_cost(sends(all_to_all=np.array([3e6, 0.0, 6e6])), compute, topology(3))
     assert cost.forward_ms == pytest.approx([0.5, 0.5, 0.5])
     assert cost.backward_ms == pytest.approx([0.1 + 2 + 2, 0.1 + 0 + 3, 0.1 + 4 + 1])
     assert cost.waiting_ms == pytest.approx([8.1 - 5.1, 0.0, 8.1 - 7.1])
     assert cost.total_ms == pytest.approx([0.5 + 4.1 + 3.0, 0.5 + 3.1, 0.5 + 5.1 + 1.0])
     reduced = sends(all_reduce=np.full(3, 3e6))  # who replicates meets the others, too
-    assert model.comm(reduced, compute, topology(3)).waiting_ms == pytest.approx([4.0, 0.0, 3.0])
-    assert not model.comm(sends(all_to_all=np.zeros(3)), compute, topology(3)).waiting_ms.any()
+    assert model.comm_cost(reduced, compute, topology(3)).waiting_ms == pytest.approx([4.0, 0.0, 3.0])
+    assert not model.comm_cost(sends(all_to_all=np.zeros(3)), compute, topology(3)).waiting_ms.any()
 
 
 def test_rows_over_a_host_by_hand():
@@ -150,7 +150,7 @@ def test_rows_over_a_host_by_hand():
 
 
 def test_rows_over_hosts_unlike_each_other_are_never_exchanged(model):
-    assert not model.comm(
+    assert not model.comm_cost(
         sends(reduce_scatter_host=np.full(3, 1e6)), np.zeros(3), on_hosts("aab")
     ).forward_ms.any()
 

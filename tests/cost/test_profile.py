@@ -52,7 +52,7 @@ def test_a_shipped_profile_has_each_rate_with_its_unit_and_source(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_bandwidths_stay_below_the_data_sheet(name):
-    values = load_profile(name).values
+    values = load_profile(name).rate_values
     between_hosts = ((f"{name}_between_hosts", "network") for name in profiles.PROFILED_COLLECTIVES)
     for key, most in (
         ("read", "hbm"), ("update", "hbm"), ("all_to_all_within_host", "nvlink"), *between_hosts
@@ -190,11 +190,14 @@ def test_bad_files_are_refused_by_name(tmp_path, edit, words):
 
 
 def test_draws_follow_the_uncertainty_and_the_seed():
-    one, again, other = (H100.sample(np.random.default_rng(seed)) for seed in (1, 1, 2))
+    one, again, other = (H100.with_sampled_rates(np.random.default_rng(seed)) for seed in (1, 1, 2))
     assert one == again != other
     assert one.rates["hbm_gbps"] == H100.rates["hbm_gbps"]  # a data sheet does not err
     rng = np.random.default_rng(0)
-    logs = [np.log(H100.sample(rng).values["read_gbps"] / H100.values["read_gbps"]) for _ in range(400)]
+    logs = [
+        np.log(H100.with_sampled_rates(rng).rate_values["read_gbps"] / H100.rate_values["read_gbps"])
+        for _ in range(400)
+    ]
     assert np.std(logs) == pytest.approx(H100.rates["read_gbps"].uncertainty, rel=0.15)
 
 
@@ -211,5 +214,5 @@ def test_a_topology_has_the_cards_memory_and_host_memory_at_its_rate():
     assert len(topology.hosts) == 2 and len(topology) == 8 and topology.hardware == H100.name
     assert {d.memory_bytes for d in topology.devices} == {H100.memory_bytes}
     memory = topology.memory_of("host")
-    assert memory and memory.gbps == H100.values["host_read_gbps"]
+    assert memory and memory.gbps == H100.rate_values["host_read_gbps"]
     assert not H100.topology(1, 2).memory

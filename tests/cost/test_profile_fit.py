@@ -33,7 +33,9 @@ EXCHANGE = Timing("s", "", "alltoall", 1.0, sent=(1 << 28,) * 8, hosts=1)
 def timed(timings, profile, noise=0.0):
     """The timings as a card of this profile would take."""
     rng = np.random.default_rng(0)
-    times = Predictor(timings).times_us(profile.values) * np.exp(noise * rng.standard_normal(len(timings)))
+    times = Predictor(timings).times_us(profile.rate_values) * np.exp(
+        noise * rng.standard_normal(len(timings))
+    )
     return [dataclasses.replace(t, time_us=float(us)) for t, us in zip(timings, times, strict=True)]
 
 
@@ -57,7 +59,9 @@ def test_a_fit_finds_a_card_that_is_not_the_one_it_starts_from(timings):
     start = scale_profile(H100, "start")
     found = fit_profile(own, start)
     measured = np.array([t.time_us for t in own])
-    before, after = (abs(Predictor(own).times_us(p.values) / measured - 1).mean() for p in (start, found))
+    before, after = (
+        abs(Predictor(own).times_us(p.rate_values) / measured - 1).mean() for p in (start, found)
+    )
     assert after < 0.05 and before > 1.5 * after
 
 
@@ -72,7 +76,7 @@ def test_rates_that_no_timing_depends_on_stay():
 def test_one_wrong_timing_does_not_decide():
     wrong = timed(OPS, H100)
     wrong[0] = dataclasses.replace(wrong[0], time_us=10 * wrong[0].time_us)
-    values = fit_profile(wrong, H100).values
+    values = fit_profile(wrong, H100).rate_values
     others = Predictor(wrong[1:]).times_us(values) / [t.time_us for t in wrong[1:]]
     assert abs(others - 1).mean() < 0.05
 
@@ -85,7 +89,9 @@ def test_what_a_law_leaves_unexplained_is_the_factors_uncertainty():
 
 def test_no_gather_beats_memory():
     fast = [dataclasses.replace(t, time_us=t.time_us / 20) for t in timed(OPS, H100)]
-    assert fit_profile(fast, scale_profile(H100, "fast")).values["read_gbps"] < H100.values["hbm_gbps"]
+    assert (
+        fit_profile(fast, scale_profile(H100, "fast")).rate_values["read_gbps"] < H100.rate_values["hbm_gbps"]
+    )
 
 
 def test_a_network_is_as_fast_as_its_data_sheet_only_where_that_is_its():
@@ -93,20 +99,22 @@ def test_a_network_is_as_fast_as_its_data_sheet_only_where_that_is_its():
     far = [
         dataclasses.replace(EXCHANGE, op=op, sent=n, hosts=2, time_us=us / 2)
         for op in ("allgather", "alltoall")
-        for us in Predictor([dataclasses.replace(EXCHANGE, op=op, sent=n, hosts=2)]).times_us(H100.values)
+        for us in Predictor([dataclasses.replace(EXCHANGE, op=op, sent=n, hosts=2)]).times_us(
+            H100.rate_values
+        )
     ]
     start = scale_profile(H100, "fast")
-    of_sheet, own = fit_profile(far, start, of_network=0.97).values, fit_profile(far, start).values
+    of_sheet, own = fit_profile(far, start, of_network=0.97).rate_values, fit_profile(far, start).rate_values
     for name in ("all_gather_between_hosts_gbps", "all_to_all_between_hosts_gbps"):
-        assert of_sheet[name] <= max(0.971 * H100.values["network_gbps"], 1.02 * H100.values[name])
-        assert own[name] > H100.values["network_gbps"]
+        assert of_sheet[name] <= max(0.971 * H100.rate_values["network_gbps"], 1.02 * H100.rate_values[name])
+        assert own[name] > H100.rate_values["network_gbps"]
 
 
 def test_a_data_sheet_scales_what_follows_from_it():
     twice = scale_profile(
         H100, "twice", hbm_gbps=6700.0, nvlink_gbps=900.0, pcie_gbps=128.0, memory_bytes=1e11
     )
-    values, own = twice.values, H100.values
+    values, own = twice.rate_values, H100.rate_values
     assert own["read_gbps"] < values["read_gbps"] < 2 * own["read_gbps"]  # multiprocessors are the same
     for name in ("dense_gbps", "all_to_all_within_host_gbps", "host_read_gbps"):
         assert values[name] == pytest.approx(2 * own[name])
@@ -115,7 +123,7 @@ def test_a_data_sheet_scales_what_follows_from_it():
     # Dense parts wait for memory and for matrix units.
     assert values["dense_tflops"] == pytest.approx(2**0.5 * own["dense_tflops"])
     faster = scale_profile(H100, "faster", hbm_gbps=6700.0, peak_tflops=2 * 989.0)
-    assert faster.values["dense_tflops"] == pytest.approx(2 * own["dense_tflops"])
+    assert faster.rate_values["dense_tflops"] == pytest.approx(2 * own["dense_tflops"])
     assert faster.rates["dense_tflops"].source.endswith("by hbm_gbps and peak_tflops")
     assert twice.memory_bytes == 10**11 and twice.rates["hbm_gbps"].source == "data sheet of twice"
     assert "scaled from nvidia-h100-sxm by hbm_gbps" in twice.rates["read_gbps"].source
@@ -165,7 +173,7 @@ def test_files_of_timings_are_read(tmp_path):
     tables = [Table(f"t{i}", rows, 64, 10.0, Zipf(1.15), "fp16") for i, rows in enumerate((1000, 50))]
     assert op.shards == tuple(map(Shard.whole, tables)) and op.optimizer == "adam"
     assert (exchange.sent, exchange.hosts) == ((1024.0,) * 16, 2)
-    assert not reasons and (Predictor(timings).times_us(H100.values) > 0).all()
+    assert not reasons and (Predictor(timings).times_us(H100.rate_values) > 0).all()
     assert timings_of_card(timings, H100) == timings
     assert timings_of_card(timings, load_profile("nvidia-v100")) == [exchange]  # it names no card
 

@@ -18,7 +18,7 @@ from shardcore.measure.sampling.groups import GroupConfig, draw_compute_request
 
 CARD = load_profile("nvidia-h100-sxm")
 TRUTH = CARD.with_values(
-    CARD.values | {"read_gbps": 900.0, "forward_op_us": 80.0, "all_to_all_within_host_gbps": 200.0}
+    CARD.rate_values | {"read_gbps": 900.0, "forward_op_us": 80.0, "all_to_all_within_host_gbps": 200.0}
 )
 SETTING = Setting("nvidia-h100-80gb-hbm3", 65536)
 
@@ -40,7 +40,7 @@ def samples():
         )
         for i in range(40)
     ]  # fmt: skip
-    ms = (Predictor(sample_timings(empty, exchanges)).times_us(TRUTH.values) / 1e3).tolist()
+    ms = (Predictor(sample_timings(empty, exchanges)).times_us(TRUTH.rate_values) / 1e3).tolist()
     compute = [
         dataclasses.replace(s, id=dataset.compute_id(SETTING, s.request), forward=took(f), backward=took(b))
         for s, f, b in zip(empty, ms[0:160:2], ms[1:160:2], strict=True)
@@ -94,7 +94,7 @@ def test_a_profile_is_fitted_to_a_dataset_and_judged_on_its_test_split(
     assert "kept to judge the fit" in out and "all-to-all of 2 on 1 hosts: mean error" in out
     fitted, timings = load_profile("mine.json"), sample_timings(compute, comm)
     measured = np.array([t.time_us for t in timings])
-    errors = [mape(Predictor(timings).times_us(p.values), measured) for p in (CARD, fitted)]
+    errors = [mape(Predictor(timings).times_us(p.rate_values), measured) for p in (CARD, fitted)]
     assert errors[1] < 3 < errors[0]
     assert fitted.rates["forward_op_us"].source == "fitted to groups measured on nvidia-h100-80gb-hbm3"
     assert fitted.rates["host_read_gbps"] == CARD.rates["host_read_gbps"]

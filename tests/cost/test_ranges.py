@@ -7,7 +7,6 @@ from shapes import replica, row
 from test_neural import exchanging, topology
 
 from shardcore.core.job import Job
-from shardcore.core.links import links_of
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.cost import neural, ranges
 from shardcore.cost.model import price
@@ -57,7 +56,7 @@ def test_what_lies_beyond_the_range_is_named(model):
 def test_collectives_and_batches_never_measured_are_named(model):
     table = pool()[0]
     assert any("reduce-scatter" in s for s in beyond(model, (table,), 2, [row(table, topology(2))]))
-    said = beyond(model, (table,), 8, [replica(table, topology(8))], links=links_of(within_host=5.0))
+    said = beyond(model, (table,), 8, [replica(table, topology(8))], links=make_links(within_host=5.0))
     assert any("all-reduce" in s for s in said)
     assert any("an op over 32 samples (and 7 more); smallest measured 64" in s for s in said)
     assert any("the topology gives within_host 5 GB/s: " in s for s in said)

@@ -10,7 +10,7 @@ from shapes import ACROSS, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, WITHIN, host_
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.job import Job
-from shardcore.core.links import links_of
+from shardcore.core.links import make_links
 from shardcore.core.step_cost import PARTS, StepCost
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem
@@ -161,14 +161,14 @@ def test_a_second_fit_is_of_what_is_alone_again_and_given_links_tell_nothing(mod
     assert found_factors(step_factors.fit_step_factors(once, told)) == found_factors(once)
     neural.save(once, tmp_path)
     assert found_factors(neural.load(tmp_path)) == found_factors(once)
-    given = Topology((Device(1 << 30),) * 2, links=links_of(within_host=10.0, latency_ms=0.1))
+    given = Topology((Device(1 << 30),) * 2, links=make_links(within_host=10.0, latency_ms=0.1))
     assert (
         step_factors.fit_step_factors(
             model, [(w, replayed(model, w)) for w in workloads("columns", topology=given)]
         )
         is model
     )
-    apart = dataclasses.replace(on_hosts("aabb"), links=links_of(between_hosts=1.0, shared=True))
+    apart = dataclasses.replace(on_hosts("aabb"), links=make_links(between_hosts=1.0, shared=True))
     assert (
         step_factors.fit_step_factors(
             model, [(w, replayed(model, w)) for w in workloads("columns", topology=apart)]

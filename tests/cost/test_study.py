@@ -23,11 +23,11 @@ def test_repeatability_is_the_error_of_one_timing():
 
     repeats = [[timed(s) for _ in range(3)] for s in samples]
     control = [[timed(samples[0]) for _ in range(50)]]
-    assert study.repeatability([*control, *repeats]) == pytest.approx(
+    assert study.repeatability_error([*control, *repeats]) == pytest.approx(
         100 * 0.05 * np.sqrt(2 / np.pi), rel=0.15
     )
-    assert study.repeatability(control) is None and study.repeatability([]) is None
-    assert study.repeatability([g[:2] for g in repeats]) > 2
+    assert study.repeatability_error(control) is None and study.repeatability_error([]) is None
+    assert study.repeatability_error([g[:2] for g in repeats]) > 2
 
 
 def test_repeatability_by_hand():
@@ -41,11 +41,11 @@ def test_repeatability_by_hand():
         )
 
     three = [timed(99.0, 0.5), timed(10.0, 0.01), timed(13.0, 0.02)]
-    assert study.repeatability([three]) == pytest.approx(30 / 2**0.5)
-    assert study.repeatability([[timed(99.0, None), *three[1:]]]) == pytest.approx(30 / 2**0.5)
-    assert study.repeatability([three + three[:1] * 5, three[1:]]) == pytest.approx(30 / 2**0.5)
-    assert study.repeatability([three + three[:1] * 6]) is None
-    assert study.repeatability([[three[1], timed(20.0, 0.1)], [timed(10.0, None)] * 3]) == 0
+    assert study.repeatability_error([three]) == pytest.approx(30 / 2**0.5)
+    assert study.repeatability_error([[timed(99.0, None), *three[1:]]]) == pytest.approx(30 / 2**0.5)
+    assert study.repeatability_error([three + three[:1] * 5, three[1:]]) == pytest.approx(30 / 2**0.5)
+    assert study.repeatability_error([three + three[:1] * 6]) is None
+    assert study.repeatability_error([[three[1], timed(20.0, 0.1)], [timed(10.0, None)] * 3]) == 0
 
 
 @pytest.mark.long
@@ -58,7 +58,7 @@ def test_unseen_tables_are_judged_by_a_model_that_never_saw_them():
     assert alone and len(seen) + len(alone) < len(compute)
     found, model = study.unseen_table_error(compute, SETTING, QUICK), fit.train_op_model(seen, SETTING, QUICK)
     errors = [
-        abs(float(model.head(model.encode(s.request.shards, s.request.batch).sum(0))) / s.total_ms - 1)
+        abs(float(model.op_ms(model.encode(s.request.shards, s.request.batch).sum(0))) / s.total_ms - 1)
         for s in alone
     ]
     assert found == pytest.approx(100 * np.mean(errors))
@@ -82,7 +82,7 @@ def test_a_learning_curve_is_of_models_of_ever_more_samples_on_the_test_split():
     assert seen == [("learning_curve", n, {"test_mape": error}) for n, error in curve.rows]
     for n, error in (curve.rows[0], curve.rows[-1]):
         model = fit.train_op_model(sorted(rest, key=lambda s: s.id)[:n], SETTING, fit.FitConfig(epochs=1))
-        assert error == pytest.approx(accuracy.evaluate(model, test, [])["compute_mape"])
+        assert error == pytest.approx(accuracy.evaluate_accuracy(model, test, [])["compute_mape"])
 
 
 def test_the_law_of_a_learning_curve_is_found():

@@ -276,7 +276,7 @@ def test_families_share_no_terms():
 def test_a_profile_is_corrected_in_its_rates(tmp_path):
     profile = load_profile("nvidia-h100-sxm")
     given = problem()
-    ours = profile.model().for_problem(given)
+    ours = profile.cost_model().for_problem(given)
     truth = ours.corrected_by({q: Factor(1.6 if q.family == COMPUTE else 2.0, 0.0, 1) for q in QUANTITIES})
     workload = lower(by_columns(given), given)
     found = fit_correction(ours, [(workload, traced(workload, truth))], price(workload, truth).total_ms)

@@ -211,7 +211,7 @@ class Changes:
     def published(self, number):
         """Publish as a run does. Returns the line of the watch meanwhile."""
         with publish_claim.claimed_publishing(self.client, self.versions[number - 1]):
-            return watch.check_once()
+            return watch.check_registry_once()
 
 
 @pytest.fixture
@@ -233,20 +233,20 @@ def test_each_change_of_the_champion_is_published_once_whoever_made_it(api, chan
         return [r for r in runs(api, "publish") if r.id not in there]
 
     what = f"plans under {changes.name} version"
-    assert watch.check_once() == f"{changes.name} has no champion yet" and not asked()
+    assert watch.check_registry_once() == f"{changes.name} has no champion yet" and not asked()
     for n, version in enumerate((1, 2, 1, 3), 1):
         changes.champion(version)
         for _ in range(2):  # another look, or another watch: nothing is remembered here
-            assert watch.check_once().startswith(f"{what} {version}: run ") and len(asked()) == n
+            assert watch.check_registry_once().startswith(f"{what} {version}: run ") and len(asked()) == n
         assert changes.published(version) == f"{what} {version} are being published"
         [run] = [r for r in asked() if not r.state.is_final()]
         api.set_flow_run_state(run.id, Completed(), force=True)
-        assert watch.check_once() == f"{what} {version} are published" and len(asked()) == n
+        assert watch.check_registry_once() == f"{what} {version} are published" and len(asked()) == n
         changes.champion(version)  # the same again is no change
-        assert watch.check_once() == f"{what} {version} are published" and len(asked()) == n
+        assert watch.check_registry_once() == f"{what} {version} are published" and len(asked()) == n
     changes.champion(2)
     changes.champion(3)  # set back before anybody looked
-    assert watch.check_once() == f"{what} 3 are published" and len(asked()) == 4
+    assert watch.check_registry_once() == f"{what} 3 are published" and len(asked()) == 4
     assert all("watch" in r.tags for r in asked())
 
 
@@ -254,19 +254,19 @@ def test_a_change_while_plans_are_published_is_published_after_them(api, changes
     there = len(runs(api, "publish"))
     changes.champion(1)
     with publish_claim.claimed_publishing(changes.client, changes.versions[0]):
-        assert watch.check_once().endswith("version 1 are being published")
+        assert watch.check_registry_once().endswith("version 1 are being published")
         changes.champion(2)
-        assert watch.check_once().endswith(
+        assert watch.check_registry_once().endswith(
             "version 2 follow those under version 1, which are being published"
         )
     assert len(runs(api, "publish")) == there
     for _ in range(2):
-        assert "version 2: run " in watch.check_once() and len(runs(api, "publish")) == there + 1
+        assert "version 2: run " in watch.check_registry_once() and len(runs(api, "publish")) == there + 1
     changes.champion(3)
     for until_s, asked in ((time.time() + 60, there + 1), (time.time() - 1, there + 2)):  # by who was killed
         claim = json.dumps({"version": "3", "until": until_s})
         changes.client.set_registered_model_tag(changes.name, publish_claim.PUBLISHING, claim)
-        watch.check_once()
+        watch.check_registry_once()
         assert len(runs(api, "publish")) == asked
     for run in runs(api, "publish"):
         api.delete_flow_run(run.id)
@@ -276,9 +276,11 @@ def test_the_watch_says_what_does_not_answer_and_looks_again(api, changes, monke
     changes.champion(3)
     with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
         monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
-        assert watch.check_once().startswith("Prefect at http://127.0.0.1:9/api cannot run publish/local: ")
+        assert watch.check_registry_once().startswith(
+            "Prefect at http://127.0.0.1:9/api cannot run publish/local: "
+        )
     monkeypatch.undo()
-    assert ": run " in watch.check_once()
+    assert ": run " in watch.check_registry_once()
     for run in runs(api, "publish"):
         api.delete_flow_run(run.id)
 
@@ -432,7 +434,7 @@ def test_a_refresh_that_promotes_publishes_itself_and_commits_what_it_pushed(
 
     def publish_after_a_look():
         """The watch looks between promotion and publishing."""
-        seen.append(watch.check_once())
+        seen.append(watch.check_registry_once())
         return publish()
 
     # The name flows.refresh is taken by the flow, so reach its module through it.
@@ -446,7 +448,7 @@ def test_a_refresh_that_promotes_publishes_itself_and_commits_what_it_pushed(
         == state.published
         == str(registry.find_version(inside, name, registry.CHALLENGER).version)
     )
-    assert watch.check_once().endswith(f"version {state.champion} are published")
+    assert watch.check_registry_once().endswith(f"version {state.champion} are published")
     assert len(runs(api, "publish")) == before  # the watch had nothing to do
     assert yaml.safe_load((project.folder / "params.yaml").read_text())["promote"] == {"may_lose": 100.0}
     changed = subprocess.check_output([*git, "show", "--name-only", "--format=%s", "HEAD"], text=True).split(

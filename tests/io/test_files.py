@@ -17,7 +17,7 @@ from shapes import column, host_row, on_hosts, replica, row
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.job import Job
-from shardcore.core.links import links_of
+from shardcore.core.links import make_links
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.io import files, model_files, writing
@@ -45,7 +45,7 @@ def test_problems_round_trip(problem, problem_path, tmp_path):
         Topology(
             (Device(1 << 24), Device(1 << 25, 2.0, "b"), Device(1 << 25, 2.0, "b"), Device(1 << 24)),
             "nvidia-h200",
-            links_of(0.01, within_host=400.0, between_hosts=50.0),
+            make_links(0.01, within_host=400.0, between_hosts=50.0),
         ),
         256,
         "rowwise_adagrad",
@@ -95,7 +95,7 @@ def test_jobs_and_tables_of_several_features_round_trip(problem, problem_path, t
 def test_constraints_that_a_problem_does_not_have_leave_its_file_and_digest_alone(problem, problem_path):
     data = json.loads(problem_path.read_text())
     assert data["constraints"] == {"reserved_bytes": 0, "unsplit": []}
-    assert files.problem_digest(problem) == files.digest(data)
+    assert files.problem_digest(problem) == files.json_digest(data)
     del data["constraints"]
     problem_path.write_text(json.dumps(data))
     # But for what is reserved: a file that does not say it keeps a share.

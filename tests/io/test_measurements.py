@@ -67,7 +67,7 @@ def test_values_at_their_limits_are_taken():
     [("world", ((0, 1, 2, 3, 4, 5),)), ("host", ((0, 1, 2), (3, 4, 5))), ("cross", ((0, 3), (1, 4), (2, 5)))],
 )
 def test_ranks_are_numbered_host_by_host(group, groups):
-    assert CollectiveRequest((4,) * 6, 6, (0.0,) * 6, hosts=2, group=group).groups == groups
+    assert CollectiveRequest((4,) * 6, 6, (0.0,) * 6, hosts=2, group=group).rank_groups == groups
 
 
 def test_what_is_not_said_has_its_default():

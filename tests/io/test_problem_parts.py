@@ -9,7 +9,7 @@ from shardcore.core.access_statistics import Zipf
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.job import Job
-from shardcore.core.links import links_of
+from shardcore.core.links import make_links
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Table
 from shardcore.io import files
@@ -44,7 +44,10 @@ def on(**changed) -> Problem:
         (on(memory_bytes=2 * 10**9), "memory_bytes of devices"),
         (on(speed=2.0), "speed of devices"),
         (replace(WHOLE, topology=Topology(WHOLE.topology.devices[:2])), "number of devices"),
-        (replace(WHOLE, topology=replace(WHOLE.topology, links=links_of(within_host=9.0))), "topology.links"),
+        (
+            replace(WHOLE, topology=replace(WHOLE.topology, links=make_links(within_host=9.0))),
+            "topology.links",
+        ),
         (replace(WHOLE, global_batch=128), "global_batch"),
         (replace(WHOLE, optimizer="adam"), "optimizer"),
         (replace(WHOLE, job=Job(id_bytes=4)), "job.id_bytes"),

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import pytest
 
 from shardcore.core.errors import MOST_CHARACTERS, ShardCoreError, escape_unprintable, shorten
-from shardcore.core.validation import one_of, require_types, short_repr, within
+from shardcore.core.validation import number_within, one_of, require_types, short_repr
 from shardcore.cost.fit_config import FitConfig
 from shardcore.io import schema
 
@@ -274,7 +274,7 @@ def test_several_faults_of_a_record_and_of_its_lists_are_named_at_once():
 @dataclass(frozen=True)
 class Limited:
     free: int
-    share: Annotated[float | None, within(0, 1)] = None
+    share: Annotated[float | None, number_within(0, 1)] = None
     kind: Annotated[str, one_of(("a", "b"))] = "a"
 
     def __post_init__(self):

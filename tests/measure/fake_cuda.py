@@ -30,10 +30,10 @@ class FakeCuda(Cuda):
     def is_available(self) -> bool:
         return True
 
-    def count(self) -> int:
+    def device_count(self) -> int:
         return 2
 
-    def product(self) -> str:
+    def product_name(self) -> str:
         return "NVIDIA H100 80GB HBM3 rehearsal"
 
     def _once(self, name: str) -> bool:
@@ -47,7 +47,7 @@ class FakeCuda(Cuda):
         with (self.folder / "log").open("a") as log:
             log.write(f"{what}\n")
 
-    def mark(self) -> float:
+    def record_mark(self) -> float:
         return time.perf_counter()
 
     def elapsed_ms(self, marks: list[float]) -> list[float]:

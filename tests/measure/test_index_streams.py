@@ -21,10 +21,10 @@ def asked(*tables):
 
 def test_a_stream_is_drawn_once_for_all_dims_of_its_table():
     kept = IndexStreams("cpu", 1 << 30)
-    first = kept.lookups(asked(TABLES[0]), 0)
-    again = kept.lookups(asked(dataclasses.replace(TABLES[0], dim=16)), 0)
+    first = kept.lookup_stream(asked(TABLES[0]), 0)
+    again = kept.lookup_stream(asked(dataclasses.replace(TABLES[0], dim=16)), 0)
     assert kept.drawn == 1 and all(map(torch.equal, first, again))
-    kept.lookups(asked(TABLES[0]), 1)
+    kept.lookup_stream(asked(TABLES[0]), 1)
     assert kept.drawn == 2
 
 
@@ -32,20 +32,20 @@ def test_a_stream_is_drawn_once_for_all_dims_of_its_table():
 def test_the_last_used_are_kept(order, drawn):
     kept = IndexStreams("cpu", 2 * EACH + EACH // 2)
     for i in order:
-        kept.lookups(asked(TABLES[i]), 0)
+        kept.lookup_stream(asked(TABLES[i]), 0)
     assert kept.drawn == drawn
 
 
 def test_an_op_of_more_than_is_kept_has_all_its_ids():
     few, all_of = IndexStreams("cpu", 1), IndexStreams("cpu", 1 << 30)
     request = asked(*TABLES, *TABLES)
-    assert all(map(torch.equal, few.lookups(request, 0), all_of.lookups(request, 0)))
+    assert all(map(torch.equal, few.lookup_stream(request, 0), all_of.lookup_stream(request, 0)))
 
 
 def test_what_is_cleared_is_drawn_again():
     kept = IndexStreams("cpu", 1 << 30)
     for _ in range(2):
-        kept.lookups(asked(TABLES[0]), 0)
+        kept.lookup_stream(asked(TABLES[0]), 0)
         kept.clear()
     assert kept.drawn == 2
 
@@ -60,7 +60,7 @@ def test_expected_streams_are_drawn_ahead_once_and_are_the_same():
         assert time.monotonic() < began + 60, "the threads draw nothing"
         time.sleep(0.01)
     assert len(ahead._expected) == len(TABLES)
-    assert all(map(torch.equal, ahead.lookups(request, 0), plain.lookups(request, 0)))
+    assert all(map(torch.equal, ahead.lookup_stream(request, 0), plain.lookup_stream(request, 0)))
     assert ahead.drawn == plain.drawn == len(TABLES) and not ahead._expected
 
 
@@ -77,7 +77,7 @@ def test_what_is_not_expected_any_more_is_let_go():
     kept = list(ahead._expected.values())[1:]
     ahead.prefetch(map(asked, TABLES[1:]), 0)
     assert len(ahead._expected) == 3 and list(ahead._expected.values())[:2] == kept
-    ahead.lookups(asked(TABLES[0]), 0)
+    ahead.lookup_stream(asked(TABLES[0]), 0)
     assert len(ahead._expected) == 3
     ahead.prefetch([], 0)
     assert not ahead._expected

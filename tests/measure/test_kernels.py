@@ -246,8 +246,10 @@ def test_a_tables_stream_is_drawn_once(tables, monkeypatch):
 @pytest.fixture
 def events(monkeypatch):
     """Actions of benches, in order: "evict" or "run"."""
-    found, evict, once = [], timing.Caches.evict, KernelBench._run_once
-    monkeypatch.setattr(timing.Caches, "evict", lambda caches: (found.append("evict"), evict(caches))[1])
+    found, evict, once = [], timing.Caches.evict_caches, KernelBench._run_once
+    monkeypatch.setattr(
+        timing.Caches, "evict_caches", lambda caches: (found.append("evict"), evict(caches))[1]
+    )
     monkeypatch.setattr(
         KernelBench, "_run_once", lambda bench, run: (found.append("run"), once(bench, run))[1]
     )
@@ -272,9 +274,9 @@ def test_where_few_ops_run_in_turn_each_meets_caches_that_were_overwritten(table
 
 def test_caches_are_overwritten():
     caches = timing.Caches(1 << 20, "cpu")
-    caches.evict()
+    caches.evict_caches()
     assert caches._written.nbytes == 1 << 20 and bool((caches._written == 1).all())
-    timing.Caches(0, "cpu").evict()
+    timing.Caches(0, "cpu").evict_caches()
 
 
 def test_repeats_stop_when_the_median_is_known(tables):
@@ -359,7 +361,7 @@ def test_an_op_that_finds_no_memory_is_tried_once_more_without_kept_streams(tabl
     def prepare(request, seed=0):
         kept.append(bench.streams.drawn)
         if len(kept) <= times:
-            bench.streams.lookups(request, 7)
+            bench.streams.lookup_stream(request, 7)
             raise torch.OutOfMemoryError("out of memory")
         return real(request, seed)
 

@@ -411,7 +411,7 @@ def test_each_step_meets_caches_that_were_overwritten_and_another_batch(tables, 
             )[-1],
         )
 
-    noted(Caches, "evict", "evict")
+    noted(Caches, "evict_caches", "evict")
     noted(module._Step, "run_once", "step")
     noted(KernelBench, "run_once_ms", "reference")
     workload, progress = whole(problem_of(tables[3:4], 1)), []

@@ -51,8 +51,8 @@ def wandering(rng, ops, runs, noise=0.02):
 def test_the_slowdown_is_told_from_neighbouring_runs(rng):
     levels, runs, slowdown = wandering(rng, 10, 600)
     log = timing.SlowdownLog({0: math.log(levels[0])})
-    numbers = [log.add(op, ms) for op, ms in runs]
-    found = log.fit()
+    numbers = [log.add_timing(op, ms) for op, ms in runs]
+    found = log.fit_slowdown()
     raw, mended = [], []
     for op, level in levels.items():
         mine = [(n, ms) for n, (k, ms) in zip(numbers, runs, strict=True) if k == op]
@@ -66,29 +66,29 @@ def test_an_op_with_a_known_level_ties_the_slowdown():
     """The op takes 3 ms instead of 2, so the slowdown is 1.5, whatever other ops take."""
     for anchors, slowdown in (({0: math.log(2.0)}, 1.5), ({}, 1.0), ({"another": 0.0}, 1.0)):
         log = timing.SlowdownLog(anchors)
-        assert [log.add(k % 3, 3.0 * (1 + k % 3)) for k in range(60)] == list(range(60))
-        assert [log.fit()(n) for n in range(60)] == pytest.approx([slowdown] * 60)
+        assert [log.add_timing(k % 3, 3.0 * (1 + k % 3)) for k in range(60)] == list(range(60))
+        assert [log.fit_slowdown()(n) for n in range(60)] == pytest.approx([slowdown] * 60)
 
 
 def test_a_run_is_never_corrected_by_itself():
     log = timing.SlowdownLog()
     for k in range(90):
-        log.add(k % 3, 1.25 if k == 45 else 1.0)
-    assert log.fit()(45) == pytest.approx(1.0, abs=0.01)
+        log.add_timing(k % 3, 1.25 if k == 45 else 1.0)
+    assert log.fit_slowdown()(45) == pytest.approx(1.0, abs=0.01)
 
 
 def test_on_a_quiet_machine_nothing_is_corrected(rng):
     log = timing.SlowdownLog()
-    numbers = [log.add(k % 7, (1 + k % 7) * math.exp(rng.normal(0, 0.01))) for k in range(400)]
-    found = log.fit()
+    numbers = [log.add_timing(k % 7, (1 + k % 7) * math.exp(rng.normal(0, 0.01))) for k in range(400)]
+    found = log.fit_slowdown()
     assert max(abs(found(n) - 1) for n in numbers) < 0.01
 
 
 def test_runs_no_longer_kept_are_refused():
     log = timing.SlowdownLog(kept=10)
     for _ in range(12):
-        last = log.add("op", 1.0)
-    found = log.fit()
+        last = log.add_timing("op", 1.0)
+    found = log.fit_slowdown()
     assert found(last) == found(2) == pytest.approx(1.0)
     with pytest.raises(KeyError):
         found(1)

@@ -16,7 +16,7 @@ from shardcore.core.validation import MOST_BYTES
 from shardcore.io import schema
 from shardcore.io.kineto import KinetoFile
 from shardcore.measure.traces.job import divide_rank_step, read_traced_job
-from shardcore.measure.traces.names import NCCL_KERNEL, match_collective, match_name
+from shardcore.measure.traces.names import NCCL_KERNEL, match_collective, match_kernel_name
 from shardcore.measure.traces.rank import Collective, Span, StepSpans
 
 
@@ -147,7 +147,7 @@ def test_kernels_belong_to_what_launched_them(tmp_path):
     ],
 )  # fmt: skip
 def test_names_of_ops_and_kernels_are_rows(name, part):
-    assert getattr(match_name(name), "part", None) == part
+    assert getattr(match_kernel_name(name), "part", None) == part
 
 
 @pytest.mark.parametrize(

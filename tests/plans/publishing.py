@@ -34,6 +34,6 @@ def publish(root, problem, device, outcome="better", **fields):
 def sealed_decision(root, name, decision, **changes):
     """Make a changed decision the last one, under the name of its own digest, as an attacker can."""
     document = {**decision.to_json(), **changes}
-    found = files.digest(document)
+    found = files.json_digest(document)
     writing.write_json(root / name / "decisions" / f"{found}.json", document)
     (root / name / "current").write_text(f"{found}\n")

@@ -9,7 +9,7 @@ from shapes import column, host_row, on_hosts, replica, row
 from shardcore.core.access_statistics import Zipf
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.links import links_of
+from shardcore.core.links import make_links
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Setting, Table
 from shardcore.cost.analytic import AnalyticModel
@@ -207,7 +207,7 @@ def rotated(placement: Placement, by: int) -> Placement:
 def test_equal_devices_are_exchanged_so_that_least_moves_at_the_same_cost(problem, seed):
     model = AnalyticModel(Setting("made-up", 256))
     devices = tuple(Device(16 << 20, 1.0, f"host-{d % 2}") for d in range(4))
-    topology = Topology(devices, links=links_of(within_host=2.0, between_hosts=0.5, latency_ms=0.01))
+    topology = Topology(devices, links=make_links(within_host=2.0, between_hosts=0.5, latency_ms=0.01))
     problem = replace(problem, topology=topology)
     old, new = random_plan(problem, seed, rows=False), random_plan(problem, seed + 50, rows=False)
     near = relabel_devices(new, old, problem)

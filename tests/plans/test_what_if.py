@@ -90,7 +90,7 @@ def test_all_moves_are_priced_as_the_plans_after_them(name, monkeypatch):
     monkeypatch.setattr(what_if_of, "OF_TABLE", 99)
     models = {
         "closed form": lambda: AnalyticModel(SETTING),
-        "profile": lambda: load_profile("nvidia-h100-sxm").model(),
+        "profile": lambda: load_profile("nvidia-h100-sxm").cost_model(),
         "trained": trained,
     }
     plan, model = mixed_plan(), models[name]().for_problem(PROBLEM)
@@ -161,7 +161,7 @@ def test_moves_of_other_tables_leave_what_a_cache_fetches(gbps):
         PROBLEM, tables=(*TABLES[:13], cached, *TABLES[14:]), topology=topology, job=Job("prefetch")
     )
     plan = rebind_tables(mixed_plan(), problem)
-    model = load_profile("nvidia-h100-sxm").model().for_problem(problem)
+    model = load_profile("nvidia-h100-sxm").cost_model().for_problem(problem)
     priced = price_plan(plan, problem, model)
     known = price_single_moves(priced, problem, model)
     assert known.stays["t13"] == "some of its rows are not in device memory"

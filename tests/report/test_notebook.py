@@ -12,7 +12,7 @@ from shardcore.core.html import MOST_ROWS
 
 TABLES = tuple(Table(f"<t{i}>", 1000 * (i + 1), 64, 5.0) for i in range(20))
 PROBLEM = Problem("p", TABLES, Topology.of_hosts(1, 4, memory_gib=80, hardware="nvidia-h100-sxm"), 4096)
-MODEL = load_profile("nvidia-h100-sxm").model().for_problem(PROBLEM)
+MODEL = load_profile("nvidia-h100-sxm").cost_model().for_problem(PROBLEM)
 PLAN = SHARDERS["size_greedy"](PROBLEM, MODEL)
 COST = price(lower(PLAN, PROBLEM), MODEL)
 

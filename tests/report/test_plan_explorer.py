@@ -218,7 +218,7 @@ def page_of(now: Version) -> str:
 @needs_browser
 @pytest.mark.long
 def test_a_table_s_moves_are_shown_as_the_library_prices_them(tmp_path):
-    now = asked(load_profile("nvidia-h100-sxm").model().for_problem(PROBLEM))
+    now = asked(load_profile("nvidia-h100-sxm").cost_model().for_problem(PROBLEM))
     key = "new KeyboardEvent('keydown', {{key: '{}', bubbles: true, cancelable: true}})"
     says = "document.getElementById('what-if-says').textContent"
     options = "[...document.getElementById('what-if-move').options].map((x) => x.textContent)"

@@ -32,9 +32,9 @@ BATCH = 48
 class SlowScatter(AnalyticModel):
     """Reduce-scatters take as long as for twice their bytes, so that costs tell collectives apart."""
 
-    def comm(self, traffic, compute_ms, topology):
+    def comm_cost(self, traffic, compute_ms, topology):
         times = np.array([1 + (c.collective == "reduce_scatter") for c in channels_of_traffic(traffic)])
-        return super().comm((traffic.T * times).T, compute_ms, topology)
+        return super().comm_cost((traffic.T * times).T, compute_ms, topology)
 
 
 MODEL = SlowScatter(

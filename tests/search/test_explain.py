@@ -79,7 +79,7 @@ def test_the_bounding_device_is_the_last_and_its_shards_cost_what_it_saves_witho
     shards = [p.shard for p in plan.placements if result.device in p.devices]
     rest = [s for s in shards if s.label != first.shard]
     assert len(rest) == len(shards) - 1
-    without = model.head(model.encode(rest).sum(0, keepdims=True))[0]
+    without = model.op_ms(model.encode(rest).sum(0, keepdims=True))[0]
     assert first.saves_ms == pytest.approx(cost.compute_ms[result.device] - without)
     assert {s.shard for s in result.shards} == {s.label for s in shards}
 
@@ -87,7 +87,7 @@ def test_the_bounding_device_is_the_last_and_its_shards_cost_what_it_saves_witho
 class OwnLink(AnalyticModel):
     """Backward, each device waits for what it sends itself, at 1 GB/s; forward is free."""
 
-    def comm(self, traffic, compute_ms, topology):
+    def comm_cost(self, traffic, compute_ms, topology):
         backward = traffic[: -len(ID_CHANNELS)].sum(0) / 1e6
         ready = compute_ms + backward
         nothing = 0 * backward

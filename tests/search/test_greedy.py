@@ -6,7 +6,7 @@ import pytest
 from shapes import column, on_hosts, row, with_room
 
 from shardcore.core.constraints import Constraints
-from shardcore.core.links import links_of
+from shardcore.core.links import make_links
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
@@ -117,7 +117,7 @@ def test_rows_are_divided_by_the_kind_with_the_cheapest_plan(name):
     for between_gbps, pooling in ((1.0, 1.0), (200.0, 400.0)):
         topology = Topology(
             on_hosts("aabb", 1000 * MIB).devices,
-            links=links_of(within_host=200.0, between_hosts=between_gbps),
+            links=make_links(within_host=200.0, between_hosts=between_gbps),
         )
         cold = tuple(Table(f"t{i}", 1000, 8, 1.0) for i in range(4))
         problem = Problem("p", (Table("deep", 9000, 16, pooling), *cold), topology, 8192)

@@ -56,7 +56,7 @@ def test_tables_kept_together_are_one_bundle_that_costs_what_they_cost_fused(see
     cache.add_merged_shards(keys)
     batch = PlanBatch(space, np.array([keys]))
     for key, device in zip(keys, devices, strict=True):
-        batch.place(*key, device)
+        batch.place_shard(*key, device)
     # price checks the pins
     assert batch.cost_ms()[0, 0] == pytest.approx(total_ms(shards, where, problem), rel=1e-9)
 

@@ -42,7 +42,7 @@ def test_its_plans_cost_as_the_librarys(of_page, hardware, devices, steps):
     )
     model = AnalyticModel(Setting("gpu", problem.global_batch)).for_problem(problem)
     if hardware == "a profile":
-        model = shardcore.load_profile("nvidia-h100-sxm").model().for_problem(problem)
+        model = shardcore.load_profile("nvidia-h100-sxm").cost_model().for_problem(problem)
     here = of_page(problem, model, beam=2, candidates=2, steps=steps)
     there = of_library(problem, model, config=NeuroShardConfig(beam=2, candidates=2, steps=steps))
     costs = [price(lower(plan, problem), model).total_ms for plan in (here, there)]

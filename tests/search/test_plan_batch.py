@@ -53,7 +53,7 @@ def test_it_costs_what_its_plan_does(seed, rows):
     batch, keys = batch_of(problem, shards)
     devices = [int(rng.choice(allowed_devices_of_shard(s, problem))) for s in shards]
     for i in rng.permutation(len(keys)):
-        batch.place(*keys[i], devices[i])
+        batch.place_shard(*keys[i], devices[i])
     assert batch.cost_ms()[0, 0] == pytest.approx(total_ms(shards, devices, problem), rel=1e-9)
     plan = batch.first_plan(algorithm="drawn")
     assert plan.provenance["predicted_ms"] == pytest.approx(batch.cost_ms()[0, 0], rel=1e-9)
@@ -70,7 +70,7 @@ def test_it_costs_what_its_plan_does_with_tables_of_fixed_kinds(seed):
     batch, keys = batch_of(problem, shards, model=model)
     device_of = dict(zip(shards, devices, strict=True))
     for key, bundle in zip(keys, bundle_shards(shards, problem), strict=True):
-        batch.place(*key, device_of[bundle[0]])
+        batch.place_shard(*key, device_of[bundle[0]])
     ms = price(lower(plan_of(shards, devices, problem), problem), model).total_ms
     assert batch.cost_ms()[0, 0] == pytest.approx(ms, rel=1e-9)
 
@@ -95,7 +95,7 @@ def test_it_costs_what_its_plan_does_if_caches_fetch_ahead(gbps):
     batch, keys = batch_of(problem, shards, model=model)
     devices = [i % 4 for i in range(len(keys))]
     for key, device in zip(keys, devices, strict=True):
-        batch.place(*key, device)
+        batch.place_shard(*key, device)
     cost = price(lower(plan_of(shards, devices, problem), problem), model)
     assert batch.cost_ms()[0, 0] == pytest.approx(cost.total_ms, rel=1e-9)
     assert any(cost.fetch_wait_ms) == (gbps < 1)
@@ -108,11 +108,11 @@ def test_plans_of_a_batch_are_kept_apart_and_as_single_ones():
     devices = np.random.default_rng(0).integers(4, size=(1, 3, len(keys)))
     for i, (item, blocks) in enumerate(keys):
         assert several.fitting_devices(item, blocks).shape == (1, 3, 4)
-        several.place(item, blocks, devices[..., i])
+        several.place_shard(item, blocks, devices[..., i])
     for k in range(3):
         one, _ = batch_of(problem, shards)
         for i, key in enumerate(keys):
-            one.place(*key, devices[0, k, i])
+            one.place_shard(*key, devices[0, k, i])
         assert several.cost_ms()[0, k] == pytest.approx(one.cost_ms()[0, 0])
         assert several.used_bytes[0, k].tolist() == one.used_bytes[0, 0].tolist()
         assert several.device_ms[0, k].tolist() == pytest.approx(one.device_ms[0, 0].tolist())
@@ -135,7 +135,7 @@ def devices_that_fit(problem, cuts, devices, c) -> set[int]:
         last = int(np.flatnonzero(homes[c] == device)[-1])
         batch = PlanBatch(space, keys, 3)
         for i in set(range(len(homes[c]))) - {last}:
-            batch.place(*keys[:, i].T[..., None], homes[:, i, None])
+            batch.place_shard(*keys[:, i].T[..., None], homes[:, i, None])
         if batch.fitting_devices(*keys[:, last].T[..., None])[c, :, device].all():
             that_fit.add(device)
     return that_fit
@@ -177,13 +177,13 @@ def test_halves_of_a_table_that_meet_take_memory_of_other_devices():
         limited = with_memory(problem, [1 << 30, free, 1 << 30, 1 << 30])
         batch, keys = batch_of(limited, shards)
         for key, device in zip(keys[:2], (1, 0), strict=True):
-            batch.place(*key, device)
+            batch.place_shard(*key, device)
         assert batch.fitting_devices(*keys[2])[0, 0].tolist() == [fits, False, True, True]
 
 
 def test_a_plan_that_lacks_a_table_is_refused():
     problem = draw_problem(2, n_tables=3)
     batch, keys = batch_of(problem, list(map(Shard.whole, problem.tables)))
-    batch.place(*keys[0], 0)
+    batch.place_shard(*keys[0], 0)
     with pytest.raises(ShardCoreError, match="'t1'"):
         batch.first_plan()

@@ -16,7 +16,7 @@ from shardcore.core.access_statistics import Zipf
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.job import Job
-from shardcore.core.links import links_of
+from shardcore.core.links import make_links
 from shardcore.core.types import Placement, Plan, Problem, Setting, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
@@ -105,7 +105,7 @@ def test_columns_are_not_given_up_for_divided_rows():
     tables = tuple(
         replace(live[i], name=f"t{n}", dim=dim) for n, (i, dim) in enumerate(zip(chosen, dims, strict=True))
     )
-    topology = replace(on_hosts("a" * 4, 3294 * MIB), links=links_of(within_host=200.0))
+    topology = replace(on_hosts("a" * 4, 3294 * MIB), links=make_links(within_host=200.0))
     problem = Problem("hot", tables, topology, 65_536)
     by_all, by_columns = (
         cost(SHARDERS[name](problem, gpu(problem), budget=Budget(evals=100_000)))
@@ -125,7 +125,7 @@ def test_plans_by_columns_are_improved_as_long_as_they_may_become_the_best():
         return Table(f"t{i}", rows, dim, pooling, zipf, collection="ab"[i % 2])
 
     problem = Problem("wide", tuple(map(table, range(138))), profile.topology(8, 8), 65_536, "adam")
-    model, budget = profile.model().for_problem(problem), Budget(evals=1_000_000)
+    model, budget = profile.cost_model().for_problem(problem), Budget(evals=1_000_000)
     by_all, by_columns = (
         cost(SHARDERS[name](problem, model, budget=budget)) for name in ("portfolio", "anneal_columns")
     )
@@ -178,7 +178,7 @@ def test_one_device_or_nothing_to_search_needs_no_trials():
 def test_collections_have_devices_of_their_own_where_one_needs_most_of_the_memory():
     """Else five of eight devices launch two ops, and a step takes 0.82 ms."""
     problem = with_memory_times(draw_problem_with_memory(246), 1.3)
-    model = load_profile(HARDWARE).model().for_problem(problem)
+    model = load_profile(HARDWARE).cost_model().for_problem(problem)
     for seed in range(3):
         plan = search_with_portfolio(problem, model, seed=seed, budget=Budget(evals=10_000))
         check_plan(plan, problem)
@@ -244,7 +244,7 @@ def skewed(**constraints) -> Problem:
     """Four hosts of 8 devices, and a table with three quarters of the lookups."""
     tables = (Table("hot", 1_000_000, 64, 300.0), *(Table(f"t{i}", 500_000, 64, 10.0) for i in range(10)))
     given = on_hosts(8 * "a" + 8 * "b" + 8 * "c" + 8 * "d", GIB)
-    topology = replace(given, links=links_of(within_host=300.0, between_hosts=12.0))
+    topology = replace(given, links=make_links(within_host=300.0, between_hosts=12.0))
     return Problem("skewed", tables, topology, 8192, constraints=Constraints(**constraints))
 
 
@@ -274,7 +274,7 @@ def test_a_sequence_that_is_hot_for_a_device_is_in_halves():
     for constraints in (Constraints(), Constraints(min_widths=(("hot", 32),))):
         problem = Problem("hot", tables, profile.topology(1, 4), 4096, constraints=constraints)
         plan = search_with_portfolio(
-            problem, profile.model().for_problem(problem), budget=Budget(evals=6_000)
+            problem, profile.cost_model().for_problem(problem), budget=Budget(evals=6_000)
         )
         check_plan(plan, problem)
         costs.append(cost(plan))
@@ -292,7 +292,9 @@ def test_a_table_is_in_parts_only_where_codecs_take_them(dim, payload, may):
     hot = Table("hot", 1_000, dim, 40.0, sequence=True)
     tables = (hot, *(Table(f"t{i}", 100_000, 64, 10.0) for i in range(7)))
     problem = Problem("hot", tables, profile.topology(1, 4), 4096, job=Job(forward_payload=payload))
-    plan = search_with_portfolio(problem, profile.model().for_problem(problem), budget=Budget(evals=2_000))
+    plan = search_with_portfolio(
+        problem, profile.cost_model().for_problem(problem), budget=Budget(evals=2_000)
+    )
     check_plan(plan, problem)
     assert may_cut_table(hot, problem) == may
 
@@ -302,7 +304,7 @@ def test_tables_without_lookups_are_not_hot():
     tables = tuple(Table(f"t{i}", 1_000, 32, 0.0, sequence=True) for i in range(3))
     problem = Problem("idle", tables, profile.topology(1, 4), 4096)
     check_plan(
-        search_with_portfolio(problem, profile.model().for_problem(problem), budget=Budget(evals=500)),
+        search_with_portfolio(problem, profile.cost_model().for_problem(problem), budget=Budget(evals=500)),
         problem,
     )
 
@@ -355,7 +357,7 @@ def few_huge_tables(hosts: int, batch: int) -> Problem:
 
 def test_more_than_two_hosts_share_the_parts_of_the_hottest_table():
     problem = few_huge_tables(6, 49_152)
-    model = load_profile("nvidia-h100-sxm").model().for_problem(problem)
+    model = load_profile("nvidia-h100-sxm").cost_model().for_problem(problem)
     plan = search_with_portfolio(problem, model, budget=Budget(evals=6_000))
     check_plan(plan, problem)
     parts = plan.placements_by_table()["c00"]
@@ -366,7 +368,7 @@ def test_more_than_two_hosts_share_the_parts_of_the_hottest_table():
 @pytest.mark.long
 def test_few_huge_tables_on_many_hosts_cost_no_more_than_in_torchrecs_plan():
     problem = few_huge_tables(14, 57_344)
-    model = load_profile("nvidia-h100-sxm").model().for_problem(problem)
+    model = load_profile("nvidia-h100-sxm").cost_model().for_problem(problem)
     ours, theirs = (
         cost(SHARDERS[name](problem, model, budget=budget))
         for name, budget in (("portfolio", Budget(evals=100_000)), ("torchrec", Budget(seconds=60)))

@@ -58,7 +58,7 @@ def on(topology) -> Problem:
     ],
 )
 def test_which_devices_share_a_shard(kind, one_host, two_hosts, mixed, unequal):
-    found = [list(LAYOUTS[kind].groups(t)) for t in (ONE_HOST, TWO, MIXED, on_hosts("aab"))]
+    found = [list(LAYOUTS[kind].device_groups(t)) for t in (ONE_HOST, TWO, MIXED, on_hosts("aab"))]
     assert found == [one_host, two_hosts, mixed, unequal]
 
 

@@ -65,18 +65,18 @@ def test_a_row_says_where_its_groups_lie(row):
 def test_measured_ranks_and_kinds_form_the_same_groups():
     two = on_hosts("aaaabbbb")
     for name in SCOPES:
-        asked = CollectiveRequest((8,) * 8, 16, (0.0,) * 8, hosts=2, group=name).groups
+        asked = CollectiveRequest((8,) * 8, 16, (0.0,) * 8, hosts=2, group=name).rank_groups
         assert (
             asked == groups_among_hosts(host_names(8, 2), name) == tuple(map(tuple, group_members(name, two)))
         )
-    assert LAYOUTS["host_row"].groups(two) == ((0, 1, 2, 3), (4, 5, 6, 7))
-    assert LAYOUTS["row"].groups(two) == (tuple(range(8)),)
+    assert LAYOUTS["host_row"].device_groups(two) == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert LAYOUTS["row"].device_groups(two) == (tuple(range(8)),)
 
 
 def test_rows_are_divided_over_pods_or_over_hosts_never_both():
     """TorchRec runs table_row_wise over one of them, by TORCHREC_RESOLVED_POD_SIZE."""
     over = [PODS, *(replace(PODS, rows_over=domain) for domain in ("host", "pod"))]
-    groups = {k: [len(x.groups(on)) for on in over] for k, x in LAYOUTS.items() if x.divides_rows}
+    groups = {k: [len(x.device_groups(on)) for on in over] for k, x in LAYOUTS.items() if x.divides_rows}
     # Hosts, if it is left open. A plan may have either then.
     assert groups == {"row": [1, 1, 1], "host_row": [4, 4, 0], "pod_row": [0, 0, 2]}
     assert [len(LAYOUTS["pod_row"].possible_groups(on)) for on in over] == [2, 0, 2]
@@ -88,7 +88,7 @@ def test_rows_are_divided_over_pods_or_over_hosts_never_both():
     # Hosts without a neighbour make no pods, and TorchRec needs pods of one size.
     for hosts in (["p/a", "p/a", "q/b", "q/b"], ["p/a", "p/a", "p/b", "p/b", "q/c", "q/c"]):
         on = on_hosts(hosts)
-        assert LAYOUTS["host_row"].groups(on) and not LAYOUTS["pod_row"].possible_groups(on)
+        assert LAYOUTS["host_row"].device_groups(on) and not LAYOUTS["pod_row"].possible_groups(on)
         assert row_domain_choices(on) == ("host",)
 
 

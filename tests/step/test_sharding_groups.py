@@ -7,7 +7,7 @@ from shapes import column, replica, row
 
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import Infeasible, ShardCoreError
-from shardcore.core.links import links_of
+from shardcore.core.links import make_links
 from shardcore.core.tiers import Memory
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
@@ -107,7 +107,7 @@ def test_a_device_of_a_group_is_the_least_of_its_replicas():
         replace(d, memory_bytes=(i + 1) * GIB, speed=2.0 - i / 4)
         for i, d in enumerate(given.topology.devices)
     ]
-    given = replace(given, topology=Topology(tuple(devices), links=links_of(within_host=10.0)))
+    given = replace(given, topology=Topology(tuple(devices), links=make_links(within_host=10.0)))
     of = {
         layout: problem_of_group(given, Grouping(2, layout)).topology for layout in ("contiguous", "strided")
     }

@@ -78,7 +78,7 @@ def test_tables_that_differ_by_name_share_options_unless_constraints_differ():
     items = np.arange(4)
     cache.make_shards(items, cache.size)
     of = {
-        cache.table(s).name: (n, *cache.shared_options[:, :, s].ravel())
+        cache.table_of_item(s).name: (n, *cache.shared_options[:, :, s].ravel())
         for s, n in enumerate(cache.option_numbers(items, cache.size))
     }
     assert of["first"] == of["same"]

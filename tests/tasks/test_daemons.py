@@ -102,10 +102,10 @@ def test_another_process_that_got_the_id_is_neither_taken_for_it_nor_ended(daemo
 
 
 def test_the_log_of_the_run_before_is_kept(daemon):
-    daemon.log.parent.mkdir()
-    daemon.log.write_text("why it ended\n")
+    daemon.log_path.parent.mkdir()
+    daemon.log_path.write_text("why it ended\n")
     daemon.start()
-    assert daemon.log.with_name("one.log.1").read_text() == "why it ended\n"
+    assert daemon.log_path.with_name("one.log.1").read_text() == "why it ended\n"
 
 
 def test_what_does_not_end_when_asked_is_killed(tmp_path):
@@ -129,7 +129,7 @@ def test_what_does_not_end_when_asked_is_killed(tmp_path):
 
 def test_control_characters_of_a_log_do_not_reach_the_terminal(tmp_path):
     daemon = Daemon("noisy", (), {}, tmp_path)
-    daemon.log.parent.mkdir()
-    daemon.log.write_bytes(b"\x1b]0;owned\x07\x1b[2Jhello\rworld \xff\n\n\x9b31mred\n")
+    daemon.log_path.parent.mkdir()
+    daemon.log_path.write_bytes(b"\x1b]0;owned\x07\x1b[2Jhello\rworld \xff\n\n\x9b31mred\n")
     lines = daemon.last_log_lines(5)
     assert all(line.isprintable() for line in lines) and "hello" in " ".join(lines)

@@ -80,7 +80,7 @@ def test_the_corrected_model_goes_through_the_gate_and_names_job_steps_and_trace
     assert version.tags["job"] == "dlrm" and version.tags["job.steps"] == "dlrm-00001000"
     before, after = model.meta["provenance"]["job"]["held_out_errors"]
     assert before - after > LEAST_GAIN and float(version.tags[TRACED_ERROR]) == pytest.approx(after, abs=1e-3)
-    assert version.tags["job.traces"] == files.digest(model.meta["provenance"]["job"]["traces"])
+    assert version.tags["job.traces"] == files.json_digest(model.meta["provenance"]["job"]["traces"])
     assert model.meta["provenance"]["job"]["traces"]["dlrm-00001000"].keys() == {"0", "1"}
 
 

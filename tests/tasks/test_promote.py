@@ -71,7 +71,7 @@ def measured_as_by(held_out, others):
     for s in SAMPLES:
         model = held_out if split_of_sample(s.id) == "test" else others
         sums = model.encode(s.request.shards, s.request.batch).sum(0)
-        forward, backward, _ = model.parts(sums).tolist()
+        forward, backward, _ = model.op_part_ms(sums).tolist()
         compute.append(dataclasses.replace(s, forward=spread(forward), backward=spread(backward)))
     for s in COMM:
         w = (held_out if split_of_sample(s.id) == "test" else others).weights

@@ -261,7 +261,9 @@ def test_a_problem_of_hardware_without_a_champion_is_published_under_its_profile
     wanted = {"model": CARD, "model_version": profile.digest, "profile": SAID}
     assert wanted.items() <= decision.provenance.items() and wanted.items() <= plan.provenance.items()
     assert decision.provenance["setting"] == f"{CARD}, batch 65536, fp32, exact_adagrad"
-    assert decision.total_ms == price(lower(plan, problem), profile.model().for_problem(problem)).total_ms
+    assert (
+        decision.total_ms == price(lower(plan, problem), profile.cost_model().for_problem(problem)).total_ms
+    )
     assert f"Beyond what was measured: {SAID} (band ±" in page
     assert f"{CARD}, {SAID}" in Path("plans/report.md").read_text()
     assert f"{CARD}, {SAID}" in Path("plans/index.html").read_text()

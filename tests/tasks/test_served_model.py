@@ -116,7 +116,7 @@ def test_it_answers_with_the_model_s_costs(registered, served):
     assert all(a["low_ms"] <= a["ms"] <= a["high_ms"] and 0 < a["forward_ms"] < a["ms"] for a in found)
     sums = registered[0].encode([Shard.whole(t) for t in pool()[:3]]).sum(0)
     assert (found[0]["low_ms"], found[0]["high_ms"]) == pytest.approx(
-        tuple(registered[0].interval(sums, 0.9))
+        tuple(registered[0].ms_interval(sums, 0.9))
     )
     assert empty == {"ms": 0, "forward_ms": 0, "low_ms": 0, "high_ms": 0, "extrapolated": []}
 

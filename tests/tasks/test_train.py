@@ -105,7 +105,7 @@ def test_a_dataset_of_another_machine_lends_and_counts_nowhere(joined):
     own = [s for s in dataset.read_compute_samples(MEASUREMENTS)]
     assert sum(v for k, v in model.meta["samples"].items() if k.startswith("compute")) == len(own)
     inputs = {d.dataset.name: d.dataset.digest for d in run.inputs.dataset_inputs}
-    version = files.digest(sorted(p.name for p in SHIPPED.iterdir()))
+    version = files.json_digest(sorted(p.name for p in SHIPPED.iterdir()))
     assert inputs == {"measurements": "unversioned", "x": version}
     auxiliary = model.meta["provenance"]["lent"]["datasets/x"]
     assert (auxiliary["digest"], auxiliary["hardware"], auxiliary["exchanges"]) == (version, "other", 0)

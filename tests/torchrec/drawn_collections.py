@@ -16,7 +16,7 @@ from given_ids import Lookups, count_bytes, input_bytes
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.job import Job
-from shardcore.core.payloads import FP32_BYTES, MEASURED, payload_of
+from shardcore.core.payloads import FP32_BYTES, MEASURED, payload_by_name
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import OUTPUT_BYTES, Placement, Plan, Problem, Shard, Table
 from shardcore.step.access import payload_bytes
@@ -282,7 +282,7 @@ def padded_bytes(n_bytes: np.ndarray, payload: str, samples: int) -> np.ndarray:
 
     Prices leave it out: a device pads by less than a block of columns, whatever it holds.
     """
-    row = payload_of(payload)
+    row = payload_by_name(payload)
     block_bytes = FP32_BYTES * samples * row.block
     return np.ceil(n_bytes / block_bytes) * block_bytes if row.pads else n_bytes
 

@@ -27,7 +27,7 @@ import grouped_training
 import training
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.links import ROWS_OVER, links_of
+from shardcore.core.links import ROWS_OVER, make_links
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Setting, Shard
 from shardcore.cost.analytic import AnalyticModel
@@ -61,7 +61,7 @@ def drawn_topology(rng: np.random.Generator) -> Topology:
     devices = [Device(10**9, host=f"p{pod_of[h]}/h{h}") for h, n in enumerate(each) for _ in range(n)]
     if rng.random() < SHUFFLED:
         devices = [devices[d] for d in rng.permutation(len(devices))]
-    links = links_of(0.01, within_host=4.0, between_hosts=float(rng.choice([0.1, 1.0])))
+    links = make_links(0.01, within_host=4.0, between_hosts=float(rng.choice([0.1, 1.0])))
     return Topology(tuple(devices), links=links)
 
 
@@ -82,7 +82,7 @@ def plans_of(given: Problem, rng: np.random.Generator, sequence: bool) -> tuple[
 def impossible(given: Problem, rng: np.random.Generator) -> Plan | None:
     """A plan with the rows of a table over domains that TorchRec does not divide them over there, by names of hosts."""
     topology, plan = given.topology, training.draw(given, rng)
-    kinds = [k for k in LAYOUTS.values() if k.rows_over and not k.groups(topology)]
+    kinds = [k for k in LAYOUTS.values() if k.rows_over and not k.device_groups(topology)]
     pooled = [t for t in given.tables if t.name not in ("s", "t")]
     if not kinds or len(topology) == 1:
         return None

@@ -42,7 +42,7 @@ def test_a_planner_takes_a_profile_by_name_for_any_batch_and_says_what_it_is(bat
     assert not any("not timed" in line for line in planner.unpriced)
 
 
-@pytest.mark.parametrize("given", [CARD, load_profile(CARD).model()])
+@pytest.mark.parametrize("given", [CARD, load_profile(CARD).cost_model()])
 def test_a_job_s_own_optimizer_is_priced(given):
     from torch.distributed.optim import _apply_optimizer_in_backward
 

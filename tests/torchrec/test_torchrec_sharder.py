@@ -9,7 +9,7 @@ from shardcore.core import progress
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.extras import TORCHREC
-from shardcore.core.links import links_of
+from shardcore.core.links import make_links
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
@@ -46,7 +46,7 @@ def test_it_is_listed_where_it_is_installed_and_says_how_to_install_it(monkeypat
 
 @installed
 def test_it_cuts_columns_where_min_partition_lets_it():
-    problem = problem_of(WIDE, devices=(Device(MIB),) * 2, links=links_of(within_host=100.0))
+    problem = problem_of(WIDE, devices=(Device(MIB),) * 2, links=make_links(within_host=100.0))
     widths = {
         m: sorted(
             p.shard.width
@@ -67,7 +67,7 @@ def test_hosts_that_are_not_in_order_and_all_types():
         TINY,
         *(Table(f"t{i}", 900, 16, 5.0) for i in range(6)),
         devices=devices,
-        links=links_of(between_hosts=1.0),
+        links=make_links(between_hosts=1.0),
     )
     plan = peer.search_with_torchrec_planner(problem, MODEL, config=TorchRecConfig((16,), (True,)))
     lower(plan, problem)
@@ -78,17 +78,17 @@ def test_hosts_that_are_not_in_order_and_all_types():
 def test_it_is_told_of_devices_host_by_host_and_of_the_models_rates():
     devices = tuple(Device(MIB + i, host=h) for i, h in enumerate("xyxy"))
     tables = WIDE, TINY, Table("t", 900, 16, 5.0)
-    problem = problem_of(*tables, devices=devices, links=links_of(within_host=3.0))
+    problem = problem_of(*tables, devices=devices, links=make_links(within_host=3.0))
     theirs = peer._TorchRecProblem(problem, MODEL, [])
     assert theirs.ranks == (0, 2, 1, 3) and theirs.per_host == 2
-    topology = theirs.topology()
+    topology = theirs.planner_topology()
     assert [d.storage.hbm for d in topology.devices] == [usable_bytes(problem)[d] for d in (0, 2, 1, 3)]
     assert topology.intra_host_bw == 3e6  # bytes per ms
-    options = theirs.enumerator(topology, theirs.constraints(theirs.types, None)).enumerate(
+    options = theirs.option_enumerator(topology, theirs.parameter_constraints(theirs.types, None)).enumerate(
         theirs.module, theirs.sharders
     )
     whole = [o for o in options if o.sharding_type == "table_wise"]
-    ours_ms = MODEL.head(MODEL.encode(list(map(Shard.whole, tables))).sum(0, keepdims=True))[0]
+    ours_ms = MODEL.op_ms(MODEL.encode(list(map(Shard.whole, tables))).sum(0, keepdims=True))[0]
     assert sum(s.perf.fwd_compute + s.perf.bwd_compute for o in whole for s in o.shards) == pytest.approx(
         ours_ms
     )
@@ -99,7 +99,7 @@ def test_it_is_told_of_devices_host_by_host_and_of_the_models_rates():
 @installed
 def test_a_faster_device_gets_more_and_a_full_one_less():
     same = tuple(Table(f"t{i}", 500, 16, 10.0) for i in range(12))
-    fast = problem_of(*same, devices=(*FOUR[:3], Device(MIB, 3.0)), links=links_of(within_host=1000.0))
+    fast = problem_of(*same, devices=(*FOUR[:3], Device(MIB, 3.0)), links=make_links(within_host=1000.0))
     small = replace(fast, topology=Topology((*FOUR[:3], Device(50_000))))
     for problem, more in ((fast, True), (small, False)):
         plan = peer.search_with_torchrec_planner(problem, MODEL, config=TorchRecConfig((None,), (False,)))
@@ -111,7 +111,7 @@ def test_a_faster_device_gets_more_and_a_full_one_less():
 def test_pinned_tables_bundles_and_fixed_kinds_are_placed_first_and_the_others_around_them():
     same = tuple(Table(f"t{i}", 500, 16, 10.0) for i in range(8))
     rules = Constraints(pinned=(("t0", (2,)),), together=(("t1", "t2"),), kinds=(("a.wide", ("row",)),))
-    problem = replace(problem_of(WIDE, *same, links=links_of(within_host=1000.0)), constraints=rules)
+    problem = replace(problem_of(WIDE, *same, links=make_links(within_host=1000.0)), constraints=rules)
     plan = peer.search_with_torchrec_planner(problem, MODEL, config=TorchRecConfig((None,), (False,)))
     lower(plan, problem)
     devices = {p.shard.table.name: p.devices for p in plan.placements}
@@ -207,6 +207,6 @@ def test_types_over_a_host_are_for_several_devices_and_pooled_tables(hosts, sequ
         *(Table(f"t{i}", 900, 16, 5.0, sequence=sequence) for i in range(3)),
     )
     problem = problem_of(
-        *tables, devices=tuple(Device(4 * MIB, host=h) for h in hosts), links=links_of(between_hosts=1.0)
+        *tables, devices=tuple(Device(4 * MIB, host=h) for h in hosts), links=make_links(between_hosts=1.0)
     )
     lower(peer.search_with_torchrec_planner(problem, MODEL, config=TorchRecConfig((16,), (True,))), problem)

@@ -11,7 +11,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.distributed.planner import Topology as TheirTopology
 
 from shardcore.core.errors import Infeasible, ShardCoreError
-from shardcore.core.links import links_of
+from shardcore.core.links import make_links
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Setting
 from shardcore.cost.analytic import AnalyticModel
@@ -47,7 +47,7 @@ def theirs(**given) -> TheirTopology:
 def test_bandwidths_that_are_given_are_those_of_the_links():
     # bytes a millisecond: 1e6 are a GB/s
     given = topology_from_torchrec(theirs(intra_host_bw=300e6, inter_host_bw=25e6))
-    assert given.links == links_of(within_host=300, between_hosts=25)
+    assert given.links == make_links(within_host=300, between_hosts=25)
     usual = topology_from_torchrec(theirs())
     assert usual.links == ()
     assert [line for line in planner(theirs(intra_host_bw=300e6)).unpriced if "_bw" in line] == [
@@ -138,7 +138,7 @@ def test_without_the_variable_rows_are_divided_over_hosts_and_that_is_told(monke
         Topology(tuple(Device(GIB, host=f"p{d // 4}/h{d // 2}") for d in range(8))),
     ):
         found = planner(on)
-        assert found.problem.topology.rows_over is None and not LAYOUTS["pod_row"].groups(
+        assert found.problem.topology.rows_over is None and not LAYOUTS["pod_row"].device_groups(
             found.problem.topology
         )
         assert any(

@@ -10,7 +10,7 @@ from typing import Annotated
 import numpy as np
 
 from shardcore.core.types import MIN_WIDTH, PRECISION_BYTES, Setting, Shard, Table
-from shardcore.core.validation import MOST_BYTES, MOST_DIM, Record, Share, require, within
+from shardcore.core.validation import MOST_BYTES, MOST_DIM, Record, Share, number_within, require
 from shardcore.io.measurements import ComputeRequest
 from shardcore.measure.sampling import placements
 from shardcore.measure.sampling.problems import DEVICES, DIMS
@@ -27,7 +27,7 @@ _NARROW = 32
 
 @dataclass(frozen=True)
 class GroupConfig(Record):
-    """Distribution of drawn groups.
+    """Distribution from which groups of shards are drawn, to be measured as one fused op.
 
     max_shards: most shards of a group
     max_width: most columns of a shard
@@ -44,9 +44,9 @@ class GroupConfig(Record):
     sequences: share of groups whose lookups are not pooled, as in an EmbeddingCollection
     """
 
-    max_shards: Annotated[int, within(1, 1 << 16)] = 30
-    max_width: Annotated[int, within(MIN_WIDTH, MOST_DIM)] = 256
-    max_shard_bytes: Annotated[int, within(4 * MIN_WIDTH, MOST_BYTES)] = 1 << 30
+    max_shards: Annotated[int, number_within(1, 1 << 16)] = 30
+    max_width: Annotated[int, number_within(MIN_WIDTH, MOST_DIM)] = 256
+    max_shard_bytes: Annotated[int, number_within(4 * MIN_WIDTH, MOST_BYTES)] = 1 << 30
     any_width: Share = 0.25
     row_ranges: Share = 0.1
     one_sided: Share = 0.2

@@ -203,7 +203,7 @@ def recorded_plan_key(drawn: Problem, planner: str) -> str:
     """Key of a problem's recorded plan, without rows and access statistics, which differ a little between machines."""
     tables = [[t.name, t.dim] for t in drawn.tables]
     identity = [len(drawn.topology), drawn.global_batch, drawn.precision, drawn.optimizer, tables]
-    return f"{planner}-{files.digest(identity)}"
+    return f"{planner}-{files.json_digest(identity)}"
 
 
 def recorded_plan_line(of: Mapping[int, int], drawn: Problem) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import MIN_WIDTH, OUTPUT_BYTES, PRECISION_BYTES, Problem, Setting, Table
-from shardcore.core.validation import MOST_DEVICES, MOST_DIM, MOST_TABLES, Record, require, within
+from shardcore.core.validation import MOST_DEVICES, MOST_DIM, MOST_TABLES, Record, number_within, require
 from shardcore.step.memory import local_batch_bytes, table_peak_bytes
 
 DIMS = (4, 8, 16, 32, 64, 128)
@@ -23,7 +23,7 @@ DEVICES = (2, 4, 8)
 
 @dataclass(frozen=True)
 class ProblemConfig(Record):
-    """Distribution of drawn problems.
+    """Distribution from which problems are drawn, to measure groups of their plans.
 
     devices: number of equal devices.
     min_tables: fewest tables.
@@ -32,11 +32,11 @@ class ProblemConfig(Record):
     slack: memory of all devices over the bytes of all tables.
     """
 
-    devices: Annotated[int, within(1, MOST_DEVICES)] = 4
-    min_tables: Annotated[int, within(1, MOST_TABLES)] = 10
-    max_tables: Annotated[int, within(1, MOST_TABLES)] = 60
-    max_dim: Annotated[int, within(MIN_WIDTH, MOST_DIM)] = 128
-    slack: Annotated[float, within(1, 1e6)] = 1.5
+    devices: Annotated[int, number_within(1, MOST_DEVICES)] = 4
+    min_tables: Annotated[int, number_within(1, MOST_TABLES)] = 10
+    max_tables: Annotated[int, number_within(1, MOST_TABLES)] = 60
+    max_dim: Annotated[int, number_within(MIN_WIDTH, MOST_DIM)] = 128
+    slack: Annotated[float, number_within(1, 1e6)] = 1.5
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -32,34 +32,34 @@ class Name:
     works: bool = True
 
 
-def _make_name(part: str, *patterns: str, works: bool = True) -> Name:
-    """Make a Name of several patterns."""
+def _kernel_name_pattern(part: str, *patterns: str, works: bool = True) -> Name:
+    """Make a Name (pattern of traced kernels) from several regular expressions."""
     return Name(re.compile("|".join(patterns)), part, works)
 
 
 NAMES = (
     # Waits come first: their names also hold those of what they wait for.
-    _make_name(
+    _kernel_name_pattern(
         "outputs",
         r"EmbeddingBagCollectionAwaitable|EmbeddingCollectionAwaitable|PooledEmbeddingsAwaitable",
         r"SequenceEmbeddingsAwaitable|VariableBatchPooled\w*Awaitable",
         r"^(All2All_Pooled|All2All_Seq|ReduceScatter|All2All_VPooled|Variable_Batch)\w*_Wait$",
         works=False,
     ),
-    _make_name(
+    _kernel_name_pattern(
         "gradients",
         r"(All2All|ReduceScatter|AllGather|Variable)\w*_ReqBackward",
         works=False,
     ),
-    _make_name("ids", r"Splits\w*Awaitable|KJT\w*Awaitable|KJTList\w*", works=False),
+    _kernel_name_pattern("ids", r"Splits\w*Awaitable|KJT\w*Awaitable|KJTList\w*", works=False),
     # Input distribution. (Pooled) outputs have recats as well, under names of their own.
-    _make_name(
+    _kernel_name_pattern(
         "ids",
         r"sparse_data_dist|all2all_data:|\[splits_dist\]|\[input_dist\]|runtime_forward_assemble_KJT",
         r"recat_permute_gen|input_dist|KJTAllToAll",
         works=False,
     ),
-    _make_name(
+    _kernel_name_pattern(
         "ids",
         r"permute_(1D|2D)_|block_bucketize|bucketize_sparse|keyed_jagged",
         r"fbgemm::permute_(sparse|sequence)|asynchronous_(batched_complete|complete|inclusive|exclusive)_cumsum",
@@ -67,14 +67,14 @@ NAMES = (
         r"_batched_complete_cumsum_kernel|(delinearize_unique_index|unique_indices_length|compute_hash_size)_kernel",
     ),
     # Gradients of lookups, with the sort of ids and the fused optimizer.
-    _make_name(
+    _kernel_name_pattern(
         "lookup_backward",
         r"SplitLookupFunction|LookupFunction_\w+_Op|(split|dense|ssd)_embedding\w*_backward",
         r"embedding_backward_\w*|linearize_index|transpose_embedding_input|grad_mean_(vbe_)?kernel",
         r"embedding\w*_grad_indice_weights|split_(embedding\w*|rowwise_adagrad_)update|embedding_inplace_update",
         r"find_long_segments|EmbeddingBagBackward",
     ),
-    _make_name(
+    _kernel_name_pattern(
         "lookup_forward",
         r"\[lookup\]",
         r"(split|dense|ssd)_embedding\w*_(forward|lookup)|embedding\w*_codegen_lookup|embedding_bag\b",
@@ -83,33 +83,37 @@ NAMES = (
         r"int_nbit_split_embedding",
     ),
     # Exchange of outputs and of their gradients.
-    _make_name(
+    _kernel_name_pattern(
         "gradients",
         r"(All2All|ReduceScatter|AllGather|Variable)\w*_WaitBackward|alltoall_bwd|reduce_scatter_bwd",
         r"recat_(embedding_grad_output|copy_async_kernel)",
         r"PermutePooledEmbs\w*Backward|CppNode<fbgemm_gpu::PermutePooledEmbs|CppNode<\w*permute_pooled",
         r"PermuteMultiEmbedding\w*Backward|CppNode<.*(permute_multi_embedding|PermuteMultiEmbedding|KTRegroup)",
     ),
-    _make_name(
+    _kernel_name_pattern(
         "outputs",
         r"permute_(duplicate_)?pooled_embs|permute_multi_emb|\[output_dist\]|alltoall_fwd|reduce_scatter_fwd",
         r"(All2All|ReduceScatter|AllGather|Variable)\w*_Req$|regroup_keyed_tensor|kt_regroup|recat_pooled",
         r"merge_pooled_embeddings|reorder_batched",
     ),
     # Around the embeddings.
-    _make_name(
+    _kernel_name_pattern(
         "optimizer", r"Optimizer\.(step|zero_grad)#|multi_tensor_apply|FusedAdam|## zero_grad", r"_fused_adam"
     ),
-    _make_name("optimizer", r"## optimizer", works=False),
-    _make_name(
+    _kernel_name_pattern("optimizer", r"## optimizer", works=False),
+    _kernel_name_pattern(
         "data",
         r"enumerate\(DataLoader\)|_DataLoaderIter|Memcpy HtoD|copy_batch_to_gpu|next_batch|wait_for_batch",
         works=False,
     ),
-    _make_name("dense_backward", r"autograd::engine|Backward\d*$|AccumulateGrad|torch::distributed::reducer"),
-    _make_name("dense_backward", r"## backward", works=False),
-    _make_name("dense_forward", r"## forward|DistributedDataParallel\.forward|nn\.Module:", works=False),
-    _make_name("host", r"^## ", works=False),
+    _kernel_name_pattern(
+        "dense_backward", r"autograd::engine|Backward\d*$|AccumulateGrad|torch::distributed::reducer"
+    ),
+    _kernel_name_pattern("dense_backward", r"## backward", works=False),
+    _kernel_name_pattern(
+        "dense_forward", r"## forward|DistributedDataParallel\.forward|nn\.Module:", works=False
+    ),
+    _kernel_name_pattern("host", r"^## ", works=False),
 )
 """Frames and kernels. A name is that of the first row that matches."""
 
@@ -136,7 +140,7 @@ RUN_AS = {"reduce_scatter": ("reduce_scatter", "all_reduce"), "broadcast": ("bro
 
 
 @cache
-def match_name(name: str) -> Name | None:
+def match_kernel_name(name: str) -> Name | None:
     """Name pattern that matches a traced frame or kernel; None if unknown."""
     return next((row for row in NAMES if row.pattern.search(name)), None)
 

@@ -27,7 +27,7 @@ from shardcore.measure.traces.names import (
     STEP,
     collective_role,
     match_collective,
-    match_name,
+    match_kernel_name,
 )
 
 MOST_STEPS = 8
@@ -305,7 +305,7 @@ class _Frames:
                 start = start._replace(n_bytes=n_bytes)
                 self.starts[-1] = start
             return _Frame(e.end_ms, around.part, False, e.name, start)
-        row = match_name(e.name)
+        row = match_kernel_name(e.name)
         if STEP.match(e.name) and around.part in ("host", UNNAMED):
             # The step's own Python between ops. Nothing says what it does.
             return _Frame(e.end_ms, UNNAMED, False, "Python outside of ops and annotations", None)
@@ -375,7 +375,7 @@ def _collective_run(e: TraceEvent, start: _Start) -> tuple[float, Collective]:
 
 def _kernel_part(e: TraceEvent, around: _Frame | None) -> str:
     """Step part that a GPU kernel belongs to."""
-    row = match_name(e.name)
+    row = match_kernel_name(e.name)
     if row and row.part != "dense_backward":
         return row.part
     if around and around.part not in ("host", UNNAMED):

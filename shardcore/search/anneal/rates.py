@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shardcore.core.progress import ticking
+from shardcore.core.progress import iterate_with_progress
 from shardcore.core.types import Problem, Shard
 from shardcore.cost.model import CostModel
 from shardcore.step.access import output_bytes
@@ -40,7 +40,7 @@ def output_exchange_rates(problem: Problem, model: CostModel, layout: Layout) ->
     """
     topology, line = problem.topology, np.zeros(5)
     of_layout = layout.collection, layout.sequence
-    tables = [t for t in ticking(problem.tables) if (t.collection, t.sequence) == of_layout]
+    tables = [t for t in iterate_with_progress(problem.tables) if (t.collection, t.sequence) == of_layout]
     # Around an even division: the rates are for the plans that a search ends with.
     mean = sum(output_bytes(Shard.whole(t), problem.global_batch) for t in tables) / len(topology)
     if layout.dense_gradient:
@@ -49,7 +49,7 @@ def output_exchange_rates(problem: Problem, model: CostModel, layout: Layout) ->
     channels = {channel: bytes_of(1.0, 1.0, problem) for channel, bytes_of in entering}
     for channel, way, of_way in linear_exchange_costs(model, channels, topology, mean, mean):
         line += _layout_cost_line(of_way, channel, way, layout, problem)
-    if layout.groups(topology) == (topology.ranks,):
+    if layout.device_groups(topology) == (topology.ranks,):
         # All devices have the same bytes: the mean.
         line = np.array([0.0, 0.0, 0.0, line[:-1].sum(), line[-1]])
     return _rates_from_line(line, problem)
@@ -60,7 +60,7 @@ def id_exchange_rates(problem: Problem, model: CostModel, channel: Channel) -> n
 
     All devices wait for the last, so the largest ms is the cost on each.
     """
-    n_bytes = sum(received_id_bytes(Shard.whole(t), problem) for t in ticking(problem.tables))
+    n_bytes = sum(received_id_bytes(Shard.whole(t), problem) for t in iterate_with_progress(problem.tables))
     mean = n_bytes / len(problem.topology)
     [(_, _, line)] = linear_exchange_costs(model, {channel: 1.0}, problem.topology, mean, mean)
     work = linear_work_cost(cached_channel_terms(model, channel, problem.topology).work)
@@ -73,7 +73,7 @@ def _layout_cost_line(
 ) -> np.ndarray:
     """[5] cost line of an exchange channel under a layout: per byte of a device, of the busiest device, and so on."""
     own, busiest, host, mean, once = line.tolist()
-    shared, across = len(layout.groups(problem.topology)[0]) > 1, channel.scope.across
+    shared, across = len(layout.device_groups(problem.topology)[0]) > 1, channel.scope.across
     if shared and channel.group != WORLD:
         # Devices of a domain have equally many bytes, each as many as their mean.
         busiest, host = busiest + host, 0.0

@@ -1,4 +1,4 @@
-"""Reshard: an existing plan that annealing starts from, and how much of it may move."""
+"""Re-sharding: annealing from an existing plan, with limits on what may move."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Reshard:
 
 @dataclass(frozen=True)
 class OldPlaces:
-    """Tables as a plan has them.
+    """Where an old plan has its tables: placed shards, and tables that device groups share.
 
     placed: shards on one device each.
     shared: tables that a group of devices shares, by kind and group.

@@ -73,7 +73,7 @@ class SearchSpace:
     def with_divided_items(self, pairs: np.ndarray) -> np.ndarray:
         """[N, 2] pairs of an item and its group: the given pairs, and the items whose rows are always divided."""
         # A divided item that `pairs` already give a group keeps that one.
-        tables = [self.cache.table(s) for s in self.divided if s not in pairs[:, 0]]
+        tables = [self.cache.table_of_item(s) for s in self.divided if s not in pairs[:, 0]]
         ways = [required_row_division(table, self.cache.problem) for table in tables]
         always = [self.item_and_group(way.kind, way.devices, way.shard.table) for way in ways]
         return np.concatenate([pairs, np.array(always, dtype=np.int64).reshape(-1, 2)])
@@ -120,7 +120,7 @@ class SearchSpace:
         )
         for s in np.flatnonzero(group >= 0).tolist():
             layout, on = self.cache.groups[group[s]]
-            placements.append(Placement(layout.name, Shard.whole(self.cache.table(s)), on))
+            placements.append(Placement(layout.name, Shard.whole(self.cache.table_of_item(s)), on))
         return placements
 
     def collective_cost(self, ops: np.ndarray, compute_ms: np.ndarray) -> CommCost:
@@ -132,7 +132,9 @@ class SearchSpace:
             {run: ops[..., r, entry] for r, run in enumerate(self.cache.runs)} for entry in (ENTERED, ARRIVED)
         )
         problem = self.cache.problem
-        return self.cache.model.comm(traffic_of_outputs(outputs, problem, ids), compute_ms, problem.topology)
+        return self.cache.model.comm_cost(
+            traffic_of_outputs(outputs, problem, ids), compute_ms, problem.topology
+        )
 
     def cost_ms(self, ops: np.ndarray, ms: np.ndarray) -> np.ndarray:
         """[...] ms of steps, priced as the cost model prices plans. ops: [..., D, N, V]. ms: [..., D, N, A] as
@@ -187,7 +189,7 @@ def search_space(
     may_share = np.array(
         [[everywhere and cache.may_share(s, y) for s in all_items] for y in layouts], dtype=bool
     )
-    head = cache.model.compiled()
+    head = cache.model.compiled_op_ms()
     fixed = SearchProblem(
         **search_problem_fields(cache, everywhere or bool(by_rows)),
         may_split=may_split,

@@ -101,7 +101,7 @@ class Chain:
 
 
 class Search:
-    """One annealing run.
+    """One annealing search of a problem: its starts, chains and best plan.
 
     best: the cheapest plan met, in its space. None before the first.
     """
@@ -336,7 +336,7 @@ class Search:
         return [by_cost[0], *islice((plan for plan in by_cost if plan.is_runnable), 1)]
 
     def _keep_cheapest_plan(self, start: Start, plans: Sequence[Start]) -> None:
-        """Keep the cheapest of the plans that a start led to, if no plan so far is cheaper."""
+        """Keep the cheapest plan found from a start, if cheaper than the best plan so far."""
         for plan in plans:
             start.ms = min(start.ms, plan.ms)
             # A space in which nothing may be shared has plans by columns only.
@@ -376,7 +376,7 @@ def simplify_plan(plan: Plan, problem: Problem, model: CostModel, seed: int, met
             < _CHEAP * start.state.devices[: len(problem.topology), LOAD].mean()
         )
         # Parts of a sequence have to stay equally wide.
-        is_sequence = np.array([cache.table(s).sequence for s in range(len(cache))])
+        is_sequence = np.array([cache.table_of_item(s).sequence for s in range(len(cache))])
         n_devices = len(problem.topology)
         whole_trials = meter.affordable_repeats(3 * _TRIALS_WHOLE, 1) // 3
         # The first pass has no joins: all tables that cost little become whole.

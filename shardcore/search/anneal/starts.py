@@ -74,7 +74,7 @@ _DEVICES_AN_EVAL = 1 << 14
 
 @dataclass
 class Start:
-    """A plan in its space.
+    """Starting plan of annealing chains, with its search space.
 
     maker: what made it, and makes others of its problem.
     fixed: the subset of the space in which it is improved at first.
@@ -107,7 +107,7 @@ class Start:
 
 
 class Cut(NamedTuple):
-    """A way to cut and share items, before they are placed.
+    """Number of column shards of each item, and the items that device groups share, before placement.
 
     n: [S] number of equal shards by columns. 0 for shared items.
     shared: [N, 2] shared items, each with the number of its group.
@@ -125,7 +125,7 @@ class Starts:
 
     def __init__(self, parts: ColumnParts, model: CostModel, meter: Meter) -> None:
         self.parts, self.problem, self.model, self.meter = parts, parts.problem, model, meter
-        self.head = model.compiled().head
+        self.head = model.compiled_op_ms().head
         self.cache: Options | None = None  # of the last shards
         self._rates: dict[tuple[Layout, ...], np.ndarray] = {}  # of exchanges, by runs
         self._greedy_s: float | None = None  # seconds of the longest greedy plan so far, if there is one
@@ -223,7 +223,7 @@ class Starts:
         """For each layout that divides rows: [S] layouts of items, with the layout for costly ones, else -1."""
         fixed = space.fixed
         # With the exchange: of a sequence it costs more than the op.
-        step_ms = self._step_ms(fixed, fixed.options_of_whole_items(), fixed.items[:, RUN])
+        step_ms = self._single_option_step_ms(fixed, fixed.options_of_whole_items(), fixed.items[:, RUN])
         mean_ms = step_ms.sum() / fixed.devices[:, SPEED].sum()
         for y in (y for y, layout in enumerate(space.cache.layouts) if layout.divides_rows):
             yield [np.where(fixed.may_share[y] & (step_ms > share * mean_ms), y, -1) for share in _DIVIDED]
@@ -267,9 +267,9 @@ class Starts:
         blocks = size * (i + 1) // n - size * i // n
         shards = np.stack([items, blocks], 1).astype(np.int64)
         options = fixed.shard[items, blocks]
-        costs = [self._op_ms(fixed, options)]
+        costs = [self._single_op_ms(fixed, options)]
         if not is_large_problem(space.cache):
-            costs.append(self._step_ms(fixed, options, fixed.items[items, RUN]))
+            costs.append(self._single_option_step_ms(fixed, options, fixed.items[items, RUN]))
         # Packed once, for it takes longer than what is compiled here.
         problem = pack_record(fixed)
         for i, key in enumerate([*costs, space.cache.peak_bytes[options]]):
@@ -325,7 +325,9 @@ class Starts:
             return []
         n = np.where(group < 0, (start.state.held > 0).sum(1), 0)
         most = np.minimum(len(fixed.devices), fixed.items[:, SIZE])
-        costliest = np.argsort(cost_ranks(-self._op_ms(fixed, fixed.options_of_whole_items())), kind="stable")
+        costliest = np.argsort(
+            cost_ranks(-self._single_op_ms(fixed, fixed.options_of_whole_items())), kind="stable"
+        )
         pairs = _item_group_pairs((s, group[s]) for s in np.flatnonzero(group >= 0).tolist())
         cuts = list[Cut]()
         for s in costliest[(fixed.may_split & (n > 0))[costliest]][:_RECUT]:
@@ -365,7 +367,7 @@ class Starts:
         )
         # The devices of a group on a host are as many as the group has.
         each_ms = rates[OWN] + rates[BUSIEST] + rates[HOST_BUSIEST] * len(space.cache.groups[groups[0]][1])
-        cost = self._op_ms(fixed, options) + each_ms * fixed.vectors[options, ENTERED]
+        cost = self._single_op_ms(fixed, options) + each_ms * fixed.vectors[options, ENTERED]
         n_bytes = space.shared_item_bytes[y][items]
         # An item takes as much on all devices of a group, so the tightest device decides.
         free = np.array([min(fixed.devices[list(space.cache.groups[g][1]), FREE]) for g in groups])
@@ -409,7 +411,7 @@ class Starts:
         0 for the shared items, and for those that always are.
         """
         fixed = space.fixed
-        op_ms = self._op_ms(fixed, fixed.options_of_whole_items())
+        op_ms = self._single_op_ms(fixed, fixed.options_of_whole_items())
         n = np.ones(len(op_ms), dtype=np.int64)
         n[space.divided] = 0
         if shared is not None:
@@ -421,16 +423,18 @@ class Starts:
         parts = np.ceil(np.minimum(op_ms / limit, most)).astype(np.int64)
         return n * np.maximum(parts, space.cache.min_shards)
 
-    def _op_ms(self, fixed: SearchProblem, options: np.ndarray) -> np.ndarray:
+    def _single_op_ms(self, fixed: SearchProblem, options: np.ndarray) -> np.ndarray:
         """[N] ms of fused ops that each run one option of an item, at speed 1."""
-        return np.asarray(self.model.head(fixed.option_encodings(options)))
+        return np.asarray(self.model.op_ms(fixed.option_encodings(options)))
 
-    def _step_ms(self, fixed: SearchProblem, options: np.ndarray, runs: np.ndarray) -> np.ndarray:
+    def _single_option_step_ms(
+        self, fixed: SearchProblem, options: np.ndarray, runs: np.ndarray
+    ) -> np.ndarray:
         """[N] ms of steps with one option of an item each: its op, and the exchange of its outputs and ids."""
         each_ms, n_runs = fixed.rates[:, OWN] + fixed.rates[:, BUSIEST], len(fixed.runs)
         outputs_ms = each_ms[runs] * fixed.vectors[options, ENTERED]
         ids_ms = each_ms[n_runs + runs] * fixed.vectors[options, ARRIVED]
-        return self._op_ms(fixed, options) + outputs_ms + ids_ms
+        return self._single_op_ms(fixed, options) + outputs_ms + ids_ms
 
     # --- starts from a plan ---
 
@@ -521,7 +525,7 @@ class Starts:
 
         It keeps the last cache if that covers the shards: encoding them again would take longer than anything else.
         """
-        if self.cache is None or not self.cache.covers(shards):
+        if self.cache is None or not self.cache.covers_shards(shards):
             self.cache = Options(self.problem, self.model, shards)
         space = search_space(self.cache, shards, everywhere, halves, by_rows)
         if space.cache.runs not in self._rates:

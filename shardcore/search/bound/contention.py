@@ -32,7 +32,7 @@ _TRACE = 1e-9
 
 @dataclass(frozen=True, eq=False)
 class Curve:
-    """The least ms of ops of a run by their load, without the launch.
+    """Lower bound of an op's ms as a function of its load, without the launch.
 
     alone_ms: [N] ms that each shard adds at least, whatever else an op has.
     load: [N] load of each shard: about the ms that it adds to a usual op.
@@ -70,14 +70,14 @@ def op_slowdown_curve(codes: np.ndarray, bundle: np.ndarray, usual: np.ndarray, 
     usual: [F] features of a usual op.
     """
     # Loads count at the least rates of a usual load, so that such an op's slowdown is near 1.
-    rates = model.rates(usual)
+    rates = model.rate_lower_bounds(usual)
     [rates] = op_rates_lower_bound(model, codes, codes @ rates, bundle, np.array([usual @ rates]))
     load = codes @ rates
     # Slowdowns change fast near a usual load, so intervals there are a few per cent.
     inner = max(float(usual @ rates), 1e-12) * np.geomspace(_FROM, _TO, _INTERVALS - 1)
-    top = max(float(np.maximum.reduceat(load, first_shards(bundle)).sum()), 1e-12) * (1 + 1e-9)
+    top = max(float(np.maximum.reduceat(load, first_shard_of_each_bundle(bundle)).sum()), 1e-12) * (1 + 1e-9)
     ends = np.concatenate([[0.0], inner[inner < top], [top]])
-    own, busy = model.rates(codes), load > 0
+    own, busy = model.rate_lower_bounds(codes), load > 0
     # Rates of an interval hold for all ops in it, as they are those at its lower end. A shard counts at these, or
     # at those of its own features if they are higher. One interval after the other: together they are too many.
     slowdown = [
@@ -90,7 +90,7 @@ def op_slowdown_curve(codes: np.ndarray, bundle: np.ndarray, usual: np.ndarray, 
     return Curve((own * codes).sum(1), load, ends, np.maximum.accumulate(slowdown))
 
 
-def first_shards(bundle: np.ndarray) -> np.ndarray:
+def first_shard_of_each_bundle(bundle: np.ndarray) -> np.ndarray:
     """[I] index of the first shard of each bundle."""
     return np.flatnonzero(np.diff(bundle, prepend=-1))
 
@@ -109,7 +109,7 @@ def op_rates_lower_bound(
     """
     busy = load > 0
     if not busy.any():  # no lookups, so no contention
-        return model.rates(np.zeros((len(wanted), codes.shape[1])))
+        return model.rate_lower_bounds(np.zeros((len(wanted), codes.shape[1])))
     codes, load, bundle = codes[busy], load[busy], bundle[busy]
     # Features differ by orders of magnitude. In mean shards one set of weights serves all pairs.
     unit = np.where(codes.mean(0) > 0, codes.mean(0), 1.0)
@@ -118,8 +118,8 @@ def op_rates_lower_bound(
     low = least_feature_sums(codes, load, bundle, wanted)
     # The most of a feature is the least of its negative.
     high = -least_feature_sums(-codes, load, bundle, wanted)
-    if (model.rates(low * unit) == model.rates(high * unit)).all():
-        return model.rates(low * unit)
+    if (model.rate_lower_bounds(low * unit) == model.rate_lower_bounds(high * unit)).all():
+        return model.rate_lower_bounds(low * unit)
     n_loads, n_features = low.shape
     # [P, W, F, F] the least of feature i + weight × feature j, as pairs[p, w, j, i].
     sums = ((codes[:, None] + x * codes[:, :, None]).reshape(len(codes), -1) for x in _WEIGHTS)
@@ -129,7 +129,7 @@ def op_rates_lower_bound(
     def box_ms(low: np.ndarray, high: np.ndarray) -> np.ndarray:
         """[...] ms of the mean shard in boxes of features, to maximise. inf for boxes without ops."""
         empty = (low > high + 2 * _TRACE).any(-1)
-        return np.where(empty, np.inf, model.rates(low * unit) @ unit)
+        return np.where(empty, np.inf, model.rate_lower_bounds(low * unit) @ unit)
 
     # All boxes: [B, W, F], and their ms [B, W].
     lows, highs, values = low[None], high[None], box_ms(low, high)[None]
@@ -154,7 +154,7 @@ def op_rates_lower_bound(
         lows, highs = np.concatenate([lows, above[None, each, j]]), np.concatenate([highs, high[None]])
         values = np.concatenate([values, box_ms(above[each, j], high)[None]])
     # An op is in some box, so the least rates of all boxes hold. Empty boxes do not count.
-    return np.where(np.isfinite(values)[..., None], model.rates(lows * unit), np.inf).min(0)
+    return np.where(np.isfinite(values)[..., None], model.rate_lower_bounds(lows * unit), np.inf).min(0)
 
 
 def least_feature_sums(
@@ -164,7 +164,7 @@ def least_feature_sums(
 
     A fractional knapsack: it takes load first from bundles that bring least of the value.
     """
-    first = first_shards(bundle)
+    first = first_shard_of_each_bundle(bundle)
     # Relaxed: the most load of any shard of a bundle, at the least value a load of any.
     room = np.maximum.reduceat(load, first)
     each = np.minimum.reduceat(values / load[:, None], first)

@@ -49,7 +49,7 @@ import numpy as np
 
 from shardcore.core.types import Problem, Table
 from shardcore.cost.model import CostModel, with_predicted_dense_ms
-from shardcore.search.bound.contention import Curve, first_shards, op_slowdown_curve
+from shardcore.search.bound.contention import Curve, first_shard_of_each_bundle, op_slowdown_curve
 from shardcore.search.bound.options import Exchanges, Run, bundles_and_runs, space_description
 from shardcore.step.exchange_lines import has_equal_transfers, is_even_division_cheapest
 from shardcore.step.kinds import Layout
@@ -77,7 +77,7 @@ _COMPUTE, _NO_PART = ("compute", 0), ("", 0)
 
 @dataclass(frozen=True)
 class Bound:
-    """A bound on the plans of a space.
+    """Proved lower bound on the cost of all plans in a space.
 
     proved_ms: no plan costs less.
     limit: cause that prevents cheaper plans.
@@ -164,7 +164,7 @@ class _Rows:
 
 
 class Program:
-    """The program of a problem.
+    """Linear program whose optimum is a lower bound on the cost of a problem's plans.
 
     options: arrays of options, by name:
       run, bundle: [N] numbers. part: [N] fraction of the bundle. on: [N, C] devices of each class that have it.
@@ -192,13 +192,13 @@ class Program:
         )
         self.class_of = of_class.ravel()
         self.runs = runs
-        self.everywhere = [len(run.layout.groups(topology)[0]) == len(topology) for run in runs]
+        self.everywhere = [len(run.layout.device_groups(topology)[0]) == len(topology) for run in runs]
         self.curves = [self._slowdown_curve(run) for run in runs]
         exchanges, found = [], []
         for r, run in enumerate(runs):
             # Replicas of all collections are one exchange, so its law is that of all.
             peers = [other for other in runs if other.is_replicated] if run.is_replicated else [run]
-            of_bundles = [(x.sent / x.part)[first_shards(x.bundle)] for x in peers]
+            of_bundles = [(x.sent / x.part)[first_shard_of_each_bundle(x.bundle)] for x in peers]
             exchanges.append(Exchanges(problem, model, run, np.concatenate(of_bundles)))
             lines = exchanges[-1]
             columns = {
@@ -240,17 +240,17 @@ class Program:
                 ]
 
     def _slowdown_curve(self, run: Run) -> Curve:
-        """Slowdown curve of a run's ops."""
+        """Slowdown by contention of a kind's fused ops, as a curve over their load."""
         # A usual op has an even part of the tables. Of a kind that groups share, about half of the tables.
         topology = self.problem.topology
-        n_ops = len(topology) if run.layout.is_on_one_device else 2 * len(run.layout.groups(topology))
+        n_ops = len(topology) if run.layout.is_on_one_device else 2 * len(run.layout.device_groups(topology))
         return op_slowdown_curve(run.codes, run.bundle, run.codes[run.part == 1].sum(0) / n_ops, self.model)
 
     def _options_by_site(
         self, run: Run, columns: Mapping[str, np.ndarray]
     ) -> Iterator[dict[str, np.ndarray]]:
         """Arrays of a run's options for each site: of the shards that may be there."""
-        n_classes, groups = len(self.speed), run.layout.groups(self.problem.topology)
+        n_classes, groups = len(self.speed), run.layout.device_groups(self.problem.topology)
         for site in sorted({tuple(np.bincount(self.class_of[list(g)], minlength=n_classes)) for g in groups}):
             may = np.ones(len(self.bundles), bool)
             if sum(site) == 1:

@@ -55,7 +55,7 @@ class Run:
 
     @property
     def is_replicated(self) -> bool:
-        """True for a run of replicas, whose gradients are reduced together across collections."""
+        """True for shards replicated on all devices, whose gradients are reduced together across collections."""
         return all(channel.definition.dense for channel in self.layout.channels)
 
 
@@ -101,8 +101,8 @@ class _LongestCaches:
     def encode(self, shards: Sequence[Shard], batch: int | None = None) -> np.ndarray:
         return self.model.encode([replace(s, table=self.longest[s.table]) for s in shards], batch)
 
-    def head(self, sums: np.ndarray) -> np.ndarray:
-        return self.model.head(sums)
+    def op_ms(self, sums: np.ndarray) -> np.ndarray:
+        return self.model.op_ms(sums)
 
 
 def bundles_and_runs(
@@ -138,7 +138,7 @@ def bundles_and_runs(
         kind, run = layout_of_kind(layout.name), options.runs.index(layout)
         for (s, _), bundle in bundles.items() if shared is None or kind in shared else ():
             # The last device has the remaining rows, which are the fewest: others of a group have no less.
-            option, table = options.shared_options[1, y, s], options.table(s)
+            option, table = options.shared_options[1, y, s], options.table_of_item(s)
             # Of ordered rows it may have more to do than others.
             if (
                 option
@@ -157,7 +157,7 @@ def bundles_and_runs(
 def _possible_blocks(options: Options, item: int, every: bool) -> Sequence[int]:
     """Blocks of an item that a device may have by columns. every: whether all, or powers of two and the whole item."""
     problem, size = options.problem, int(options.size[item])
-    if len(problem.topology) == 1 or options.table(item).name in problem.uncut_tables:
+    if len(problem.topology) == 1 or options.table_of_item(item).name in problem.uncut_tables:
         return [size]
     if every:
         return range(1, size + 1)
@@ -165,11 +165,11 @@ def _possible_blocks(options: Options, item: int, every: bool) -> Sequence[int]:
 
 
 def _run_of_options(options: Options, run: int, found: Sequence[tuple[int, int, float]]) -> Run:
-    """Run from its options. found: bundle, option, and part of the bundle of each."""
+    """Make the Run of one kind from its options. found: bundle, option, and part of the bundle of each."""
     bundle, number, part = (np.array(x) for x in zip(*found, strict=True))
     layout, vectors, problem = options.runs[run], options.vectors[number], options.problem
     bytes_of = next(iter(layout.channels_in_job(problem.job, problem.topology).values()))
-    devices = len(layout.groups(problem.topology)[0])
+    devices = len(layout.device_groups(problem.topology)[0])
     return Run(
         layout=layout,
         bundle=bundle,
@@ -182,7 +182,7 @@ def _run_of_options(options: Options, run: int, found: Sequence[tuple[int, int, 
 
 
 class Exchanges:
-    """Lines below the exchanges of a run.
+    """Linear lower bounds on the exchanges of one kind of sharding.
 
     mean: outputs and gradients of even bytes, in the mean of devices by speed; per byte of all devices.
     every: the same for every device: without what other groups may wait for by themselves, backward.
@@ -277,7 +277,7 @@ class Exchanges:
         )
         for channel, each in channels.items():
             traffic[CHANNELS.index(channel)] = each * points[:, None] * alone
-        comm = self._model.comm(traffic, np.zeros(traffic.shape[1:]), self._topology)
+        comm = self._model.comm_cost(traffic, np.zeros(traffic.shape[1:]), self._topology)
         # What every device takes part in: one with more bytes may have less to do elsewhere.
         ms = (comm.forward_ms + comm.backward_ms + comm.input_ms).min(-1) - hidden_ms
         ends = np.append(points, np.inf)

@@ -1,4 +1,4 @@
-"""One driver of all decisions that are made before a search, and their ledger.
+"""Driver of all decisions made before a search (groups, tiers, towers, ...), and the ledger of what was tried.
 
 A decision proposes problems. The driver has each searched, and gives the decision the outcome:
 
@@ -40,7 +40,7 @@ _LEAST_S = 1e-3
 
 @dataclass(frozen=True)
 class Entry:
-    """One proposal in a ledger.
+    """One proposal of a decision in the ledger, with its cost or failure.
 
     proposed: the proposal in words.
     ms: predicted cost of its plan. None: it has no plan.
@@ -79,8 +79,8 @@ class Ledger:
         )
 
     @property
-    def best(self) -> Entry:
-        """Entry of the proposal that won."""
+    def winning_entry(self) -> Entry:
+        """Ledger entry of the proposal that won."""
         return next(entry for entry in self.entries if entry.proposed == self.chosen)
 
 
@@ -94,7 +94,7 @@ def ledger_from_provenance(provenance: Mapping[str, Any]) -> Ledger | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """A problem that a decision proposes.
+    """A changed problem that a decision proposes to search.
 
     words: text for people, different for each proposal of a decision.
     problem: the proposed problem. For a refused proposal, it is not searched.
@@ -155,7 +155,7 @@ class Outcome:
 
 
 class Decision(Record):
-    """A choice that is made before a search.
+    """A choice made before a search, which proposes changed problems and takes the best result.
 
     name: plural noun for people.
     level: order of nesting. Devices come first, then row domains, then tables, then their rows in device
@@ -190,15 +190,15 @@ class Decision(Record):
         """
         return found
 
-    def best(self, outcomes: Sequence[Outcome]) -> Outcome:
+    def winning_outcome(self, outcomes: Sequence[Outcome]) -> Outcome:
         """Outcome that wins a decision. At least one outcome has a plan."""
         return min_by_cost(outcomes, lambda outcome: outcome.ms)
 
-    def because(self, outcomes: Sequence[Outcome]) -> str:
+    def winning_reason(self, outcomes: Sequence[Outcome]) -> str:
         """Reason, in words, why the winning outcome of a decision wins."""
         return f"least ms of {sum(outcome.found is not None for outcome in outcomes)} with a plan"
 
-    def facts(self, outcome: Outcome) -> Mapping[str, Any]:
+    def ledger_facts(self, outcome: Outcome) -> Mapping[str, Any]:
         """Facts on an outcome, numbers and texts by name, for the ledger."""
         return {}
 
@@ -365,10 +365,10 @@ def _choose_plan(decision: Decision, outcomes: Sequence[Outcome]) -> Found:
             f"{outcomes[0].proposal.words}: {errors[0]}"
         )
     # By the decision: not all choose the least ms.
-    best = decision.best(outcomes)
+    best = decision.winning_outcome(outcomes)
     assert best.found is not None
     entries = ledger_entries(decision, outcomes)
-    ledger = Ledger(decision.name, best.proposal.words, decision.because(outcomes), entries)
+    ledger = Ledger(decision.name, best.proposal.words, decision.winning_reason(outcomes), entries)
     # Evaluations of all proposals led to this plan, not only those of the winner.
     evals = sum(entry.evals for entry in entries)
     return replace(best.found, ledger=ledger, outcomes=tuple(outcomes), evals=evals)
@@ -383,7 +383,7 @@ def ledger_entries(decision: Decision, outcomes: Iterable[Outcome]) -> tuple[Ent
             seconds=round(outcome.seconds, 3),
             evals=outcome.found.evals if outcome.found else 0,
             why=str(outcome.error or ""),
-            facts=decision.facts(outcome),
+            facts=decision.ledger_facts(outcome),
             within=outcome.found.ledger if outcome.found else None,
         )
         for outcome in outcomes

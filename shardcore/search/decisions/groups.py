@@ -39,7 +39,7 @@ from shardcore.step.sharding_groups import (
     GroupedPlan,
     Grouping,
     describe_grouping,
-    number_hosts,
+    host_index_by_appearance,
     parse_group_sizes,
     possible_groupings,
     problem_of_group,
@@ -88,7 +88,7 @@ class GroupedCost:
 
 @dataclass(frozen=True, kw_only=True)
 class InGroups(Proposal):
-    """A way to divide the devices of a problem."""
+    """Proposal to divide a problem's devices into groups that each hold all tables."""
 
     grouping: Grouping
 
@@ -110,7 +110,7 @@ class FoundGroups(Found):
 
     @property
     def description(self) -> str:
-        """Groups of devices, in words."""
+        """Text on the chosen groups of devices."""
         every, groups = self.grouping.sync_every, describe_grouping(self.grouping, self.whole)
         if self.grouping.size == len(self.whole.topology):
             return groups
@@ -119,7 +119,7 @@ class FoundGroups(Found):
 
 @dataclass(frozen=True)
 class Groups(Decision, noun="groups"):
-    """Choose the groups to train in.
+    """Choose the sharding groups: groups of devices that each hold all tables and train in parallel.
 
     size: "auto" for every size that divides the devices, or one of them.
     sync_every: steps from one synchronisation of the replicas to the next.
@@ -173,7 +173,7 @@ class Groups(Decision, noun="groups"):
         whole = replace(whole, tables=group.tables, constraints=group.constraints)
         return FoundGroups(**chosen, whole=whole, grouping=grouping, cost=costs[best])
 
-    def facts(self, outcome: Outcome) -> Mapping[str, Any]:
+    def ledger_facts(self, outcome: Outcome) -> Mapping[str, Any]:
         found = outcome.found
         if not isinstance(found, FoundGroups):
             return {}
@@ -237,7 +237,7 @@ def synchronisation_workloads(
     for (weights, state), devices in zip(replicated, of_group, strict=True):
         among = topology.restricted_to(devices)
         # Replicas with the same spread over hosts are priced once: the last of them counts.
-        spread = number_hosts([d.host for d in among.devices])
+        spread = host_index_by_appearance([d.host for d in among.devices])
         most_weights, most_state, _ = largest.get(spread, (0, 0, among))
         largest[spread] = max(most_weights, weights), max(most_state, state), among
     return (
@@ -266,4 +266,4 @@ def _comm_ms(work: Workload, model: CostModel) -> float:
     """ms of a workload's backward collectives."""
     if len(work.topology) < 2:  # no other replica
         return 0.0
-    return float(model.comm(work.traffic, np.zeros(len(work.topology)), work.topology).backward_ms.max())
+    return float(model.comm_cost(work.traffic, np.zeros(len(work.topology)), work.topology).backward_ms.max())

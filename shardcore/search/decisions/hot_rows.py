@@ -65,7 +65,7 @@ class HotRows(Decision):
             if outcome.found is None:
                 return  # lower ones take more memory
 
-    def facts(self, outcome: Outcome) -> Mapping[str, Any]:
+    def ledger_facts(self, outcome: Outcome) -> Mapping[str, Any]:
         tables = outcome.proposal.problem.tables
         facts: dict[str, Any] = {"hot": sum(t.rows for t in tables if t.name.endswith(HOT))}
         if outcome.found:

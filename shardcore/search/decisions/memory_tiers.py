@@ -74,7 +74,7 @@ _OVERFULL = 1e6 * 1e-2 ** np.arange(len(TIERS))
 
 
 class MemoryTiers(Decision):
-    """Choose the rows of tables that lie in device memory, and those in that of hosts."""
+    """Choose which rows of tables lie in device memory, and which in host memory."""
 
     name: ClassVar[str] = "memory tiers"
     level: ClassVar[int] = 4
@@ -115,7 +115,7 @@ class MemoryTiers(Decision):
             ms=plan.provenance["predicted_ms"],
         )
 
-    def facts(self, outcome: Outcome) -> Mapping[str, Any]:
+    def ledger_facts(self, outcome: Outcome) -> Mapping[str, Any]:
         problem = outcome.found.problem if outcome.found else outcome.proposal.problem
         return {
             **{
@@ -284,7 +284,7 @@ def _tier_of_table(table: Table, problem: Problem) -> Tier:
 
 
 def _device_bytes_of_table(table: Table, problem: Problem) -> int:
-    """Bytes of a whole table in device memory, with cache rows as wide as those of the widest table of its op."""
+    """Bytes of a whole table in device memory, with cached rows as wide as the widest table of the same op."""
     resident = sum(resident_bytes(layout_on_one_device(table), Shard.whole(table), problem))
     if not table.shares_cache:
         return resident
@@ -425,8 +425,8 @@ def _added_ms(
         gbps = {memory.tier: memory.gbps for memory in problem.topology.memory}
         return np.array([[t.link_bytes and t.link_bytes / gbps[t.table.tier] / 1e6] for t in tiers])
     sums = np.concatenate([even, even + model.encode([Shard.whole(tier.table) for tier in tiers])])
-    op_ms = model.head(sums)
-    chains = [op_ms, model.parts(sums)[..., 1:].sum(-1)] if problem.job.fetches_ahead else [op_ms]
+    op_ms = model.op_ms(sums)
+    chains = [op_ms, model.op_part_ms(sums)[..., 1:].sum(-1)] if problem.job.fetches_ahead else [op_ms]
     return np.stack([ms[1:] - ms[0] for ms in chains], 1)
 
 

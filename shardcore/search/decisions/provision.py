@@ -25,9 +25,9 @@ from shardcore.core.validation import (
     MOST_SPEED,
     Record,
     first_duplicate,
+    number_within,
     require,
     require_name,
-    within,
 )
 from shardcore.cost.model import CostModel
 from shardcore.io.envelope import read_record
@@ -39,7 +39,7 @@ MOST_PRICE = 1e9
 
 @dataclass(frozen=True)
 class Offer(Record):
-    """A type of machine.
+    """An offered type of machine, with devices, price and cost model.
 
     name: name of the offer.
     devices: devices of one machine.
@@ -53,13 +53,13 @@ class Offer(Record):
     """
 
     name: Annotated[str, require_name]
-    devices: Annotated[int, within(1, MOST_DEVICES)]
-    memory_bytes: Annotated[int, within(1, MOST_BYTES)]
-    price_per_hour: Annotated[float, within(0, MOST_PRICE)]
+    devices: Annotated[int, number_within(1, MOST_DEVICES)]
+    memory_bytes: Annotated[int, number_within(1, MOST_BYTES)]
+    price_per_hour: Annotated[float, number_within(0, MOST_PRICE)]
     model: str = ""
     hardware: str = ""
-    most_hosts: Annotated[int, within(1, MOST_DEVICES)] = 1
-    speed: Annotated[float, within(1 / MOST_SPEED, MOST_SPEED)] = 1.0
+    most_hosts: Annotated[int, number_within(1, MOST_DEVICES)] = 1
+    speed: Annotated[float, number_within(1 / MOST_SPEED, MOST_SPEED)] = 1.0
     links: tuple[Link, ...] = ()
 
     def __post_init__(self) -> None:
@@ -115,7 +115,7 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster(Proposal):
-    """Some machines of an offer.
+    """Proposal of a cluster: a number of machines of one offer.
 
     problem: the tables on its devices.
     """
@@ -226,14 +226,14 @@ class Provision(Decision):
             if outcome.found:
                 same_shape.append(outcome.found.plan)
 
-    def best(self, outcomes: Sequence[Outcome]) -> Outcome:
+    def winning_outcome(self, outcomes: Sequence[Outcome]) -> Outcome:
         return best_cluster_of_each_offer(outcomes, self.target)[0]
 
-    def because(self, outcomes: Sequence[Outcome]) -> str:
+    def winning_reason(self, outcomes: Sequence[Outcome]) -> str:
         key, aim = self.target.name_and_value
         return f"{'fastest' if key == 'price_per_hour' else 'cheapest'} with {key} {aim:g}"
 
-    def facts(self, outcome: Outcome) -> Mapping[str, Any]:
+    def ledger_facts(self, outcome: Outcome) -> Mapping[str, Any]:
         samples_per_s = outcome.proposal.samples_per_s(outcome.ms) if outcome.found else None
         return {"price_per_hour": outcome.proposal.price_per_hour, "samples_per_s": samples_per_s}
 

@@ -55,7 +55,7 @@ class RowDomains(Decision, noun="row domains"):
         """
         return replace(found, problem=replace(found.problem, topology=problem.topology))
 
-    def facts(self, outcome: Outcome) -> Mapping[str, Any]:
+    def ledger_facts(self, outcome: Outcome) -> Mapping[str, Any]:
         if outcome.found is None:
             return {}
         divided = {

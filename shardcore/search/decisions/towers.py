@@ -1,4 +1,4 @@
-"""Towers: hosts of tables, so that those that belong together meet on one (shardcore/io/towers.py).
+"""Towers: hosts of tables, so that affine tables meet on one host (shardcore/io/towers.py).
 
 Towers become constraints.pinned and job.tower_ratio: an ordinary problem, which every search, price and check
 reads as it reads any other. TorchRec groups ranks in one way. So where a topology has rows over pods, each pod
@@ -132,7 +132,7 @@ def step_ms_without_towers(plan: Plan, problem: Problem, model: CostModel) -> fl
 
 @dataclass(frozen=True, kw_only=True)
 class TowerHosts(Proposal):
-    """Hosts of towers.
+    """Proposal of a host for each table, such that affine tables share a host.
 
     problem: the problem with each table pinned to its host, and with the ratio in its job.
     host_of: the host of each table.
@@ -193,7 +193,7 @@ class OnTowers(Decision, noun="towers"):
         plan = replace(found.plan, provenance={**found.plan.provenance, **ratio, "towers": towers})
         return replace(found, problem=whole, plan=plan)
 
-    def facts(self, outcome: Outcome) -> Mapping[str, Any]:
+    def ledger_facts(self, outcome: Outcome) -> Mapping[str, Any]:
         hosts: TowerHosts = outcome.proposal
         return {
             "affinity inside": f"{hosts.affinity_inside:.0%}",
@@ -260,7 +260,7 @@ def assign_tower_hosts(
     group_of = [number[t.name] for t in problem.tables]
     codes = model.encode([Shard.whole(t) for t in problem.tables])
     # [2, T] work and memory of the tables.
-    of_tables = [np.asarray(model.head(codes)), [table_peak_bytes(t, problem) for t in problem.tables]]
+    of_tables = [np.asarray(model.op_ms(codes)), [table_peak_bytes(t, problem) for t in problem.tables]]
     load = np.stack([np.bincount(group_of, x, len(table_groups)) for x in of_tables], 1)  # [U, 2]
     affinity = np.zeros((len(table_groups), len(table_groups)))  # [U, U]
     in_matrix = [number[name] for name in towers.tables]

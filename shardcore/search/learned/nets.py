@@ -75,7 +75,7 @@ class PolicyInputs:
 
 
 class Net(ABC):
-    """The formulas of one policy.
+    """Neural network formulas of one learned sharding policy.
 
     shapes: shapes of its weights, by name. Random initial weights are drawn in this order.
     asks_model: True if it sees costs by the cost model instead of predicting them.

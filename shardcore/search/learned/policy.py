@@ -36,7 +36,7 @@ _MOST, _LEAST_SCALE = 1e6, 1e-30
 
 @dataclass(frozen=True, eq=False)
 class Policy:
-    """A trained policy.
+    """A trained sharding policy: network, weights and setting.
 
     name: name of its networks, in NETS.
     setting: setting of the cost model that it was trained against.
@@ -93,7 +93,7 @@ def place_with_policy(
             "(python -m shardcore train-policy)"
         )
     beam = Beam(problem, model, Rollouts(policy.net, policy.weights), config, (budget or Budget()).start())
-    return beam.plan(algorithm=algorithm, seed=seed, policy=policy.name, config=asdict(config))
+    return beam.best_plan(algorithm=algorithm, seed=seed, policy=policy.name, config=asdict(config))
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ import torch
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.topology import Topology
 from shardcore.core.types import Problem, Setting, Table
-from shardcore.core.validation import MOST_COUNT, Count, Record, Seed, Share, require, within
+from shardcore.core.validation import MOST_COUNT, Count, Record, Seed, Share, number_within, require
 from shardcore.cost.model import CostModel
 from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
 from shardcore.search.greedy import ORDERS
@@ -47,7 +47,7 @@ Progress = Callable[[int, dict[str, float]], None]
 
 @dataclass(frozen=True)
 class PolicyConfig(Record):
-    """Parameters of a policy's training.
+    """Parameters of training a sharding policy.
 
     rounds: rounds at most. A round is some priced plans, cost updates and policy updates.
     patience: rounds without a better validation cost, before training stops.
@@ -68,8 +68,8 @@ class PolicyConfig(Record):
     policy_updates: Count = 20
     problems_at_once: Count = 2
     # The advantage of a single plan over the mean of its kind is always 0.
-    plans_each: Annotated[int, within(2, MOST_COUNT)] = 16
-    learning_rate: Annotated[float, within(0, 1, above=True, below=True)] = 2e-3
+    plans_each: Annotated[int, number_within(2, MOST_COUNT)] = 16
+    learning_rate: Annotated[float, number_within(0, 1, above=True, below=True)] = 2e-3
     entropy: Share = 1e-3
     seed: Seed = 0
 
@@ -83,7 +83,7 @@ class PolicyProblems(ProblemConfig, noun="problem config"):
     test: problems to judge the policy by, of the other tables.
     """
 
-    slack: Annotated[float, within(1, 1e6)] = 2.0
+    slack: Annotated[float, number_within(1, 1e6)] = 2.0
     problems: Count = 60
     validation: Count = 15
     test: Count = 30
@@ -91,7 +91,7 @@ class PolicyProblems(ProblemConfig, noun="problem config"):
 
 @dataclass(frozen=True, eq=False)
 class TrainedPolicy:
-    """A policy and its learning curves.
+    """A trained sharding policy and its learning curves.
 
     policy: with the weights of the best round.
     curves: rows {round, validation_cost, ...}. The cost is relative to the best greedy order's.
@@ -244,7 +244,7 @@ def relative_costs(policy: Rollouts, problems: Sequence[Prepared]) -> np.ndarray
 
 
 class Prepared:
-    """A problem, ready for rollouts.
+    """A problem prepared for policy rollouts: search space, shards and their features.
 
     keys: [1, N, 2] its shards, each an item and blocks.
     x: [M, F] features of all shards of the cache; a bundle has several rows.
@@ -440,10 +440,10 @@ class Learner:
         losses, means = [], []
         for prepared in self._draw_problems(self.config.problems_at_once):
             rollout = self.roll_out_randomly(prepared, self.config.plans_each)
-            rewards = self._rewards(rollout)
+            rewards = self._plan_rewards(rollout)
             # Rewards over those of the problem's other plans.
             advantage = (rewards - rewards.mean()) / (rewards.std() + 1e-8)
-            logits = self.logits(prepared, rollout)
+            logits = self.device_logits(prepared, rollout)
             losses.append(self._policy_loss(logits, rollout.placed, advantage))
             entropy = torch.distributions.Categorical(logits=logits.detach()).entropy().mean()
             means.append((float(rewards.mean()), float(entropy)))
@@ -451,15 +451,15 @@ class Learner:
         reward, entropy = np.mean(means, 0).tolist()
         return reward, entropy
 
-    def _rewards(self, rollout: Rollout) -> np.ndarray:
+    def _plan_rewards(self, rollout: Rollout) -> np.ndarray:
         """[K] rewards of plans. A plan that does not fit gets a bit less than the worst plan that fits."""
-        fits = rollout.placed.fits[0]
+        fits = rollout.placed.feasible_plans[0]
         if not fits.any():
             return np.zeros(len(fits))
         rewards = self.recipe.reward(self.net, self.arrays, rollout)
         return np.where(fits, rewards, rewards[fits].min() - rewards[fits].std())
 
-    def logits(self, prepared: Prepared, rollout: Rollout) -> torch.Tensor:
+    def device_logits(self, prepared: Prepared, rollout: Rollout) -> torch.Tensor:
         """[K, N, D] scores of devices at each step of a rollout; -1e9 for illegal devices."""
         placed, cache, speed = rollout.placed, prepared.cache, torch.from_numpy(prepared.speed)
         rows = self.net.shard_latents(self.w, torch.from_numpy(prepared.x), torch)

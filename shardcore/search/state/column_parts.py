@@ -120,7 +120,7 @@ def even_cut_columns(table: Table, n: int, problem: Problem) -> list[int]:
 
 
 def parts_of_plan(plan: Plan, problem: Problem) -> ColumnParts:
-    """Problem with tables in column parts, cut as in a plan, where groups of devices share such parts.
+    """Problem with tables cut into column parts as in a plan, where device groups share column parts.
 
     plan: of the problem's tables.
     """
@@ -143,9 +143,7 @@ def _part_name(table: Table, low: int, high: int) -> str:
 
 
 def _shifted_placements(placement: Placement, table: Table, columns: int) -> list[Placement]:
-    """A part's placement as one of another table, whose columns begin `columns` later. Empty if none of them is in
-    that table.
-    """
+    """Placement of a column part as one of its whole table; empty if its columns are outside the table."""
     shard = placement.shard
     low, high = max(0, shard.col_lo + columns), min(table.dim, shard.col_hi + columns)
     if low >= high:

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardcore.core.progress import ticking
+from shardcore.core.progress import iterate_with_progress
 from shardcore.core.types import Placement, Plan, Problem, Shard
 from shardcore.step import memory
 from shardcore.step.id_bytes import id_bytes_per_sample
@@ -50,7 +50,7 @@ _AMPLE = float(1 << 50)
 
 
 class Way(NamedTuple):
-    """A way to run a bundle.
+    """One way to place a bundle (shards that stay together): kind of sharding, devices and widths.
 
     layout: its kind of sharding.
     sites: [S, G] the groups of devices where a part may be. By columns, each is a single device.
@@ -64,7 +64,7 @@ class Way(NamedTuple):
     placements: tuple[Placement, ...] = ()
 
     def with_placements_of(self, bundle: Bundle) -> Way:
-        """Way to run a bundle, with the bundle's placements filled in."""
+        """Copy of the way with the placements of a bundle filled in."""
         known = len(bundle) == len(self.widths) == 1
         parts = cut_into_equal_parts(bundle[0], bundle[0].width // self.widths[0]) if known else bundle
         return self._replace(placements=tuple(map(self.placement_on_first_site, parts)))
@@ -112,7 +112,9 @@ class _Choice:
 
     def __init__(self, packings: Packings, ways: Sequence[Way]) -> None:
         problem, self.packings, self.ways = packings.problem, packings, ways
-        self.batches = local_batch_shares((p for way in ticking(ways) for p in way.placements), problem)
+        self.batches = local_batch_shares(
+            (p for way in iterate_with_progress(ways) for p in way.placements), problem
+        )
         self.account = Account.from_batches(self.batches, problem)
         tiers, topology = problem.topology.memory, problem.topology
         of_hosts = np.full((len(topology), 1), float(tiers[0].bytes) if tiers else _AMPLE)
@@ -129,7 +131,7 @@ class _Choice:
         """[P] bytes of a bundle's ids in a local batch that each further part adds."""
         problem = self.packings.problem
         ids = problem.local_batch * id_bytes_per_sample(self.packings.bundles[i][0].table, problem.job)
-        return np.append(ids * self.account.sent, 0.0)
+        return np.append(ids * self.account.sent_id_batches, 0.0)
 
     def _bytes_on_site(self, i: int, width: int) -> np.ndarray:
         """[G, P + C] bytes and counts of `width` columns of a bundle on the devices of a site."""
@@ -183,14 +185,14 @@ class _Pass:
     cut: frozenset[Layout] = frozenset()
 
     @classmethod
-    def empty(cls, choice: _Choice, more_bytes: float | None) -> _Pass:
+    def empty_pass(cls, choice: _Choice, more_bytes: float | None) -> _Pass:
         """Pass in which nothing is placed yet."""
         free = choice.limits + (more_bytes or 0.0) - choice.base(frozenset())
         if more_bytes is not None:
             free[:, -1] = _AMPLE
         return cls(choice, free, np.zeros((len(free), free.shape[1] + len(choice.packings.caches))))
 
-    def place(self, i: int, full: bool) -> list[tuple[Bundle, np.ndarray]] | None:
+    def place_bundle(self, i: int, full: bool) -> list[tuple[Bundle, np.ndarray]] | None:
         """Place a bundle in as few parts as fit. Returns parts and the site [G] of each; None if there is no room.
 
         full: whether a part goes to the fullest site that has room, or else to the emptiest.
@@ -258,7 +260,7 @@ class _Pass:
 
 
 class Packings:
-    """Packings of a problem.
+    """Searches for plans that fit memory, by bin packing.
 
     bundles: tables that go together.
     firsts: the first way of each.
@@ -275,7 +277,7 @@ class Packings:
         # With very many tables, to list all ways of each takes long.
         self.firsts = [
             way.with_placements_of(bundle)
-            for bundle in ticking(self.bundles)
+            for bundle in iterate_with_progress(self.bundles)
             for way in islice(_ways_to_run(bundle, problem), 1)
         ]
         self.possible = len(self.firsts) == len(self.bundles)
@@ -313,18 +315,18 @@ class Packings:
 
     @cached_property
     def placing_order(self) -> list[int]:
-        """Numbers of bundles in the order of placing: those with fewest sites first, then the largest."""
+        """Order in which bundles of shards are placed: fewest sites first, then the largest."""
         ways = self._choice(self.first).ways
         size = [
             sum(self._peak_bytes(layout_for_table(way.layout.name, s.table), s) for s in bundle)
-            for bundle, way in zip(ticking(self.bundles), ways, strict=True)
+            for bundle, way in zip(iterate_with_progress(self.bundles), ways, strict=True)
         ]
         return sorted(range(len(size)), key=lambda i: (len(ways[i].sites), -size[i]))
 
     def _smallest_ways(self) -> tuple[int, ...]:
-        """For each bundle, the number of the way that takes fewest bytes on all devices together."""
+        """Number of the way to place each bundle that takes fewest bytes over all devices."""
         numbers = []
-        for i, (shard, *_) in enumerate(ticking(self.bundles)):
+        for i, (shard, *_) in enumerate(iterate_with_progress(self.bundles)):
             # By columns and copied. Divided rows take no less: their outputs are as wide on each device.
             n_bytes = [
                 len(way.sites[0]) * self._peak_bytes(layout_for_table(way.layout.name, shard.table), shard)
@@ -344,7 +346,7 @@ class Packings:
         if not self.possible or not self._choice(self.first).fits_together(0.0):
             return None
         placements = list[Placement]()
-        for i in ticking(self.searched_bundles):
+        for i in iterate_with_progress(self.searched_bundles):
             if not (alone := self.place_bundle_alone(i)):
                 return None
             placements += alone
@@ -361,7 +363,7 @@ class Packings:
                 return list(first.placements)
         for n, way in enumerate(self._ways(i)):
             fixed = self._pass_with_fixed_tables((*self.first[:i], n, *self.first[i + 1 :]))
-            if fixed and (parts := fixed.place(i, False)):
+            if fixed and (parts := fixed.place_bundle(i, False)):
                 block = self.problem.column_block_width(bundle[0].table)
                 return list(
                     map(
@@ -377,11 +379,11 @@ class Packings:
 
     def _pass_with_fixed_tables(self, numbers: tuple[int, ...]) -> _Pass | None:
         """Pass with only the tables of `fixed_placements` placed. None if these find no room."""
-        one_pass = _Pass.empty(self._choice(numbers), None)
+        one_pass = _Pass.empty_pass(self._choice(numbers), None)
         fixed = sorted({*range(len(self.bundles))} - {*self.searched_bundles})
-        return one_pass if all(one_pass.place(i, False) for i in fixed) else None
+        return one_pass if all(one_pass.place_bundle(i, False) for i in fixed) else None
 
-    def plan(self, n_passes: int, more_bytes: float | None = None) -> Plan | None:
+    def find_plan(self, n_passes: int, more_bytes: float | None = None) -> Plan | None:
         """Plan that fits, found by packing. None if no pass finds a plan.
 
         n_passes: pairs of passes from the first start. Later ones get fewer.
@@ -418,9 +420,9 @@ class Packings:
         self, choice: _Choice, order: Sequence[int], full: bool, more_bytes: float | None
     ) -> Plan | int:
         """Plan with the chosen ways to run bundles, or the number of the bundle that finds no room."""
-        one_pass, parts = _Pass.empty(choice, more_bytes), []
-        for i in ticking(order):
-            placed = one_pass.place(i, full)
+        one_pass, parts = _Pass.empty_pass(choice, more_bytes), []
+        for i in iterate_with_progress(order):
+            placed = one_pass.place_bundle(i, full)
             if placed is None:
                 return i
             parts += [(choice.ways[i].layout.name, *of_site) for of_site in placed]
@@ -438,7 +440,7 @@ class Packings:
 
 @lru_cache(maxsize=2)  # a refusal explains those that a search began with
 def packings_of(problem: Problem) -> Packings:
-    """Packings of a problem, cached."""
+    """Packings of a problem (searches for plans that fit memory), cached."""
     return Packings(problem)
 
 
@@ -458,10 +460,10 @@ def least_excess_plan(problem: Problem, quick: bool = False) -> tuple[Plan | Non
     n_passes = max(_FEW_PASSES, min(_PASSES, _PLACED // len(packings.bundles)))
     n_passes = _FEW_PASSES if quick else n_passes
     # Where only hosts lack memory, their plan is one that fits the devices.
-    best = packings.plan(n_passes)
+    best = packings.find_plan(n_passes)
     if problem.topology.memory:
-        best = best or packings.plan(n_passes, 0.0)
-    best = best or packings.plan(1, _AMPLE)
+        best = best or packings.find_plan(n_passes, 0.0)
+    best = best or packings.find_plan(1, _AMPLE)
     if best is None:
         return None, 0
     low, high = 0, excess_bytes(best, problem)
@@ -469,7 +471,7 @@ def least_excess_plan(problem: Problem, quick: bool = False) -> tuple[Plan | Non
         if high - low <= 1:
             break
         middle = (low + high) // 2
-        if plan := packings.plan(n_passes, middle):
+        if plan := packings.find_plan(n_passes, middle):
             best, high = plan, excess_bytes(plan, problem)
         else:
             low = middle

@@ -144,7 +144,7 @@ class SearchProblem(NamedTuple):
 
 
 class State(NamedTuple):
-    """One plan, with buffers to try a move.
+    """One plan under construction, with its costs and memory, and buffers to try a move.
 
     Rows D and D + 1 of ops, ms and devices are those of a trial: of its first device, and of its second.
     """

@@ -75,7 +75,7 @@ local_batch_case = compile_inner(memory_timeline.local_batch_case)
 
 @compile_inner
 def add_option_to_ops(problem, state, device, option):
-    """Add an option's vector, and those of the rest of its bundle, to a device's ops."""
+    """Add an option's vector, with its bundle's further options, to a device's ops."""
     while option > 0:
         add_vector(state.ops[device, problem.options[option, OPTION_RUN]], problem.vectors[option])
         option = problem.options[option, NEXT]

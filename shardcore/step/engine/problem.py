@@ -55,7 +55,7 @@ def search_problem_fields(options: Options, shared: bool) -> dict[str, Any]:
                 options.kind,
                 options.size,
                 # One number for a table: its row ranges are several items, but move as one table.
-                [options.item_by_name[options.table(s).name] for s in range(n_items)],
+                [options.item_by_name[options.table_of_item(s).name] for s in range(n_items)],
                 # Tables of a bundle that run apart from its first count as fixed ones.
                 [
                     min(rank[s.table.name] for run, s in parts if run is parts[0][0])
@@ -86,7 +86,9 @@ def search_problem_fields(options: Options, shared: bool) -> dict[str, Any]:
         "host_free": float(topology.memory[0].bytes) if topology.memory else np.inf,
         "runs": np.column_stack([table_of_runs(runs), of_layouts, stages.phases]),
         "stages": stages.slots.sum(3),
-        "limits": np.column_stack([stages.most, [max_op_features(run.op_batch(problem)) for run in runs]]),
+        "limits": np.column_stack(
+            [stages.max_multiples, [max_op_features(run.op_batch(problem)) for run in runs]]
+        ),
         "ops_limited": may_exceed_op_limits(problem),
         **_cache_fields(options),
         **_fixed_fields(options, rank),

@@ -105,7 +105,7 @@ def begin_trial_ops(state, device, row):
 
 @compile_inner
 def replace_option_in_ops(problem, state, row, was, then):
-    """Replace an option in the ops of a trial, with the rest of its bundle."""
+    """Replace an option in the ops of a trial, together with its bundle's further options."""
     for i in range(2):
         option, sign = (was, -1.0) if i == 0 else (then, 1.0)
         while option > 0:

@@ -24,7 +24,7 @@ _COMMIT, _ABORT = "commit", "abort"
 
 
 class Refused(ShardCoreError):
-    """A change that no rank makes."""
+    """Raised when a change is given up on all ranks."""
 
 
 class Waited(ShardCoreError):
@@ -32,7 +32,7 @@ class Waited(ShardCoreError):
 
 
 class Undecided(ShardCoreError):
-    """A change of which this rank cannot learn whether others make it. The job has to end."""
+    """Raised when a rank cannot learn whether other ranks make a change. The job has to end."""
 
 
 # Counts changes in this process. Ranks call in the same order, so their numbers agree.

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.validation import MOST_COUNT, Count, Record, within
+from shardcore.core.validation import MOST_COUNT, Count, Record, number_within
 from shardcore.plans.followed import JobEvent
 from shardcore.torchrec.moves.agreement import Agreement, Undecided
 from shardcore.torchrec.moves.reshard import MoveConfig, Moved, reshard
@@ -39,7 +39,7 @@ MOVED, REFUSED, STAYED, ROLLED_BACK = "moved", "refused", "stayed", "rolled back
 
 @dataclass(frozen=True)
 class FollowConfig(Record):
-    """Settings of a follower.
+    """Settings of a job that follows published plans.
 
     every_steps: steps between two looks at the store.
     measured_steps: steps that are measured before a move, and after it.
@@ -48,13 +48,13 @@ class FollowConfig(Record):
     """
 
     every_steps: Count = 100
-    measured_steps: Annotated[int, within(3, MOST_COUNT)] = 50
-    report_s: Annotated[float, within(0, MOST_COUNT)] = 30.0
+    measured_steps: Annotated[int, number_within(3, MOST_COUNT)] = 50
+    report_s: Annotated[float, number_within(0, MOST_COUNT)] = 30.0
     move: MoveConfig = field(default_factory=MoveConfig)
 
 
 class Plans(Protocol):
-    """Plans that a job follows, such as plans.followed.StoredPlans. Only rank 0 calls it."""
+    """Plans that a job follows, such as plans.followed.StoredPlans. Only rank 0 calls a method."""
 
     def version(self) -> str:
         """Name of the store's current plan version."""
@@ -154,7 +154,7 @@ class PlanFollower:
             return None
         self._trial = _MoveTrial((before, version), old, moved, [s["ms"] for s in shared], current["ratio"])
         self._steps_ms.clear()
-        return JobEvent(version, MOVED, before_ms=self._trial.before_ms, **_amounts(moved))
+        return JobEvent(version, MOVED, before_ms=self._trial.before_ms, **_moved_amounts(moved))
 
     def _encode_new_version(self) -> dict[str, Any] | None:
         """New plan from the store, encoded for broadcast; None if unchanged."""
@@ -208,7 +208,7 @@ class PlanFollower:
                 self._seen = self.plans.roll_back(version, reason)
             except ShardCoreError as error:  # the job is back, whatever the store
                 reason += f"; the store was not told: {error}"
-        return JobEvent(version, ROLLED_BACK, reason, **numbers, **_amounts(moved))
+        return JobEvent(version, ROLLED_BACK, reason, **numbers, **_moved_amounts(moved))
 
     def _report_to_store(self) -> None:
         """Write the job's current plan version and recent events to the store. Failures are only logged."""
@@ -229,7 +229,7 @@ class PlanFollower:
 
 @dataclass(frozen=True)
 class _MoveTrial:
-    """A move that is not judged yet.
+    """A completed move to a new plan whose step times are still being judged.
 
     versions: before it, None if the store does not have it, and after it.
     old: the plan before it.
@@ -248,7 +248,7 @@ class _MoveTrial:
         return _slowest_median_ms(self.before)
 
 
-def _amounts(moved: Moved) -> dict[str, Any]:
+def _moved_amounts(moved: Moved) -> dict[str, Any]:
     """Tables, bytes and pause of a move, as fields of a JobEvent."""
     return {"tables": len(moved.tables), "bytes": dict(moved.bytes), "pause_s": moved.pause_s}
 

@@ -19,7 +19,7 @@ from torch import nn
 from shardcore.core.links import LEVELS
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
-from shardcore.core.validation import MOST_GBPS, Record, require, within
+from shardcore.core.validation import MOST_GBPS, Record, number_within, require
 from shardcore.cost.move_rates import MoveRates
 from shardcore.step.kinds import layout_on_one_device
 from shardcore.torchrec.moves.reshard import BETWEEN, WITHIN, MoveConfig, Moved, reshard
@@ -35,15 +35,15 @@ _PHASES = ("build", "fill", "check", "free")
 
 @dataclass(frozen=True)
 class MoveRatesConfig(Record):
-    """Settings of a measurement.
+    """Settings of measuring how fast tables move between ranks.
 
     mib: weights of a large table on each rank, in MiB. Each has as many bytes of state.
     repeats: number of each move there and back; the median counts.
     move: settings of the moves. Those of the job's moves tell most.
     """
 
-    mib: Annotated[int, within(1, 1 << 20)] = 32
-    repeats: Annotated[int, within(1, 1000)] = 3
+    mib: Annotated[int, number_within(1, 1 << 20)] = 32
+    repeats: Annotated[int, number_within(1, 1000)] = 3
     move: MoveConfig = field(default_factory=MoveConfig)
 
 
@@ -114,7 +114,7 @@ def _gbps(n_bytes: int, seconds: float) -> float:
 
 @dataclass(frozen=True)
 class _SyntheticJob:
-    """A job made for the measurement.
+    """A synthetic training job whose tables are moved to measure rates.
 
     host: host of each rank.
     tables: in turn of each collection. The first of each is tiny, and moves; others have `rows` and `dim`.

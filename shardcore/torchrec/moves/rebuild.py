@@ -36,7 +36,7 @@ def leave_uninitialized(weight: torch.Tensor) -> None:
 
 
 class WithoutInit(torch.overrides.TorchFunctionMode):
-    """Leave new weights as they are: all of them are written by the move."""
+    """Context that leaves new weights uninitialised, as a move overwrites all of them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # TorchRec fills new weights by uniform_, also where init_fn is given.

@@ -27,7 +27,7 @@ from torch import nn
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.topology import Device, Topology
-from shardcore.core.validation import Record, Wait, require, within
+from shardcore.core.validation import Record, Wait, number_within, require
 from shardcore.torchrec.modules import Collection, collections_of_model, is_replicated, quote_first_names
 from shardcore.torchrec.moves.agreement import Agreement, Waited, time_limit
 from shardcore.torchrec.moves.pipelines import drain_pipeline
@@ -88,7 +88,7 @@ _OF_PLACEMENT = frozenset(
 
 @dataclass(frozen=True)
 class MoveConfig(Record):
-    """Settings of a move.
+    """Settings of a move of a running job's tables.
 
     max_gib: extra memory of a rank while it moves, at most. None: any.
     piece_mib: bytes that a rank sends at once, and those that it receives, in MiB.
@@ -97,15 +97,15 @@ class MoveConfig(Record):
       another form: a mean over columns, a number a row for its cells, or 0.
     """
 
-    max_gib: Annotated[float | None, within(0, 1e6)] = None
-    piece_mib: Annotated[float, within(2**-20, 1e5)] = 64.0
+    max_gib: Annotated[float | None, number_within(0, 1e6)] = None
+    piece_mib: Annotated[float, number_within(2**-20, 1e5)] = 64.0
     timeout_s: Wait = 300.0
     approximate: bool = False
 
 
 @dataclass(frozen=True)
 class Moved:
-    """A move that was made.
+    """Result of a completed move: tables, bytes and times.
 
     tables: tables that are sharded otherwise now, by path and name.
     bytes: bytes of weights and state that were copied, by way, on all ranks.
@@ -374,7 +374,7 @@ class _NewCollection:
 
 @dataclass(frozen=True)
 class _Move:
-    """All that changes.
+    """All that changes when a running job moves to a new plan: collections, parameters and transfers.
 
     digest: digest of both plans and the settings.
     inexact: why optimizer state cannot be carried over as it is, by table.

@@ -27,7 +27,7 @@ from torch import nn
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.validation import require, short_repr
-from shardcore.io.envelope import document, read_record
+from shardcore.io.envelope import read_record, sealed_document
 from shardcore.io.model_files import UNREADABLE
 from shardcore.io.schema import require_file
 from shardcore.io.writing import write_atomic, write_json
@@ -85,7 +85,7 @@ def save_rows(model: nn.Module, folder: str | Path, optimizer: Any = None) -> No
         # Written last: without it the folder is not whole.
         if rank == 0:
             body = {"ranks": n, "files": {name: of for of_rank in of_ranks for name, of in of_rank.items()}}
-            write_json(folder / "complete.json", document(_COMPLETE, body))
+            write_json(folder / "complete.json", sealed_document(_COMPLETE, body))
 
 
 def load_rows(model: nn.Module, folder: str | Path, optimizer: Any = None, approximate: bool = False) -> None:

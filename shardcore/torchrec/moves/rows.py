@@ -186,7 +186,7 @@ def movable_kernels(collection: Collection) -> Iterator[Any]:
     """Kernels of a sharded collection on this rank. Raises ShardCoreError for a kernel whose rows are not plain
     tensors.
     """
-    for kernel in collection.kernels():
+    for kernel in collection.fused_ops():
         name = kernel._config.compute_kernel.value
         require(
             name in _KERNELS,

@@ -46,7 +46,7 @@ class Region:
 
 @dataclass(frozen=True)
 class TableRegions:
-    """A table's regions under a plan.
+    """Regions (row and column ranges) of a table on each rank under a plan.
 
     regions: regions of all ranks. Those of replicas are whole tables.
     replicas: True if each region has all of the table.
@@ -185,7 +185,7 @@ def exchange_rounds(sent: Iterable[Piece], most_bytes: int) -> Iterator[list[Pie
 
 @dataclass(frozen=True)
 class Exchange:
-    """A rank's side of the transfer.
+    """One rank's side of the transfer of moved rows.
 
     rank, ranks: this rank of the job, and number of ranks.
     old, new: this rank's parts by table and region.
@@ -218,7 +218,7 @@ class Exchange:
                 self._write_piece(piece, view)
 
     def _pieces_by_peer(self, of_round: Sequence[Piece], sending: bool) -> list[list[Piece]]:
-        """Pieces of a round that this rank sends or receives, by the other rank."""
+        """Pieces of a transfer round that this rank sends or receives, by peer rank."""
         by_peer: list[list[Piece]] = [[] for _ in range(self.ranks)]
         for piece in of_round:
             here, there = (piece.source, piece.target) if sending else (piece.target, piece.source)

@@ -39,11 +39,11 @@ def test_a_bundle_takes_what_its_tables_do_and_goes_where_it_may_be():
     bundle = tuple(Shard.whole(of.tables[i]) for i in (1, 4))
     room = Room(of)
     before = room.left.copy()
-    assert room.fits(bundle).tolist() == [False, True]
-    assert not room.fits((Shard.whole(of.tables[3]),)).any()  # its rows have to be divided
-    room.put(bundle, 1)
+    assert room.fitting_devices(bundle).tolist() == [False, True]
+    assert not room.fitting_devices((Shard.whole(of.tables[3]),)).any()  # its rows have to be divided
+    room.place_bundle(bundle, 1)
     assert (before - room.left).tolist() == [0, sum(table_peak_bytes(s.table, of) for s in bundle)]
-    assert not Room(of, [0, room.bytes_of(bundle) - 1]).fits(bundle).any()
+    assert not Room(of, [0, room.bytes_of(bundle) - 1]).fitting_devices(bundle).any()
 
 
 @pytest.mark.parametrize("name", PEERS)

@@ -70,7 +70,7 @@ def test_draws_are_those_of_earlier_versions(tables):
     groups = [
         dataset.compute_id(SETTING, draw_compute_request(tables, i, SETTING, 3, config)) for i in range(50)
     ]
-    assert files.digest(groups) == "77f112ed76628dbc"
+    assert files.json_digest(groups) == "77f112ed76628dbc"
     control = reference_request(tables, SETTING, config)
     assert dataset.compute_id(SETTING, control) == "6f71e685ca7151a4"
     exchanges = [draw_collective_request(i, 4, 256, 3) for i in range(50)]
@@ -81,11 +81,11 @@ def test_draws_are_those_of_earlier_versions(tables):
     others = [
         dataset.collective_id(SETTING, r) for i, r in enumerate(exchanges) if i not in (*ids, *bucketized)
     ]
-    assert files.digest(others) == "e4fda0b05b8252bd"
+    assert files.json_digest(others) == "e4fda0b05b8252bd"
     problem = draw_problem(tables, 5, SETTING, 3, ProblemConfig(min_tables=3))
     # With memory as it was counted then: only that may differ.
     as_then = with_sized_devices(problem, ProblemConfig().slack, sample_table_bytes)
-    assert files.digest(files.problem_to_json(as_then)) == "dbf5ab6aef520427"
+    assert files.json_digest(files.problem_to_json(as_then)) == "dbf5ab6aef520427"
     problem, plans = draw_step_plans(tables, 1, SETTING, 2, 32 << 20, 3)
     before = {
         "column": "columns",
@@ -95,7 +95,7 @@ def test_draws_are_those_of_earlier_versions(tables):
     }
     placed = [[before[kinds], as_in_version_1(plan)] for kinds, plan in plans]
     as_then = with_sized_devices(problem, 2.0 * len(problem.topology), sample_table_bytes)
-    assert files.digest([files.problem_to_json(as_then), placed]) == "14b722963760f6c5"
+    assert files.json_digest([files.problem_to_json(as_then), placed]) == "14b722963760f6c5"
 
 
 def test_different_draws_are_counted_once_and_a_tiny_pool_ends():

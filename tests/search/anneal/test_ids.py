@@ -7,7 +7,7 @@ import pytest
 from shapes import arriving, on_hosts
 
 from shardcore.core.job import Job
-from shardcore.core.links import links_of
+from shardcore.core.links import make_links
 from shardcore.core.tiers import Memory
 from shardcore.core.types import Plan, Problem, Setting, Table
 from shardcore.cost.analytic import AnalyticModel
@@ -131,7 +131,7 @@ def test_columns_are_cut_only_where_that_is_worth_the_ids():
     cut = []
     for between_gbps in (0.01, 100.0):
         for job in (Job(), HIDDEN):
-            where = replace(on_hosts("aabb", 64 * MIB), links=links_of(between_hosts=between_gbps))
+            where = replace(on_hosts("aabb", 64 * MIB), links=make_links(between_hosts=between_gbps))
             given = Problem("p", tables, where, BATCH, job=job)
             plan = search_with_annealing(given, model, budget=Budget(evals=5_000), space="columns")
             cut.append(sum(p.shard.table.name == "wide" for p in plan.placements) > 1)

@@ -10,7 +10,7 @@ from shardcore.core import progress
 from shardcore.core.access_statistics import Zipf
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import Infeasible, ShardCoreError
-from shardcore.core.links import links_of
+from shardcore.core.links import make_links
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
@@ -71,7 +71,7 @@ def test_a_table_that_has_to_be_divided_does_not_keep_others_from_it():
 def test_it_finds_the_cheapest_of_all_plans_on_two_hosts():
     """Hot tables, and links between hosts that are slow: rows over one host."""
     tables = tuple(Table(f"t{i}", 1000 + i, 8, 30.0, Zipf(0.2)) for i in range(2))
-    where = on_hosts("xyxy", MIB, links=links_of(0.0, within_host=20.0, between_hosts=0.2))
+    where = on_hosts("xyxy", MIB, links=make_links(0.0, within_host=20.0, between_hosts=0.2))
     problem = Problem("hosts", tables, where, BATCH)
     model = replace(small_problem_model(problem), lookup_ns=20)
     least = min(price(lower(plan, problem), model).total_ms for plan in all_plans(problem))
@@ -87,7 +87,7 @@ def test_tables_that_hosts_share_are_swapped_between_them():
     """Lookups are 3, 3, 2, 2 and 2 parts. Greedily one host gets 7, and no move of one table mends that."""
     parts = (3, 3, 2, 2, 2)
     tables = tuple(Table(f"t{i}", 1000, 8, 10.0 * n, Zipf(0.2)) for i, n in enumerate(parts))
-    where = on_hosts("xyxy", MIB, links=links_of(within_host=20.0, between_hosts=0.2, latency_ms=0.0))
+    where = on_hosts("xyxy", MIB, links=make_links(within_host=20.0, between_hosts=0.2, latency_ms=0.0))
     problem = Problem("halves", tables, where, BATCH)
     plan = anneal(problem, replace(small_problem_model(problem), lookup_ns=20), budget=Budget(evals=20_000))
     lookups = {}

@@ -106,7 +106,7 @@ def test_plans_of_the_readme_have_few_narrow_parts():
     problem = Problem(
         "mlperf", tuple(tables), profile.topology(1, 8), 65_536, optimizer, Constraints(11 * GIB)
     )
-    model = profile.model().for_problem(problem)
+    model = profile.cost_model().for_problem(problem)
     plans = [SHARDERS["portfolio"](problem, model, seed=seed) for seed in range(9)]
     assert median(plan.provenance["predicted_ms"] for plan in plans) < 2.585
     assert sum(parts_of(plan)["c20"] == 5 for plan in plans) >= 6

@@ -29,7 +29,7 @@ def halved_plan() -> list[Placement]:
 
 def parts(start) -> dict[str, int]:
     held = (start.state.held > 0).sum(1)
-    return {start.space.cache.table(s).name: int(held[s]) for s in range(len(held))}
+    return {start.space.cache.table_of_item(s).name: int(held[s]) for s in range(len(held))}
 
 
 def test_recut_plans_have_one_part_more_or_fewer_of_a_costly_table():

@@ -26,7 +26,7 @@ def run_of(model) -> Run:
 )
 def test_no_op_of_a_load_has_lower_rates(model):
     rng, run = np.random.default_rng(0), run_of(model)
-    usual = model.rates(run.codes.sum(0) / 3)
+    usual = model.rate_lower_bounds(run.codes.sum(0) / 3)
     load = run.codes @ usual
     # Ops that have much of some features and little of others are among those of one kind of table.
     drawn, unit = [], np.maximum(run.codes.sum(0), 1e-9)
@@ -38,13 +38,13 @@ def test_no_op_of_a_load_has_lower_rates(model):
     loads = np.array([of for of, _ in drawn])
     least = op_rates_lower_bound(model, run.codes, load, run.bundle, loads)
     for (_, sums), rates in zip(drawn, least, strict=True):
-        assert (model.rates(sums) >= rates * (1 - 1e-9)).all()
+        assert (model.rate_lower_bounds(sums) >= rates * (1 - 1e-9)).all()
 
 
 class Alternatives:
     """Rates that grow with the sum of two features, of which each shard has one."""
 
-    def rates(self, least: np.ndarray) -> np.ndarray:
+    def rate_lower_bounds(self, least: np.ndarray) -> np.ndarray:
         slow = 1 + least[..., :1] + least[..., 1:2]
         return np.concatenate([np.zeros_like(least[..., :2]), slow], -1)
 
@@ -61,9 +61,9 @@ def test_what_has_little_of_one_feature_has_much_of_another():
 def test_features_that_raise_no_rate_are_not_divided():
     model = crowded()
     run = run_of(model)
-    load = run.codes @ model.rates(run.codes.sum(0))
+    load = run.codes @ model.rate_lower_bounds(run.codes.sum(0))
     wanted = np.array([load.max()])
     [rates] = op_rates_lower_bound(model, run.codes, load, run.bundle, wanted)
     each = least_feature_sums(run.codes, load, run.bundle, wanted)
     # Only the number of shards counts, and it is one feature.
-    assert rates == pytest.approx(model.rates(each)[0], rel=1e-6)
+    assert rates == pytest.approx(model.rate_lower_bounds(each)[0], rel=1e-6)

@@ -12,7 +12,7 @@ from shardcore.core.access_statistics import Zipf
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import SettingMismatch
 from shardcore.core.job import Job
-from shardcore.core.links import links_of
+from shardcore.core.links import make_links
 from shardcore.core.tiers import Memory
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Setting, Shard, Table
@@ -85,7 +85,7 @@ def contended(seed: int) -> NeuralModel:
 def test_no_plan_is_cheaper_than_the_proved_bound_and_it_is_near(made):
     ratios = []
     for seed in (2, 3):
-        hosts = {"links": links_of(within_host=2.0, latency_ms=0.001)} if seed % 3 == 2 else {}
+        hosts = {"links": make_links(within_host=2.0, latency_ms=0.001)} if seed % 3 == 2 else {}
         problem = tiny(seed, 4 if seed % 4 == 3 else 2, **hosts)
         model = made(problem, seed)
         result = lower_bound.prove_lower_bound(problem, model)
@@ -125,11 +125,11 @@ def test_no_plan_of_drawn_problems_of_other_shapes_is_cheaper(shape, seeds):
         rng = np.random.default_rng([seed, 5])
         gbps = float(rng.choice([0.5, 2.0, 8.0]))
         if "hosts" in shape:
-            where = on_hosts("aabb", MIB, links=links_of(0.001, within_host=gbps, between_hosts=0.5))
+            where = on_hosts("aabb", MIB, links=make_links(0.001, within_host=gbps, between_hosts=0.5))
         else:
             where = Topology(
                 (Device(MIB),) * (3 if shape == "three" else 2),
-                links=links_of(0.001, within_host=gbps) if seed else (),
+                links=make_links(0.001, within_host=gbps) if seed else (),
             )
         if "unequal" in shape:
             where = replace(
@@ -146,13 +146,13 @@ def test_no_plan_of_drawn_problems_of_other_shapes_is_cheaper(shape, seeds):
     assert max(ratios) <= 1 and np.mean(ratios) > 0.75, ratios
 
 
-LINKED = links_of(within_host=8.0, between_hosts=0.5)
+LINKED = make_links(within_host=8.0, between_hosts=0.5)
 
 
 @pytest.mark.parametrize(
     "hosts, scale, links, every",
     [
-        ("ab", 1, links_of(between_hosts=0.5), 4),
+        ("ab", 1, make_links(between_hosts=0.5), 4),
         *(
             pytest.param(*case, 1, marks=pytest.mark.long)
             for case in (
@@ -170,7 +170,7 @@ def test_no_plan_is_cheaper_under_any_hardware_profile(hosts, scale, links, ever
     """Exchanges of profiles ramp up: the law is concave, and plans of few bytes pay little of it."""
     tables = draw_random_tables(np.random.default_rng(scale), 2, dims=(4, 8))
     problem = Problem("p", tables, on_hosts(hosts, 1 << 40, links=links), BATCH * scale)
-    models = [load_profile(name).model().for_problem(problem) for name in profile_names()[::every]]
+    models = [load_profile(name).cost_model().for_problem(problem) for name in profile_names()[::every]]
     least_ms = np.min([models[0].steps_ms(w, models) for w in every_workload(problem, False)], axis=0)
     ratios = [lower_bound.prove_lower_bound(problem, m).proved_ms for m in models] / least_ms
     assert max(ratios) <= 1 and np.mean(ratios) > 0.8, ratios
@@ -190,15 +190,15 @@ def test_no_device_waits_for_rows_of_another_host_backward():
     given = load_profile("nvidia-h100-sxm")
     slow = {"all_to_all_round_us": 50.0, "forward_lookup_ns": 4.0}
     slow |= dict.fromkeys(("bucketize_gbps", "order_gbps"), 1e5)
-    slow |= dict.fromkeys((n for n in given.values if n.endswith("ramp_us")), 1e-6)
-    slow |= dict.fromkeys((n for n in given.values if n.endswith("latency_us")), 1e-3)
+    slow |= dict.fromkeys((n for n in given.rate_values if n.endswith("ramp_us")), 1e-6)
+    slow |= dict.fromkeys((n for n in given.rate_values if n.endswith("latency_us")), 1e-3)
     slow |= {f"all_to_all_{level}_gbps": 1000.0 for level in ("within_host", "between_hosts")}
     slow |= {f"{ring}_within_host_gbps": 1.0 for ring in ("reduce_scatter", "all_gather")}
-    model = given.with_values({**given.values, **slow}).model().for_problem(problem)
+    model = given.with_values({**given.rate_values, **slow}).cost_model().for_problem(problem)
     plan = Plan(
         tuple(
             host_row(t, group)
-            for t, group in zip(problem.tables, LAYOUTS["host_row"].groups(where), strict=True)
+            for t, group in zip(problem.tables, LAYOUTS["host_row"].device_groups(where), strict=True)
         )
     )
     proved_ms = lower_bound.prove_lower_bound(problem, model, shared=[LAYOUTS["host_row"]]).proved_ms
@@ -208,7 +208,7 @@ def test_no_device_waits_for_rows_of_another_host_backward():
 def test_hot_tables_that_do_not_fit_side_by_side_raise_the_bound():
     """Each of five fits on one of four devices, by itself. Two of them share a device in every plan."""
     hot = tuple(Table(f"hot{i}", 300 + i, 16, 200.0) for i in range(5))
-    where = Topology((Device(64 * MIB),) * 4, links=links_of(0.001, within_host=8.0))
+    where = Topology((Device(64 * MIB),) * 4, links=make_links(0.001, within_host=8.0))
     problem = Problem("hot", hot, where, BATCH, constraints=Constraints(unsplit=tuple(t.name for t in hot)))
     model = small_problem_model(problem)
     ms = SHARDERS["anneal_columns"](problem, model, budget=Budget(evals=20_000)).provenance["predicted_ms"]
@@ -220,7 +220,7 @@ def test_a_mix_of_kinds_contends_too():
     problem = Problem(
         "many",
         draw_random_tables(np.random.default_rng(1), 30),
-        Topology((Device(64 * MIB),) * 4, links=links_of(0.0001, within_host=30.0)),
+        Topology((Device(64 * MIB),) * 4, links=make_links(0.0001, within_host=30.0)),
         BATCH,
     )
     model = contended(3)
@@ -235,7 +235,7 @@ def test_a_table_that_must_stay_whole_or_tables_kept_together_are_in_the_way():
     free = tiny(0)
     names = tuple(t.name for t in free.tables)
     model = small_problem_model(free)
-    largest = max(free.tables, key=lambda t: model.head(model.encode([Shard.whole(t)]))[0])
+    largest = max(free.tables, key=lambda t: model.op_ms(model.encode([Shard.whole(t)]))[0])
     whole = replace(
         free,
         tables=(replace(largest, pooling=50.0), *(t for t in free.tables if t != largest)),
@@ -248,13 +248,13 @@ def test_a_table_that_must_stay_whole_or_tables_kept_together_are_in_the_way():
     result = lower_bound.prove_lower_bound(together, model, shared=[LAYOUTS["row"]])
     assert "kept together on one device" in result.limit
     shards = [Shard.whole(t) for t in free.tables]
-    assert result.proved_ms >= model.head(model.encode(shards).sum(0, keepdims=True))[0] * (1 - 1e-9)
+    assert result.proved_ms >= model.op_ms(model.encode(shards).sum(0, keepdims=True))[0] * (1 - 1e-9)
 
 
 def test_what_cannot_be_proved_is_left_out():
     problem = tiny(1)
     unequal = replace(problem, topology=Topology((Device(MIB), Device(MIB), Device(MIB, host="b"))))
-    pods = on_hosts(["p/a", "p/b", "p/c", "q/d"], MIB, links=links_of(shared=True, between_hosts=3.0))
+    pods = on_hosts(["p/a", "p/b", "p/c", "q/d"], MIB, links=make_links(shared=True, between_hosts=3.0))
     for of_unequal in (unequal, replace(problem, topology=pods)):
         # Exchanges of unequal hosts are left out of the proof.
         proved_ms = lower_bound.prove_lower_bound(of_unequal, small_problem_model(of_unequal)).proved_ms
@@ -317,9 +317,9 @@ def test_the_properties_that_models_declare_hold(made):
     shards = [Shard.whole(t) for t in draw_random_tables(rng, 30)]
     hosts = [Device(MIB, host=f"host-{i // 2}") for i in range(4)]
     topologies = [
-        Topology(tuple(hosts), links=links_of(0.1, within_host=2.0, between_hosts=0.5)),
+        Topology(tuple(hosts), links=make_links(0.1, within_host=2.0, between_hosts=0.5)),
         Topology((Device(MIB),) * 3),
-        Topology((Device(MIB, 2.0), Device(MIB)), links=links_of(within_host=1.0)),
+        Topology((Device(MIB, 2.0), Device(MIB)), links=make_links(within_host=1.0)),
     ]
     for seed in range(5):
         model = made(seed)
@@ -328,16 +328,20 @@ def test_the_properties_that_models_declare_hold(made):
         groups[..., 0] = True
         groups = groups @ codes
         for few, more in zip(groups[:, 0], groups.sum(1), strict=True):
-            assert (model.rates(few) <= model.rates(more)).all()
-            assert model.head(more) >= (model.launch_ms() + model.rates(few) @ more) * (1 - 1e-12)
+            assert (model.rate_lower_bounds(few) <= model.rate_lower_bounds(more)).all()
+            assert model.op_ms(more) >= (model.launch_ms() + model.rate_lower_bounds(few) @ more) * (
+                1 - 1e-12
+            )
         for topology in topologies:
             assert is_even_division_cheapest(model, topology)
             assert has_equal_transfers(model, topology) == (bool(topology.links) or model_is_linear)
             n, speed = len(topology), np.array([d.speed for d in topology.devices])
             for name in ("all_to_all", "reduce_scatter"):  # replicas are alike on all devices
                 traffic = sends(**{name: rng.dirichlet(np.ones(n), 40) * 1e6})
-                some = model.comm(traffic, np.zeros((40, n)), topology)
-                even = model.comm(traffic.mean(-1, keepdims=True) + 0 * traffic, np.zeros((40, n)), topology)
+                some = model.comm_cost(traffic, np.zeros((40, n)), topology)
+                even = model.comm_cost(
+                    traffic.mean(-1, keepdims=True) + 0 * traffic, np.zeros((40, n)), topology
+                )
                 assert (some.forward_ms.max(-1) >= even.forward_ms.max(-1) - 1e-12).all()
                 assert (some.backward_ms @ speed >= even.backward_ms @ speed - 1e-9).all()
     assert not is_even_division_cheapest(made(0), Topology((*hosts, Device(MIB, host="host-2"))))
@@ -374,7 +378,7 @@ def crowded(steep: float = 6.0) -> NeuralModel:
 
 def hot_and_light() -> Problem:
     """Two hot tables whose rows the devices of a host can share, and a light one that stays whole."""
-    where = on_hosts("aabb", 64 * MIB, links=links_of(0.0001, within_host=64.0, between_hosts=64.0))
+    where = on_hosts("aabb", 64 * MIB, links=make_links(0.0001, within_host=64.0, between_hosts=64.0))
     hot = [Table(f"hot{i}", 400, 4, 200.0, Zipf(0.3)) for i in range(2)]
     return Problem(
         "hosts",
@@ -476,7 +480,9 @@ def test_links_with_a_head_start_are_bounded():
 )
 def test_worths_that_fall_to_nothing_prove_nothing(rows, dim, pooling, speeds, latency_ms):
     """A step of the subgradient once took all worth from the only table, and every time counted as proved."""
-    topology = Topology(tuple(Device(10**11, s) for s in speeds), links=links_of(latency_ms, within_host=1.0))
+    topology = Topology(
+        tuple(Device(10**11, s) for s in speeds), links=make_links(latency_ms, within_host=1.0)
+    )
     given = Problem(
         "p",
         (Table("t", rows, dim, pooling, Zipf(0.0)),),

@@ -14,7 +14,7 @@ from test_lower_bound import contended, crowded
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.job import Job
-from shardcore.core.links import links_of
+from shardcore.core.links import make_links
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem
 from shardcore.cost.model import price
@@ -43,7 +43,7 @@ def drawn(shape: str, seed: int, memory_bytes: int = 1 << 40, n_tables: int = 2,
         )
         for i, t in enumerate(tables)
     )
-    links = links_of(0.001, within_host=2.0, between_hosts=0.5) if seed % 2 else ()
+    links = make_links(0.001, within_host=2.0, between_hosts=0.5) if seed % 2 else ()
     where = on_hosts("aabb" if n_tables == 2 else "aa", memory_bytes, links=links if n_tables == 2 else ())
     speeds = rng.choice([0.5, 1.0, 2.0], len(where)) if seed % 3 == 2 else np.ones(len(where))
     devices = tuple(replace(d, speed=float(s)) for d, s in zip(where.devices, speeds, strict=True))
@@ -54,7 +54,7 @@ def models_of(problem: Problem, seed: int) -> list:
     return [
         small_problem_model(problem),
         contended(seed),
-        load_profile("nvidia-h100-sxm").model().for_problem(problem),
+        load_profile("nvidia-h100-sxm").cost_model().for_problem(problem),
     ]
 
 
@@ -181,13 +181,13 @@ def curve_of(run: Run, model) -> Curve:
 def test_lines_are_below_all_ops(model):
     rng, run = np.random.default_rng(0), run_of(model)
     curve, whole = curve_of(run, model), run.codes[run.part == 1]
-    most_ms = float(model.head(whole.sum(0)[None])[0])
+    most_ms = float(model.op_ms(whole.sum(0)[None])[0])
     lines = curve.lines_below_op_ms(most_ms, model.launch_ms())
     near = []
     for _ in range(300):
         tables = rng.permutation(8)[: rng.integers(1, 9)]
         op = [int(rng.choice(np.flatnonzero(run.bundle == t))) for t in tables]
-        ms = float(model.head(run.codes[op].sum(0)[None])[0])
+        ms = float(model.op_ms(run.codes[op].sum(0)[None])[0])
         if ms - model.launch_ms() <= most_ms:
             below = max(slope * curve.load[op].sum() + once for slope, once in lines)
             assert below <= ms * (1 + 1e-9)
@@ -213,7 +213,7 @@ def test_no_op_takes_less_than_its_load_does(made):
         for _ in range(300):
             tables = rng.permutation(8)[: rng.integers(1, 9)]
             op = [int(rng.choice(np.flatnonzero(run.bundle == t))) for t in tables]
-            ms = float(model.head(run.codes[op].sum(0)[None])[0]) - model.launch_ms()
+            ms = float(model.op_ms(run.codes[op].sum(0)[None])[0]) - model.launch_ms()
             load = curve.load[op].sum()
             slowdown = curve.slowdown[np.searchsorted(curve.ends, load, side="right") - 1]
             assert slowdown * load <= ms * (1 + 1e-9)

@@ -6,7 +6,7 @@ import pytest
 from shapes import column, replica
 
 from shardcore.core.errors import Infeasible
-from shardcore.core.links import links_of
+from shardcore.core.links import make_links
 from shardcore.core.tiers import Memory
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Setting, Table
@@ -26,7 +26,7 @@ NEAR, FAR, LATENCY_MS = 40.0, 5.0, 0.2
 def problem(memory: int = 512 * MIB, optimizer: str = "exact_sgd", hosts: int = 2) -> Problem:
     tables = tuple(Table(f"t{i}", 40_000 * (1 + i % 3), 32, 2.0 + i) for i in range(12))
     devices = tuple(Device(memory, host=f"h{h}") for h in range(hosts) for _ in range(4))
-    links = Topology(devices, links=links_of(LATENCY_MS, within_host=NEAR, between_hosts=FAR))
+    links = Topology(devices, links=make_links(LATENCY_MS, within_host=NEAR, between_hosts=FAR))
     return Problem("many", tables, links, 64 * len(devices), optimizer)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.links import links_of
+from shardcore.core.links import make_links
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem, Setting, Table
 from shardcore.cost.analytic import AnalyticModel
@@ -25,7 +25,7 @@ BOTH = ("host_row", "pod_row")
 def problem(*kinds: str, within_pod: float = 40.0, **given) -> Problem:
     """Two pods of two hosts of two devices. Tables have their rows divided by some kinds."""
     devices = tuple(Device(64 << 20, host=f"p{d // 4}/h{d // 2}") for d in range(8))
-    links = links_of(0.01, within_host=40.0, within_pod=within_pod, between_hosts=2.0)
+    links = make_links(0.01, within_host=40.0, within_pod=within_pod, between_hosts=2.0)
     tables = tuple(Table(f"t{i}", 40_000, 64, 20.0) for i in range(2))
     constraints = Constraints(kinds=tuple((t.name, kinds) for t in tables if kinds))
     return Problem("pods", tables, Topology(devices, links=links, **given), 512, constraints=constraints)

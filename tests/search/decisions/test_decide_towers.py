@@ -21,7 +21,7 @@ from shapes import (
 
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import Infeasible, ShardCoreError
-from shardcore.core.links import links_of
+from shardcore.core.links import make_links
 from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
@@ -295,12 +295,12 @@ def test_a_plan_under_construction_costs_what_its_workload_does():
     keys = [space.cache.shard_key(placement.shard) for placement in plan.placements]
     batch = PlanBatch(space, np.array([keys]))
     for placement, (item, blocks) in zip(plan.placements, keys, strict=True):
-        batch.place(item, blocks, placement.devices[0])
+        batch.place_shard(item, blocks, placement.devices[0])
     assert batch.cost_ms()[0, 0] == pytest.approx(price(lower(plan, found.problem), MODEL).total_ms)
 
 
 def test_slow_links_between_hosts_make_towers_pay():
-    slow, links = problem_of(), links_of(within_host=100.0, between_hosts=0.001)
+    slow, links = problem_of(), make_links(within_host=100.0, between_hosts=0.001)
     slow = replace(slow, topology=replace(slow.topology, links=links))
     problems = [
         slow,

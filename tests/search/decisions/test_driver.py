@@ -8,7 +8,7 @@ import pytest
 from shardcore.core import progress
 from shardcore.core.access_statistics import Zipf
 from shardcore.core.errors import Infeasible, SettingMismatch, ShardCoreError
-from shardcore.core.links import links_of
+from shardcore.core.links import make_links
 from shardcore.core.tiers import Memory
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem, Setting, Table
@@ -166,7 +166,7 @@ def test_every_decision_gives_a_plan_of_its_problem_at_its_cost_and_a_ledger_tha
     files.write_plan(tmp_path / "plan.json", best.plan, best.problem)
     read = files.read_plan(tmp_path / "plan.json", best.problem)
     assert read == best.plan and ledger_from_provenance(read.provenance) == best.ledger
-    assert best.ledger.best.ms == best.ms and best.evals >= best.ledger.best.evals > 0
+    assert best.ledger.winning_entry.ms == best.ms and best.evals >= best.ledger.winning_entry.evals > 0
 
 
 # --- decisions within decisions -----------------------------------------------------------------------------
@@ -191,7 +191,7 @@ def test_groups_whose_tables_do_not_fit_have_rows_in_the_memory_of_their_share_o
 
 
 def test_towers_hold_the_cold_rows_of_their_sequences_and_hot_ones_are_everywhere():
-    asked = problem(sequences=3, links=links_of(within_host=5.0, between_hosts=0.5, latency_ms=0.01))
+    asked = problem(sequences=3, links=make_links(within_host=5.0, between_hosts=0.5, latency_ms=0.01))
     towers = Towers(4.0, (("t0", "t4"), ("t1", "t5")))
     best = found(asked, OnTowers(towers), HotRows())
     hot = {table.name.removesuffix(HOT) for table in best.problem.tables if table.name.endswith(HOT)}

@@ -11,7 +11,7 @@ from shardcore.core.access_statistics import Reuse, Zipf
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.job import Job
-from shardcore.core.links import links_of
+from shardcore.core.links import make_links
 from shardcore.core.tiers import Memory
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
@@ -188,14 +188,14 @@ def test_caches_are_preferred_where_what_they_fetch_is_hidden(dense_ms, hides):
     cached = {}
     for name in ("sparse_dist", "prefetch"):
         job = Job(name, dense_forward_ms=dense_ms / 3, dense_backward_ms=dense_ms * 2 / 3)
-        chosen = with_fastest_tiers(replace(of, job=job), model=profile.model())
+        chosen = with_fastest_tiers(replace(of, job=job), model=profile.cost_model())
         assert device_bytes(chosen) <= device_bytes_for_tables(replace(of, job=job))
         cached[name] = sum(0 < t.load_factor < 1 for t in chosen.tables)
         # The same ms as operations at the card's rate.
         flops = Job(
-            name, dense_mflops=dense_ms / 3 * profile.values["dense_tflops"] / (of.local_batch * 1e-3)
+            name, dense_mflops=dense_ms / 3 * profile.rate_values["dense_tflops"] / (of.local_batch * 1e-3)
         )
-        assert with_fastest_tiers(replace(of, job=flops), model=profile.model()).tables == chosen.tables
+        assert with_fastest_tiers(replace(of, job=flops), model=profile.cost_model()).tables == chosen.tables
     assert (cached["prefetch"] > cached["sparse_dist"]) == hides
 
 
@@ -326,7 +326,7 @@ def test_every_sharder_takes_load_factors(algorithm):
 @pytest.mark.parametrize("load_factor", [1.0, 0.5])
 def test_tables_that_replicas_would_suit_are_none_with_rows_in_host_memory(load_factor):
     small = tuple(Table(f"s{i}", 100, 16, 50.0, Zipf(1.0), load_factor=load_factor) for i in range(4))
-    slow = replace(problem(1 << 26).topology, links=links_of(within_host=0.01, latency_ms=0.1))
+    slow = replace(problem(1 << 26).topology, links=make_links(within_host=0.01, latency_ms=0.1))
     asked = Problem("small", small, slow, 1024)
     found = SHARDERS["anneal"](asked, MODEL.for_problem(asked), budget=Budget(evals=2_000))
     assert lower(found, asked)

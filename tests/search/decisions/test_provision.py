@@ -7,7 +7,7 @@ from offers import write_offers
 
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import Infeasible, SettingMismatch, ShardCoreError
-from shardcore.core.links import Link, links_of
+from shardcore.core.links import Link, make_links
 from shardcore.core.progress import report_to_listener
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Setting, Table
@@ -30,7 +30,7 @@ PROBLEM = Problem("p", TABLES, Topology((Device(GIB),)), 1536)
 MODELS = {"m": AnalyticModel(Setting("cpu", 1536), lookup_ns=50.0)}
 SMALL = Offer("small", 1, GIB, 1.0, "m", most_hosts=5)
 PLAIN = {"name": "a", "devices": 1, "memory_bytes": 1, "price_per_hour": 1, "model": "m"}
-LARGE = Offer("large", 4, GIB, 6.0, "m", most_hosts=2, links=links_of(within_host=100.0))
+LARGE = Offer("large", 4, GIB, 6.0, "m", most_hosts=2, links=make_links(within_host=100.0))
 
 
 ANY = Target(step_ms=1e9)

@@ -54,7 +54,7 @@ def test_costs_are_the_prices_of_the_plans_and_parts_are_theirs(name):
 def test_only_legal_devices_are_taken_whatever_the_scores(name):
     problem = CASES["together and pinned, tight"]
     _, rollout = rolled(name, problem, plans=40)
-    made, fits = rollout.placed, rollout.placed.fits
+    made, fits = rollout.placed, rollout.placed.feasible_plans
     legally = np.take_along_axis(made.legal, made.devices[..., None], -1)[..., 0]
     assert legally[fits].all() and fits.any() and (np.isfinite(made.total_ms) == fits).all()
 
@@ -65,7 +65,7 @@ def test_torch_scores_what_numpy_placed_by(name):
     prepared, rollout = rolled(name, draw_problem(5, n_tables=9), plans=1, random=False)
     learner = Learner(name, [prepared], PolicyConfig())
     learner.w = {k: torch.from_numpy(v) for k, v in untrained(name).weights.items()}
-    logits = learner.logits(prepared, rollout)
+    logits = learner.device_logits(prepared, rollout)
     assert (logits[0].argmax(-1).numpy() == rollout.placed.devices[0, 0]).all()
 
 
@@ -166,7 +166,7 @@ def test_an_update_gives_illegal_devices_no_share(name):
     prepared = Prepared(problem, small_problem_model(problem))
     learner = Learner(name, [prepared], PolicyConfig(plans_each=4))
     rollout = learner.roll_out_randomly(prepared, 4)
-    shares = learner.logits(prepared, rollout).softmax(-1).detach().numpy()
+    shares = learner.device_logits(prepared, rollout).softmax(-1).detach().numpy()
     somewhere = rollout.placed.legal[0].any(-1)  # a step without a legal device teaches nothing
     legal, shares = rollout.placed.legal[0][somewhere], shares[somewhere]
     assert not legal.all() and (shares[~legal] == 0).all() and (shares[legal] > 0).all()

@@ -10,7 +10,7 @@ from shapes import with_room
 from shardcore.core.access_statistics import Zipf
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.links import links_of
+from shardcore.core.links import make_links
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem, Table
 from shardcore.search.learned.policy import NETS
@@ -87,7 +87,7 @@ def test_test_problems_have_no_table_of_the_others():
 
 
 def test_problems_may_be_drawn_for_the_devices_of_another():
-    like = Topology((Device(5, 2.0, "a"), Device(7, 1.0, "b")), links=links_of(within_host=3.0))
+    like = Topology((Device(5, 2.0, "a"), Device(7, 1.0, "b")), links=make_links(within_host=3.0))
     [problem, *_], _, _ = draw_policy_problems(POOL, MODEL.setting, FEW, 0, like)
     assert [(d.speed, d.host) for d in problem.topology.devices] == [(2.0, "a"), (1.0, "b")]
     assert problem.topology.links == like.links and problem.topology.devices[0].memory_bytes > 7
