@@ -73,8 +73,10 @@ _BYTES_EACH = Rule(
 _LEAST_UNCERTAINTY = 0.02
 _OF_PEAK = 0.95
 """Most of its data sheet's bandwidth that a card's memory reaches."""
+_DENSE_OF_PEAK = 0.45
+"""Most of its data sheet's peak that a card's dense parts reach: what MLPerf's A100 does."""
 _MEMORY_RATES = ("read_gbps", "stream_gbps", "update_gbps", "dense_gbps")
-"""Rates that are at most so much of it."""
+"""Rates that a card's memory limits."""
 _LEAST_SENSITIVITY = 0.01
 """A timing that changes less than by this share of a rate's change does not depend on it."""
 
@@ -487,7 +489,8 @@ def scale_profile(profile: Profile, name: str, **spec: float) -> Profile:
             powers = _SCALES.get(key, {})
             more = always + each * sum(abs(p * math.log(ratio[sheet])) for sheet, p in powers.items())
             by = " and ".join(sheet for sheet in powers if ratio[sheet] != 1.0)
-            most = _OF_PEAK * rates["hbm_gbps"].value if key in _MEMORY_RATES else math.inf
+            limits = dict.fromkeys(_MEMORY_RATES, _OF_PEAK * rates["hbm_gbps"].value)
+            most = {**limits, "dense_tflops": _DENSE_OF_PEAK * rates["peak_tflops"].value}.get(key, math.inf)
             rates[key] = replace(
                 rate,
                 value=min(

@@ -7,6 +7,7 @@ from shapes import replica, row
 from test_neural import exchanging, topology
 
 from shardcore.core.job import Job
+from shardcore.core.links import make_links
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.cost import neural, ranges
 from shardcore.cost.model import price
