@@ -99,3 +99,38 @@ def test_a_plan_whose_decision_has_no_answer_shows_what_was_searched(problem, mo
     assert main(f"{given} --out {{0}}/p.json --out-problem {{0}}/q.json".format(tmp_path).split()) == 1
     out, err = capsys.readouterr()
     assert "\n1 x 'box' " in out and "\n2 x 'box' " in out and "error: no cluster of 2 reaches" in err
+
+
+def test_clusters_that_a_profile_cannot_rank_are_named(tmp_path, monkeypatch, capsys):
+    """By a profile, steps have a band. A cheaper cluster that may be fast enough within it is not ranked."""
+    monkeypatch.chdir(tmp_path)
+    made = "problem mlperf-dlrm-dcnv2 --hardware nvidia-h100-sxm --devices 8 --batch 65536 --out problem.json"
+    assert main(made.split()) == 0
+    box = {"devices": 8, "memory_bytes": 80 * 10**9, "hardware": "nvidia-h100-sxm", "most_hosts": 1}
+    cheap, dear = (
+        {"name": "cheap", "price_per_hour": 20.0, **box},
+        {"name": "dear", "price_per_hour": 32.0, **box},
+    )
+    write_offers(tmp_path / "offers.json", cheap | {"speed": 0.97}, dear)
+    given = "plan problem.json --offers offers.json --budget-evals 500 --out plan.json --out-problem x.json --step-ms"
+    # Both meet this target surely, so the cheaper one is chosen, and none is in doubt.
+    assert main([*given.split(), "100"]) == 0
+    out = capsys.readouterr().out
+    assert "1 x 'cheap', 20.00 an hour" in out and " ±" in out and "within the errors" not in out
+    slow, fast = (
+        float(ms) for ms in re.findall(r"^1 x '.*?: ([\d.]+) ms$", out_of(capsys, given, "100"), re.M)
+    )
+    # Between the two steps only the dear one is predicted to be fast enough, by 1%.
+    assert main([*given.split(), f"{(slow + fast) / 2:.6f}"]) == 0
+    out = capsys.readouterr().out
+    assert "1 x 'dear', 32.00 an hour" in out
+    assert (
+        "within the errors of their profiles these may be better, too: 1 x 'cheap'. To rank them, measure: "
+        in out
+    )
+
+
+def out_of(capsys, command, *more):
+    """What a command prints, on both streams."""
+    assert main([*command.split(), *more]) == 0
+    return "".join(capsys.readouterr())
