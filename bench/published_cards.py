@@ -245,6 +245,10 @@ CARDS: Mapping[str, Card] = {
 """In the order in which they are made."""
 
 
+_OF_NETWORK = 0.97
+"""Most of a network's data sheet that collectives reach: 48.5 of 50 GB/s, NVIDIA/nccl-tests issue 267."""
+
+
 @dataclass(frozen=True)
 class Sheet:
     """A network, by its data sheet.
@@ -254,6 +258,7 @@ class Sheet:
     gbps: links of a device between hosts, GB/s each way.
     links: part of the interconnects of its timings. "": it has none.
     sources: parts of its timings' sources. (): any.
+    reached: most of the data sheet's bandwidth that its collectives reach.
     """
 
     words: str
@@ -261,6 +266,7 @@ class Sheet:
     gbps: float
     links: str = ""
     sources: tuple[str, ...] = ()
+    reached: float = _OF_NETWORK
 
 
 _POLARIS = "a100-40 with 2 cards of 200 Gb/s for 4 devices, NCCL 2.18, tuned libfabric"
@@ -270,12 +276,15 @@ NETWORKS: Mapping[str, Sheet] = {
         "nvidia-h100-sxm",
         50,
         "EFA 32 x 100G",
+        reached=math.inf,
     ),
     "aws-efa-4x100g": Sheet(
         "AWS EFA, 4 x 100 Gb/s a host of 8 (p4d, p4de); all-reduces timed, NCCL's tuner unknown",
         "nvidia-a100-80",
         6.25,
         "EFA 4 x 100G",
+        # Only all-reduces were timed. Their trees send less between hosts than the ring that a rate is of.
+        reached=math.inf,
     ),
     "slingshot-11-setup-4": Sheet(
         f"HPE Slingshot 11 of Polaris, {_POLARIS}, set-up 4",
@@ -310,8 +319,6 @@ NETWORKS: Mapping[str, Sheet] = {
     },
 }
 """Networks between hosts. Those of some sources come before those of any."""
-_OF_NETWORK = 0.97
-"""Most of a network's data sheet that collectives reach: 48.5 of 50 GB/s, NVIDIA/nccl-tests issue 267."""
 _OTHER_NETWORKS = {f"{FAR}_gbps": 0.15, f"{FAR}_latency_us": 0.3, f"{FAR}_ramp_us": 0.3, "round_us": 0.3}
 """Uncertainty added to a card's rates between hosts: about what AWS's p5 hosts and one with InfiniBand differ by."""
 _OTHER_SET_UPS = {f"{FAR}_gbps": 0.15, f"{FAR}_latency_us": 0.7, f"{FAR}_ramp_us": 0.7, "round_us": 0.7}
@@ -389,7 +396,7 @@ def fitted_networks(timings: Sequence[Timing], profiles: Mapping[str, Profile]) 
         # A set-up without timings has no rates of its own.
         if own or not sheet.sources:
             start = scale_profile(profiles[sheet.card], name, network_gbps=sheet.gbps)
-            rates = network_rates(start, own, CARDS[sheet.card].error, _OF_NETWORK)
+            rates = network_rates(start, own, CARDS[sheet.card].error, sheet.reached)
             made[name] = Network(name, sheet.words, _widened(rates, {} if sheet.sources else _OTHER_SET_UPS))
     return made
 

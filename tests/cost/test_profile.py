@@ -71,7 +71,8 @@ def test_a_shipped_network_has_all_rates_between_hosts_below_its_data_sheet(name
     assert network.name == name and network.words and set(BETWEEN_HOSTS) <= set(network.rates)
     for key, rate in network.rates.items():
         assert rate.source and (rate.uncertainty > 0 or key in profiles.SPEC), key
-        if key.endswith("_between_hosts_gbps"):
+        # An all-reduce of trees sends less between hosts than the ring that its rate is of.
+        if key.endswith("_between_hosts_gbps") and not key.startswith("all_reduce"):
             assert rate.value < network.rates["network_gbps"].value, key
 
 
