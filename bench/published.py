@@ -189,7 +189,6 @@ def profile_errors(
             of.setdefault((card, network_of_timing(t, networks)), []).append(t)
     for (card, network), own in of.items():
         profile = made[card].on_network(networks[network]) if network else made[card]
-        name = f"{card} on {network}" if network else card
         predictor = Predictor(own)
         bands = profile.error_band(
             lambda many, p=predictor: np.array([p.times_us(values) for values in many])
@@ -198,7 +197,7 @@ def profile_errors(
             asked.append(
                 Asked(
                     timing=t,
-                    card=name,
+                    card=f"{card} on {network}" if network else card,
                     part="asked" if any(words in t.source for words in sources) else "fitted",
                     error=float(us / t.time_us - 1),
                     band=float(band),
