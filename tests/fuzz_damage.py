@@ -10,6 +10,8 @@ import gzip
 import hashlib
 import io
 import json
+import os
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -345,25 +347,43 @@ def damage_tensors(path: Path, draw: Draw) -> None:
 
 
 def damage_rows(folder: Path, draw: Draw) -> None:
-    """A folder of save_rows: a file lost, complete.json, or rows."""
-    complete = folder / "rows/complete.json"
-    path = one_of(draw, *sorted((folder / "rows").glob("rows-*")))
-    match one_of(draw, "lost", "complete", "complete", "cut", "tensor", "tensor"):
+    """A folder of save_rows: a file lost, bytes of one, or its metadata, with a digest of it."""
+    metadata = folder / "rows/.metadata"
+    path = one_of(draw, metadata, *sorted((folder / "rows").glob("*.distcp")))
+    match one_of(draw, "lost", "cut", "cut", "foreign", "metadata", "metadata"):
         case "lost":
             path.unlink()
-        case "complete":
-            damage_json(complete, draw, seal=True)
         case "cut":
             path.write_bytes(cut(path.read_bytes(), draw))
+        case "foreign":
+            metadata.write_bytes(pickle.dumps(one_of(draw, os.getcwd, None, {}, [1], pickle.Unpickler)))
         case _:
-            tensors = load(path.read_bytes())
-            # Values stay, so that what loads must still be the same weights.
-            _damage_tensor(tensors, draw, values=False)
-            content = _saved(tensors, {})
-            path.write_bytes(content)
-            value = json.loads(complete.read_bytes())
-            value["files"][path.name]["digest"] = hashlib.sha256(content).hexdigest()
-            complete.write_text(json.dumps(sealed(value)))
+            value = pickle.loads(metadata.read_bytes())
+            _damage_metadata(value, draw)
+            metadata.write_bytes(pickle.dumps(value))
+    if metadata.exists() and draw(st.booleans()):
+        digest = hashlib.sha256(metadata.read_bytes()).hexdigest()
+        (folder / "rows/.metadata.sha256").write_text(f"{digest}  .metadata\n")
+
+
+def _damage_metadata(value: Any, draw: Draw) -> None:
+    """A tensor less, or another size, or one that another has, in what DCP says of a checkpoint."""
+    tensors, files = value.state_dict_metadata, value.storage_data
+    name, index = one_of(draw, *sorted(tensors)), one_of(draw, *sorted(files, key=str))
+    odd = one_of(draw, (), (0,), (7,), (50, 8), (8, 50), (2**40, 8), (50, 8, 1))
+    match one_of(draw, "lost", "size", "chunk", "file", "range", "odd"):
+        case "lost":
+            del tensors[name]
+        case "size":
+            tensors[name].size = torch.Size(odd)
+        case "chunk":
+            tensors[name].chunks[0].sizes = torch.Size(odd)
+        case "file":
+            del files[index]
+        case "range":
+            files[index].offset += one_of(draw, -1, 1, 64, 2**40)
+        case "odd":
+            setattr(value, one_of(draw, "storage_data", "state_dict_metadata"), one_of(draw, None, [], {}, 3))
 
 
 def damage_batch(folder: Path, draw: Draw) -> None:

@@ -39,7 +39,7 @@ from shardcore.torchrec import dmp_collection, plan_files
 
 HAS_TORCHREC = importlib.util.find_spec("torchrec") is not None
 if HAS_TORCHREC:
-    from shardcore.torchrec.moves import row_files
+    from shardcore.torchrec.moves import checkpoints
     from shardcore.torchrec.sharding_plan import to_torchrec
 
 ROOT = Path(__file__).parents[1]
@@ -227,7 +227,7 @@ def make(folder: Path) -> None:
         dmp_collection.write_dmp_collection(
             folder / "dmp.json", dmp_collection.to_dmp_collection(one, problem, "model.bags", "cpu"), 5
         )
-        row_files.save_rows(hot_collection(), folder / "rows")
+        checkpoints.save_rows(hot_collection(), folder / "rows")
 
 
 def _some_of(shipped: Path, folder: Path) -> Path:

@@ -61,7 +61,7 @@ from shardcore.torchrec import dmp_collection, plan_files
 from tasks import cache, params, refresh, served_model
 
 if HAS_TORCHREC:
-    from shardcore.torchrec.moves import row_files
+    from shardcore.torchrec.moves import checkpoints
 
 Damage = Callable[[Path, Draw], None]
 Use = Callable[[Path, Sound], None]
@@ -391,17 +391,16 @@ def use_batch(folder: Path, sound: Sound) -> None:
 
 @reads(
     "rows",
-    "shardcore/torchrec/moves/row_files.py:_read_manifest",
-    "shardcore/torchrec/moves/row_files.py:_read_rows_file",
+    "shardcore/torchrec/moves/checkpoint_files.py:checked_metadata",
     parts=("rows",),
     damage=damage_rows,
     needs=HAS_TORCHREC,
 )
 def use_rows(folder: Path, sound: Sound) -> None:
     wanted = hot_collection()
-    row_files.load_rows(wanted, sound.folder / "rows")
+    checkpoints.load_rows(wanted, sound.folder / "rows")
     found = hot_collection()
-    row_files.load_rows(found, folder / "rows")
+    checkpoints.load_rows(found, folder / "rows")
     of_wanted = wanted.state_dict()
     # Rows may have been kept as FP16.
     same = all(

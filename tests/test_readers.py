@@ -74,7 +74,7 @@ NO_FORMAT = {
     # The kernel's.
     "shardcore/measure/hosts.py:enter_network",
     "shardcore/measure/hosts.py:machine_id",
-    "shardcore/measure/devices.py:product",
+    "shardcore/measure/devices.py:product_name",
     "shardcore/measure/own_core.py:deprioritize_network_threads",
     # Lines of our own processes, a command's argument, and a value written and read again.
     "shardcore/torchrec/moves/agreement.py:_exchange_votes",

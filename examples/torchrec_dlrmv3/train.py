@@ -45,7 +45,7 @@ from shardcore.tables.heat import count_row_lookups
 from shardcore.tables.hot_rows import HOT, cold_part_names
 from shardcore.tables.public import public_pool
 from shardcore.torchrec.hot_cold import HotColdEmbeddingCollection
-from shardcore.torchrec.moves.row_files import load_rows, save_rows
+from shardcore.torchrec.moves.checkpoints import load_rows, save_rows
 from shardcore.torchrec.sharding_plan import from_torchrec, to_torchrec
 
 ROWS_SCALE, LENGTH_SCALE, DIM, CANDIDATES, LEARNING_RATE = 5000, 100, 32, 4, 1.0

@@ -85,6 +85,20 @@ class Factor:
     latency_ms: float = 0.0
 
 
+@dataclass(frozen=True)
+class UncertainRates:
+    """Rates of a model that one kind of measurement would show.
+
+    measured: key of profile.MEASUREMENTS.
+    band: relative standard error of a step's ms, without its dense part, that these rates cause.
+    models: the model with all of them a standard error faster, and slower.
+    """
+
+    measured: str
+    band: float
+    models: tuple[CostModel, ...]
+
+
 @runtime_checkable
 class CostModel(ExchangeLaw, Protocol):
     """Costs of fused ops and collectives, in ms. All methods are pure, and a model is hashable.
@@ -147,6 +161,10 @@ class CostModel(ExchangeLaw, Protocol):
     def dense_tflops(self) -> float | None:
         """TFLOP/s that dense parts of models reach on the hardware. None: the cost model does not know it."""
         return None
+
+    def uncertain_rates(self, workload: Workload) -> Sequence[UncertainRates]:
+        """The rates that each kind of measurement would show, of a model that was not measured here; else ()."""
+        return ()
 
     @property
     def bounding_model(self) -> CostModel | None:

@@ -31,13 +31,14 @@ from shardcore.cost.model import (
     CostModel,
     Factor,
     Quantity,
+    UncertainRates,
     device_phase_ms,
     predicted_total_ms,
     round_encodings,
     step_ms,
     with_predicted_dense_ms,
 )
-from shardcore.cost.profile import HOST_GBPS, RATES, Profile, load_network
+from shardcore.cost.profile import HOST_GBPS, MEASUREMENTS, RATES, Profile, load_network
 from shardcore.cost.profile_law import Rates
 from shardcore.step.collectives import carried_payload
 from shardcore.step.exchanges import ChannelTerms, OwnWork, Terms, with_payload_share
@@ -250,6 +251,17 @@ class ProfileModel(CostModel):
             if name in names and rate.unit != "bytes":
                 values[name] *= math.exp(errors * rate.uncertainty * (-1 if rate.unit == "GB/s" else 1))
         return dataclasses.replace(self, profile=self.profile.with_values(values))
+
+    def uncertain_rates(self, workload: Workload) -> Sequence[UncertainRates]:
+        """Ops and collectives, with the error of a step that each causes."""
+        return [
+            UncertainRates(
+                measured,
+                self.embeddings_error_band(workload, rates),
+                tuple(self.with_rates_off(rates, by) for by in (-1, 1)),
+            )
+            for measured, (rates, _) in MEASUREMENTS.items()
+        ]
 
     def step_error_band(self, workload: Workload) -> float:
         """Relative standard error of a step's predicted ms, dense part included. Given ms of that have no error."""

@@ -23,7 +23,6 @@ VERSIONS = {
     "offers": 1,
     "hot-ids": 1,
     "row-counts": 1,
-    "rows-complete": 2,
     "replays": 3,
     "decision": 1,
     "job": 1,

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from shardcore.core.types import Plan, Problem
 from shardcore.cost.model import CostModel, PricedPlan, predicted_total_ms
-from shardcore.cost.profile import MEASUREMENTS
-from shardcore.cost.profile_model import ProfileModel
 from shardcore.step.lower import Workload, lower
 
 
@@ -16,7 +14,7 @@ from shardcore.step.lower import Workload, lower
 class Doubt:
     """Rates of a profile that one kind of measurement would show.
 
-    measured: key of MEASUREMENTS.
+    measured: kind of measurement, as of UncertainRates.
     band: relative standard error of the step's ms, without its dense part, that these rates cause.
     regret: largest share of the step that another plan saves if all of them are a standard error off.
     """
@@ -33,15 +31,9 @@ def plan_doubts(
 
     search: finds a plan under the model with other rates.
     """
-    if not isinstance(model, ProfileModel):
-        return ()
     return tuple(
-        Doubt(
-            measured,
-            model.embeddings_error_band(priced.workload, rates),
-            max(_regret(priced.workload, problem, model.with_rates_off(rates, by), search) for by in (-1, 1)),
-        )
-        for measured, (rates, _) in MEASUREMENTS.items()
+        Doubt(x.measured, x.band, max(_regret(priced.workload, problem, other, search) for other in x.models))
+        for x in model.uncertain_rates(priced.workload)
     )
 
 

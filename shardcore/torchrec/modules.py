@@ -73,6 +73,11 @@ class Collection:
         """Modules by table name, each with the table's weight."""
         return self.module.embedding_bags if self.is_pooled else self.module.embeddings
 
+    def weights_name(self, table: str) -> str:
+        """Name of a table's weights in the model's state_dict."""
+        form = "embedding_bags" if self.is_pooled else "embeddings"
+        return ".".join(filter(None, (self.path, form, table, "weight")))
+
     def is_replicated(self, table: str) -> bool:
         """Tell if a sharded collection has a table replicated on every rank."""
         return self.is_sharded and is_replicated(self.module.module_sharding_plan[table])

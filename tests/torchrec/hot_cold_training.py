@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -26,8 +25,7 @@ from shardcore.core.types import Plan, Problem, Table
 from shardcore.io.hot_ids import HotIds
 from shardcore.tables.hot_rows import with_hot_rows
 from shardcore.torchrec.hot_cold import HotColdEmbeddingCollection
-from shardcore.torchrec.moves import row_files
-from shardcore.torchrec.moves.row_files import load_rows, save_rows
+from shardcore.torchrec.moves.checkpoints import load_rows, save_rows
 from shardcore.torchrec.sharding_plan import to_torchrec
 
 SHAPES = {"a": (60, 16, ["f0", "f1"]), "b": (41, 16, ["f2"]), "c": (30, 16, ["f3"])}
@@ -190,9 +188,9 @@ def _dense(model: nn.Module) -> list[nn.Parameter]:
 
 def _rows(model: nn.Module):
     """This rank's parts of tables, each with its table, ids and first column."""
-    from shardcore.torchrec.moves.row_files import _parts_of_model
+    from shardcore.torchrec.moves.checkpoints import _parts_of_model
 
-    for part in _parts_of_model(model, None, replicas=True):
+    for part in (named.part for named in _parts_of_model(model, None)):
         yield part.key[1], torch.from_numpy(part.row_ids), part.columns, part.tensors["weights"]
 
 
@@ -234,18 +232,8 @@ def save_over_other_rows(rank: int, given: Problem, folder: str) -> str:
     other = Path(folder, "rows")
     if rank == 0:
         other.mkdir()
-        (other / "rows-00000-00000.safetensors").write_bytes(b"")
+        (other / ".metadata").write_bytes(b"")
     save_rows(sharded(HOT, given, True, "EXACT_SGD"), other)
-    return ""
-
-
-def full_disk_on_a_rank(rank: int, given: Problem, folder: str) -> str:
-    def write(path: Path, content: bytes) -> None:
-        if rank == 1:
-            raise OSError("No space left on device")
-
-    with mock.patch.object(row_files, "write_atomic", write):
-        save_rows(sharded(HOT, given, True, "EXACT_SGD"), Path(folder, "full"))
     return ""
 
 

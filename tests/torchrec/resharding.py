@@ -37,9 +37,9 @@ from shardcore.torchrec.modules import collections_of_model
 from shardcore.torchrec.moves import follow as following
 from shardcore.torchrec.moves import reshard as moving
 from shardcore.torchrec.moves.agreement import time_limit
+from shardcore.torchrec.moves.checkpoints import load_rows, save_rows
 from shardcore.torchrec.moves.follow import FollowConfig, PlanFollower
 from shardcore.torchrec.moves.reshard import MoveConfig, reshard
-from shardcore.torchrec.moves.row_files import load_rows, save_rows
 from shardcore.torchrec.moves.rows import DenseOptimizer, parts_on_rank
 from shardcore.torchrec.moves.transfer import Exchange
 from shardcore.torchrec.plan_files import plan_from_json

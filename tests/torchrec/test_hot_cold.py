@@ -1,14 +1,14 @@
 """Hot rows on every rank: outputs, training, checkpoints by id, and what is refused."""
 
-import hashlib
+import os
+import pickle
 from dataclasses import replace
 
 import hot_cold_training as training
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load, save
-from sealing import edit
+import torch.distributed.checkpoint as dcp
 from shapes import replica, row
 from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.modules.embedding_configs import DataType
@@ -22,7 +22,7 @@ from shardcore.search import SHARDERS, Budget
 from shardcore.tables.hot_rows import with_hot_rows
 from shardcore.torchrec.hot_cold import HotColdEmbeddingCollection
 from shardcore.torchrec.modules import tables_of_model
-from shardcore.torchrec.moves.row_files import load_rows, save_rows
+from shardcore.torchrec.moves.checkpoints import load_rows, save_rows
 from shardcore.torchrec.planner import problem_for
 from shardcore.torchrec.sharding_plan import from_torchrec, to_torchrec
 
@@ -100,14 +100,13 @@ def test_a_table_of_a_name_that_another_collection_has_too_goes_to_torchrec():
 
 def test_a_job_never_trains_with_other_hot_ids_in_silence():
     said = {
-        "save_over_other_rows": "has rows already, such as rows-00000-00000.safetensors",
-        "full_disk_on_a_rank": "ShardCoreError: No space left on device",
+        "save_over_other_rows": "has a checkpoint already",
         "other_ids_on_a_rank": "rank 1 has other hot ids of 'b' than rank 0",
         "no_hot_ids_on_a_rank": "rank 1 has other hot ids of",
         "another_checkpoint": "a checkpoint has other hot ids of table 'b'",
     }
     for words in training.in_processes(1, 2, training.refusals, tuple(said)):
-        assert [a in b for a, b in zip(said.values(), words.splitlines(), strict=True)] == [True] * 5, words
+        assert [a in b for a, b in zip(said.values(), words.splitlines(), strict=True)] == [True] * 4, words
 
 
 @pytest.mark.parametrize(
@@ -219,10 +218,19 @@ def test_rows_are_loaded_by_their_ids(tmp_path):
 
 def test_rows_that_are_not_whole_are_refused(tmp_path):
     saved(tmp_path / "rows")
-    with pytest.raises(ShardCoreError, match="has rows already"):
+    with pytest.raises(ShardCoreError, match="has a checkpoint already"):
         saved(tmp_path / "rows")
-    next((tmp_path / "rows").glob("rows-*")).unlink()
-    with pytest.raises(ShardCoreError, match="needs a folder that save_rows finished"):
+    file = next((tmp_path / "rows").glob("*.distcp"))
+    content = file.read_bytes()
+    for damage, said in (
+        (lambda: file.write_bytes(content[:-1]), "cut short"),
+        (file.unlink, "No such file"),
+    ):
+        damage()
+        with pytest.raises(ShardCoreError, match=said):
+            load_rows(HotColdEmbeddingCollection(CONFIGS, {"h": HOT}), tmp_path / "rows")
+    (tmp_path / "rows/.metadata").unlink()
+    with pytest.raises(ShardCoreError, match="has 0 files of tensors and no .metadata"):
         load_rows(HotColdEmbeddingCollection(CONFIGS, {"h": HOT}), tmp_path / "rows")
 
 
@@ -231,7 +239,7 @@ def weights(module):
 
 
 def test_a_flipped_bit_never_loads_as_other_weights(tmp_path):
-    """At 40 places of each file. It may do no harm, as in padding or in rows that are not needed."""
+    """At 40 places of each file. It may do no harm, as in padding."""
     own = weights(saved(tmp_path / "rows"))
     refused = 0
     for path in sorted((tmp_path / "rows").iterdir()):
@@ -252,29 +260,37 @@ def test_a_flipped_bit_never_loads_as_other_weights(tmp_path):
     assert refused > 100
 
 
+def as_state(module):
+    """What DCP is given of a module."""
+    return dict(module.state_dict())
+
+
 @pytest.mark.parametrize(
     "change, said",
     [
-        (lambda t: t.update(ids=t["ids"].float()), "ids float32"),
-        (lambda t: t.update(ids=t["ids"].flip(0)), "rising"),
-        (lambda t: t.update(ids=t["ids"][:-1]), "for 4 rows"),
-        (lambda t: t.update(weights=t["weights"][:, :2]), "it needs numbers of rows or cells"),
-        (lambda t: t.update(weights=t["weights"].long()), "it needs numbers of rows or cells"),
-        (lambda t: t.update(weights=t["weights"][0, 0]), "it needs numbers of rows or cells"),
-        (lambda t: t.pop("ids"), "is no file of rows: KeyError: 'ids'"),
+        (lambda t: t.update(hot_ids_h=t["hot_ids_h"].flip(0)), "rising"),
+        (lambda t: t.update(hot_ids_h=t["hot_ids_h"][:-1]), "has 4 hot ids and 5 rows of 'hot.h'"),
+        (lambda t: t.pop("hot_ids_h"), "has only some of"),
+        (lambda t: t.update({"hot.h": t["hot.h"][:, :2]}), "table 'h' has 8 columns here"),
+        (lambda t: t.update({"hot.h": t["hot.h"].long()}), "it needs numbers of rows or cells"),
+        (lambda t: t.update({"hot.h": t["hot.h"][0, 0]}), "has 'hot.h' \\[\\]"),
+        (lambda t: t.update({"ema.hot.h": t["hot.h"]}), "has 'ema.hot.h' and 'hot.h'; it needs one"),
+        (lambda t: t.update({"s.hot.h.sum": t["hot.h"]}), "has state sum of table 'h', and no optimizer"),
     ],
 )
-def test_rows_whose_digests_are_right_but_cannot_be_are_refused(tmp_path, change, said):
-    saved(tmp_path / "rows")
-    [path] = [
-        p for p in (tmp_path / "rows").glob("rows-*") if len(load(p.read_bytes())["weights"]) == len(HOT.ids)
-    ]
-    tensors = load(path.read_bytes())
+def test_tables_of_another_form_are_refused(tmp_path, change, said):
+    tensors = as_state(HotColdEmbeddingCollection(CONFIGS, {"h": HOT}))
     change(tensors)
-    path.write_bytes(save({k: v.contiguous() for k, v in tensors.items()}))
-    right = {"digest": hashlib.sha256(path.read_bytes()).hexdigest()}
-    edit(tmp_path / "rows/complete.json", lambda body: body["files"][path.name].update(right))
+    dcp.save(tensors, checkpoint_id=tmp_path / "rows")
     with pytest.raises(ShardCoreError, match=said):
+        load_rows(HotColdEmbeddingCollection(CONFIGS, {"h": HOT}), tmp_path / "rows")
+
+
+def test_metadata_that_would_run_code_is_refused(tmp_path):
+    saved(tmp_path / "rows")
+    (tmp_path / "rows/.metadata").write_bytes(pickle.dumps(os.getcwd))
+    (tmp_path / "rows/.metadata.sha256").unlink()
+    with pytest.raises(ShardCoreError, match="is no metadata of a checkpoint: .*it names posix.getcwd"):
         load_rows(HotColdEmbeddingCollection(CONFIGS, {"h": HOT}), tmp_path / "rows")
 
 

@@ -327,7 +327,6 @@ class _OldCollection:
         before, now = self.old, built.collection
         for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
             getattr(now.module, hooks).update(getattr(before.module, hooks))
-        prefix = "embedding_bags" if now.is_pooled else "embeddings"
         for (_, table), (old, new) in self.regions.items():
             if old.replicas or new.replicas:
                 weights = (
@@ -335,8 +334,7 @@ class _OldCollection:
                     now.table_modules[table].weight if new.replicas else None,
                 )
                 group = self.dense[table]
-                name = ".".join(filter(None, (self.path, prefix, table, "weight")))
-                replace_parameter(optimizer.given, group, weights, name)
+                replace_parameter(optimizer.given, group, weights, now.weights_name(table))
                 if weights[1] is not None:
                     group[0].state[weights[1]] = built.state[weights[1]]
         for parent in list(model.modules()):

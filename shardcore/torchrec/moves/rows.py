@@ -23,8 +23,8 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.validation import require
 from shardcore.torchrec.modules import Collection
 
-WEIGHTS, _STEP = "weights", "step"
-_NAMES = {1: ("sum",), 2: ("exp_avg", "exp_avg_sq")}
+WEIGHTS, STEP = "weights", "step"
+STATES = {1: ("sum",), 2: ("exp_avg", "exp_avg_sq")}
 """Names of optimizer state in torch.optim, by how many moments an optimizer keeps."""
 _DENSE = {
     "SGD": (),
@@ -179,7 +179,7 @@ def fused_state_granularity(optimizer: str) -> tuple[tuple[str, str], ...]:
         f"tables train under {optimizer}; known are {', '.join(known)}",
     )
     states = known[optimizer]
-    return tuple(zip(_NAMES[len(states)], states, strict=True)) if states else ()
+    return tuple(zip(STATES[len(states)], states, strict=True)) if states else ()
 
 
 def movable_kernels(collection: Collection) -> Iterator[Any]:
@@ -222,6 +222,11 @@ def parts_on_rank(
         tables, weights = kernel._config.embedding_tables, op.split_embedding_weights()
         if is_dense_kernel(kernel):
             for table in tables:
+                require(
+                    collection.is_replicated(table.name),
+                    f"table {table.name!r} of {collection.path!r} has kernel dense, and is not on every rank; its rows "
+                    "can be read and written under a fused kernel, or as replicas",
+                )
                 weight = collection.table_modules[table.name].weight
                 state = None if new_state is None else new_state.get(weight, {})
                 yield replicated_part((collection.path, table.name), weight, optimizer, state)
@@ -255,11 +260,11 @@ def replicated_part(
     """
     state = optimizer.parameter_state(weight) if state is None else state
     # A count is no state of rows.
-    states = {k: view_by_row(v, len(weight)) for k, v in state.items() if torch.is_tensor(v) and k != _STEP}
+    states = {k: view_by_row(v, len(weight)) for k, v in state.items() if torch.is_tensor(v) and k != STEP}
     ends = (0, weight.shape[0]), (0, weight.shape[1])
-    if _STEP not in state:
+    if STEP not in state:
         return Part(key, *ends, {WEIGHTS: weight.detach(), **states})
-    count = state[_STEP]
+    count = state[STEP]
     return Part(key, *ends, {WEIGHTS: weight.detach(), **states}, int(count), count.fill_)
 
 
@@ -286,7 +291,7 @@ def zero_optimizer_state(
         else torch.zeros_like(weight.detach())
         for name, per in states
     }
-    return {_STEP: torch.tensor(float(step), device=device), **tensors}
+    return {STEP: torch.tensor(float(step), device=device), **tensors}
 
 
 def view_by_row(tensor: torch.Tensor, rows: int) -> torch.Tensor:
