@@ -392,6 +392,7 @@ def use_batch(folder: Path, sound: Sound) -> None:
 @reads(
     "rows",
     "shardcore/torchrec/moves/checkpoint_files.py:checked_metadata",
+    "shardcore/torchrec/moves/checkpoint_files.py:_slice_file",
     parts=("rows",),
     damage=damage_rows,
     needs=HAS_TORCHREC,

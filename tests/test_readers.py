@@ -78,6 +78,7 @@ NO_FORMAT = {
     "shardcore/measure/own_core.py:deprioritize_network_threads",
     # Lines of our own processes, a command's argument, and a value written and read again.
     "shardcore/torchrec/moves/agreement.py:_exchange_votes",
+    "shardcore/torchrec/moves/checkpoint_files.py:finish",
     "shardcore/testing/decisions.py:test_the_ledger_goes_into_the_plan",
     "tasks/console.py:show_if_marked",
     "flows/refresh.py:parse_override",
