@@ -14,7 +14,7 @@ import reshard_jobs as jobs
 ROWWISE, ADAGRAD = "EXACT_ROWWISE_ADAGRAD", "EXACT_ADAGRAD"
 
 
-@pytest.mark.parametrize("ours", [True, False])
+@pytest.mark.parametrize("ours", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_rows_load_under_another_plan(ours):
     """Those of save_rows, and those that TorchRec's own job gave to DCP."""
     for found in checkpointing.in_processes(1, 2, checkpointing.pairs, [1, 2], [ROWWISE, ADAGRAD], ours):
@@ -43,6 +43,7 @@ def test_dcp_reads_whole_tables_by_their_names():
         assert found["tables"] == found["job"] == found.get("file", 0) == 0 and found["states"], found
 
 
+@pytest.mark.long
 def test_a_job_trains_while_it_saves():
     for found in checkpointing.in_processes(1, 2, checkpointing.save_while_training, ADAGRAD):
         assert isinstance(found, dict), found
@@ -50,7 +51,7 @@ def test_a_job_trains_while_it_saves():
         assert "has a checkpoint already" in found["refused"], found
 
 
-@pytest.mark.parametrize("ours", [True, False])
+@pytest.mark.parametrize("ours", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_hot_rows_keep_their_optimizer(ours):
     """Adam, and the others row-wise Adagrad. Also of the checkpoint that DCP makes of such a job."""
     for found in checkpointing.in_processes(1, 2, checkpointing.hot_rows, ours):
@@ -59,7 +60,8 @@ def test_hot_rows_keep_their_optimizer(ours):
         assert "has state sum of table 'ec.a', and no optimizer" in found["other ids"], found
 
 
-@pytest.mark.parametrize("waits", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("waits", [True, False])
 def test_a_rank_that_cannot_write_is_heard_by_all(waits):
     for found in checkpointing.in_processes(1, 2, checkpointing.full_disk_on_a_rank, waits):
         assert isinstance(found, list), found
@@ -67,6 +69,7 @@ def test_a_rank_that_cannot_write_is_heard_by_all(waits):
         assert "no .metadata" in found[1], found
 
 
+@pytest.mark.long
 def test_divided_tables_of_the_dense_kernel_are_refused():
     for found in checkpointing.in_processes(1, 2, checkpointing.dense_kernel):
         assert "table 't' of 'bags' has kernel dense, and is not on every rank" in found, found
