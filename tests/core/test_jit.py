@@ -197,7 +197,7 @@ def test_a_search_compiles_only_what_it_runs(copy):
         "compiled.linear_op_ms",
         "greedy.place_greedily",
         "run.anneal",
-        *(f"state.{name}" for name in ("place_shards", "share_strips")),
+        *(f"state.{name}" for name in ("place_shards", "share_items")),
     }
 
 

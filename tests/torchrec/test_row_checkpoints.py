@@ -90,5 +90,6 @@ def test_what_was_saved_before_a_kill_loads(after_s, tmp_path):
 
 @pytest.mark.long
 def test_a_save_and_a_load_take_some_chunks_of_memory():
+    """Far less than the table of 1 GiB. What an allocator keeps of the chunks differs from run to run."""
     (found,) = checkpointing.in_processes(1, 1, checkpointing.peak_mib, 1024)
-    assert isinstance(found, list) and max(found) < 200, found
+    assert isinstance(found, list) and max(found) < 400, found
