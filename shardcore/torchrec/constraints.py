@@ -43,7 +43,11 @@ KERNELS = {
 """Kernels with rows below device memory: the tier that has all, and whether a cache has some."""
 CACHED = 0.2
 """Default share of rows in a cache, TorchRec's and FBGEMM's."""
-NO_KERNELS = {"quant": "runs inference", "virtual": "has no rows to place before its ids come"}
+NO_KERNELS = {
+    "quant": "runs inference",
+    "virtual": "has no rows to place before its ids come",
+    **dict.fromkeys(("triton", "customized", "tpu"), "is not FBGEMM's kernel, which cost models measured"),
+}
 """Kernels that no plan has, by a substring of their names, and why."""
 BY_TYPE = {name: layouts_of_torchrec(name) for layout in LAYOUTS.values() for name in layout.torchrec}
 """Our kinds of each sharding type of TorchRec. A topology has one of them."""
@@ -208,8 +212,10 @@ def _unpriced_constraint_lines(c: ParameterConstraints, what: str, features: lis
         "data_parallel tables, and no others",
     )
     # Order does not matter: features are matched by name.
-    if c.feature_names is not None and sorted(c.feature_names) != sorted(features):
-        raise ShardCoreError(f"{what} has feature_names {c.feature_names}; the table's are {features}")
+    require(
+        c.feature_names is None or sorted(c.feature_names) == sorted(features),
+        f"{what} has feature_names {c.feature_names}; the table's are {features}",
+    )
     return lines
 
 
@@ -431,6 +437,21 @@ def rewrite_to_allowed_types(plan: ShardingPlan, constraints: ByName, model_tabl
             and {layout.torchrec_type(cut=False), layout.torchrec_type(cut=True)} <= written_types
         ]
     return lines
+
+
+def kinds_without_variable_batches() -> set[str]:
+    """Kinds of sharding that the installed TorchRec does not run with variable batches (VBE): those that become
+    grid_shard where they cut columns, before TorchRec 1.9.
+    """
+    from torchrec.distributed.sharding.grid_sharding import BaseGridEmbeddingSharding
+
+    # The method by which 1.9 puts outputs of variable batches in order.
+    runs_them = "uncombined_embedding_dims" in vars(BaseGridEmbeddingSharding)
+    return {
+        layout.name
+        for layout in LAYOUTS.values()
+        if layout.divides_rows and layout.cuts_columns and not runs_them
+    }
 
 
 def require_no_grid_shard(plan: ShardingPlan) -> None:

@@ -216,11 +216,11 @@ def _pooling_and_access_from_data(
                 f"lookups has {n} samples of feature {feature!r}; it needs a global batch of the model's "
                 f"data, {global_batch}, or more",
             )
-            if n != data.samples[first]:
-                raise ShardCoreError(
-                    f"lookups has {n} samples of feature {feature!r} and {data.samples[first]} of {first!r}; "
-                    f"table {name!r} needs as many of each"
-                )
+            require(
+                n == data.samples[first],
+                f"lookups has {n} samples of feature {feature!r} and {data.samples[first]} of {first!r}; "
+                f"table {name!r} needs as many of each",
+            )
             # Managed collision maps raw ids, which may be any.
             if table.managed_collision is None:
                 _require_ids_in_range(data.ids[feature], feature, name, table.config.num_embeddings)

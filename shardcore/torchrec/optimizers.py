@@ -37,10 +37,10 @@ def optimizer_of_tables(
     # FBGEMM's own default runs where others have none.
     by_name = {name: theirs or OPTIMIZERS["exact_sgd"].theirs for name, theirs in of_table.items()}
     for name, theirs in by_name.items():
-        if shardcore_name(theirs, OPTIMIZERS) is None:
-            raise ShardCoreError(
-                f"table {name!r} trains under {theirs}; known are {', '.join(o.theirs for o in OPTIMIZERS.values())}"
-            )
+        require(
+            shardcore_name(theirs, OPTIMIZERS) is not None,
+            f"table {name!r} trains under {theirs}; known are {', '.join(o.theirs for o in OPTIMIZERS.values())}",
+        )
     # A step is priced under one optimizer.
     first, *others = dict.fromkeys(by_name.values())
     if others:

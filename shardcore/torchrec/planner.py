@@ -35,6 +35,7 @@ from shardcore.torchrec.modules import (
     require_sharders,
     tables_of_model,
     unpriced_wrappers,
+    weight_gradient_notes,
 )
 from shardcore.torchrec.problems import default_reserved_share, problem_for
 from shardcore.torchrec.settings import payloads_of_sharders, unpriced_hardware, unpriced_plan_lines
@@ -220,12 +221,12 @@ class ShardCorePlanner:
         # Settings that our plan does not decide are passed on as given.
         sharding_plan = to_torchrec(plan, problem, module, self.compute_device, settings)
         notes += constrained.rewrite_to_allowed_types(sharding_plan, constraints, model_tables)
-        if any(t.strides for t in problem.tables):
+        if constrained.kinds_without_variable_batches() and any(t.strides for t in problem.tables):
             # Only the written plan says which host_row tables are cut.
             constrained.require_no_grid_shard(sharding_plan)
         require_all_modules_planned(sharding_plan, module, sharders or ())
         notes += optimizers.optimizer_notes(self.model.for_problem(problem), optimizer, problem.optimizer)
-        notes += unpriced_wrappers(model_tables)
+        notes += unpriced_wrappers(model_tables) + weight_gradient_notes(model_tables, self.compute_device)
         notes += constrained.pooling_notes(constraints, has_lookups=self.lookups is not None)
         if note := topologies.row_division_note(problem.topology):
             notes.append(note)

@@ -90,10 +90,10 @@ def problem_for(
         # Settings of tables are checked before lookups are read, which takes long.
         fields.unpriced_record_lines(table.config, f"config of table {key!r}")
     set_optimizer = optimizers.optimizer_of_tables(model_tables)
-    if optimizer is not None and set_optimizer and optimizer != set_optimizer:
-        raise ShardCoreError(
-            f"optimizer is {optimizer!r}; the model's weights have {set_optimizer!r} in backward: leave it out"
-        )
+    require(
+        optimizer in (None, set_optimizer or optimizer),
+        f"optimizer is {optimizer!r}; the model's weights have {set_optimizer!r} in backward: leave it out",
+    )
     ours = (
         topology
         if isinstance(topology, Topology)
@@ -130,8 +130,9 @@ def problem_for(
     widths = dict(constraints.min_widths)
     if bags:
         kinds |= _kinds_for_variable_batches(tables, kinds, tuple(bags))
-        # TorchRec's grid_shard is host_row that is cut.
-        widths |= {t.name: t.dim for t in tables if set(kinds[t.name]) <= _GRID}
+        # grid_shard is host_row that is cut, so where TorchRec does not run it, all columns stay together.
+        unable = constrained.kinds_without_variable_batches()
+        widths |= {t.name: t.dim for t in tables if set(kinds[t.name]) <= unable}
     constraints = replace(
         constraints,
         together=(*constraints.together, *groups),
@@ -216,27 +217,24 @@ def _kinds_allowed_in_wrappers(
     return restricted
 
 
-_GRID = {layout.name for layout in LAYOUTS.values() if layout.divides_rows and layout.cuts_columns}
-
-
 def _kinds_for_variable_batches(
     tables: Sequence[Table], allowed: Kinds, variable: Sequence[str]
 ) -> dict[str, tuple[str, ...]]:
     """Kinds of sharding that TorchRec supports for tables whose features have variable batches (VBE).
 
-    It fails with data_parallel, and has no grid_shard. So rows are divided over a host only where nothing
-    else may run a table.
+    It fails with data_parallel, and before 1.9 with grid_shard. There rows are divided over a host only where
+    nothing else may run a table.
 
     Raises ShardCoreError if they leave a table none.
     """
-    kinds = {}
+    kinds, unable = {}, constrained.kinds_without_variable_batches()
     for table in tables:
         # Replicas fail with batches of different sizes.
         able = tuple(kind for kind in allowed.get(table.name, LAYOUTS) if kind not in constrained.REPLICAS)
-        kinds[table.name] = tuple(kind for kind in able if kind not in _GRID) or able
-        if not able:
-            raise ShardCoreError(
-                f"table {table.name!r} may run data_parallel only, and feature {variable[0]!r} has batches of a "
-                "size of its own (VBE), with which TorchRec fails: allow another kind"
-            )
+        kinds[table.name] = tuple(kind for kind in able if kind not in unable) or able
+        require(
+            bool(able),
+            f"table {table.name!r} may run data_parallel only, and feature {variable[0]!r} has batches of a "
+            "size of its own (VBE), with which TorchRec fails: allow another kind",
+        )
     return kinds

@@ -243,10 +243,10 @@ def _require_sequence_support(
         if table.pooled or table.replica:
             continue
         sharding, what = shardings[name], f"table {name!r} of the EmbeddingCollection {table.path!r}"
-        if sharding.layout.sequence_channels is None:
-            raise ShardCoreError(
-                f"plan cuts {what} by rows over one host; TorchRec does so for EmbeddingBagCollections alone"
-            )
+        require(
+            sharding.layout.sequence_channels is not None,
+            f"plan cuts {what} by rows over one host; TorchRec does so for EmbeddingBagCollections alone",
+        )
         require(
             not sharding.layout.dense_gradient or compute_device != "cpu",
             f"plan replicates {what}; on a CPU TorchRec cannot, for its dense kernel pools there",

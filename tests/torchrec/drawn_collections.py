@@ -24,6 +24,7 @@ from shardcore.step.collectives import carried_payload
 from shardcore.step.kinds import ID_CHANNELS, Channel, Layout, layout_for_table, shards_by_device
 from shardcore.step.lower import lower, require_valid_plan
 from shardcore.step.scopes import SCOPES, groups_in_topology
+from shardcore.torchrec.constraints import kinds_without_variable_batches
 
 SHAPES = ((1, 2), (2, 2), (1, 4))
 """Hosts, and devices on each."""
@@ -178,9 +179,11 @@ def variable(seed: int) -> Drawn:
 
 
 def _runs_variable(placement: Placement) -> bool:
-    """Tell if TorchRec runs a placement with batches of different sizes: no replicas, and no grid_shard."""
+    """Tell if TorchRec runs a placement with batches of different sizes: no replicas, nor grid_shard before 1.9."""
     cut = placement.shard.width < placement.shard.table.dim
-    return placement.kind != "data_parallel" and not (placement.kind in ("host_row", "pod_row") and cut)
+    return placement.kind != "data_parallel" and not (
+        placement.kind in kinds_without_variable_batches() and cut
+    )
 
 
 def batches_of(model: Drawn) -> dict[str, int]:

@@ -482,3 +482,15 @@ def test_a_reserve_is_told_as_it_is():
     with pytest.raises(Infeasible, match="of a device's memory, 99.9% stays free"):
         on = TheirTopology(2, "cuda", hbm_cap=10**5)
         planner({"a": ParameterConstraints(pooling_factors=[2.0])}, on, reserved=0.999).plan(one)
+
+
+def test_a_gradient_of_weights_that_nobody_reads_is_named_on_gpus():
+    bag = EmbeddingBagConfig(name="t", num_embeddings=8, embedding_dim=8, feature_names=["f"])
+    for weighted, device, is_named in ((True, "cuda", True), (True, "cpu", False), (False, "cuda", False)):
+        model = torch.nn.Sequential(
+            EmbeddingBagCollection(tables=[bag], is_weighted=weighted, device=torch.device("meta"))
+        )
+        ours = planner(topology=TheirTopology(2, device), lookups={"f": 1.0}, constraints=None)
+        ours.plan(model)
+        found = [line for line in ours.unpriced if "backward computes their gradient" in line]
+        assert len(found) == is_named and all("module '0' has weights of ids" in line for line in found)

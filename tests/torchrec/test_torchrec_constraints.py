@@ -177,7 +177,12 @@ def test_kernels_that_no_sharding_type_runs_are_refused():
         "'dense' runs data_parallel tables, and no others",
     ):
         of_one_table(["table_wise"], compute_kernels=["dense"])
-    for kernel, why in (("quant", "quant runs inference"), ("ssd_virtual_table", "has no rows to place")):
+    for kernel, why in (
+        ("quant", "quant runs inference"),
+        ("ssd_virtual_table", "has no rows to place"),
+        ("fused_triton", "fused_triton is not FBGEMM's kernel, which cost models measured"),
+        ("customized_kernel", "customized_kernel is not FBGEMM's kernel"),
+    ):
         with pytest.raises(ShardCoreError, match=f"compute_kernels .*{kernel}.*{why}.*leave it out"):
             of_one_table(compute_kernels=[kernel])
 

@@ -51,3 +51,17 @@ def test_each_version_plans_exports_and_trains(tmp_path, version):
         text=True,
     )
     assert checks.returncode == 0, f"TorchRec {installed}:\n{checks.stderr[-4000:]}"
+
+
+@pytest.mark.long
+def test_variable_batches_run_under_grid_shard_since_1_9(tmp_path):
+    """Each collective of a step carries the bytes expected."""
+    install_torchrec("1.9.0", tmp_path)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(HERE.parents[1])])}
+    checks = subprocess.run(
+        [sys.executable, HERE / "variable_batch_checks.py", "6"],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert checks.returncode == 0, checks.stderr[-4000:]

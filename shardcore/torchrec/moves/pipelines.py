@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from shardcore.core.errors import ShardCoreError
+from shardcore.core.validation import require
 
 
 @contextmanager
@@ -24,11 +24,11 @@ def drain_pipeline(pipeline: Any) -> Iterator[None]:
     if pipeline is None or type(pipeline) is TrainPipelineBase:
         yield
         return
-    if type(pipeline) is not TrainPipelineSparseDist:
-        raise ShardCoreError(
-            f"the pipeline is a {type(pipeline).__name__}; tables can be moved under TrainPipelineSparseDist and "
-            "TrainPipelineBase"
-        )
+    require(
+        type(pipeline) is TrainPipelineSparseDist,
+        f"the pipeline is a {type(pipeline).__name__}; tables can be moved under TrainPipelineSparseDist and "
+        "TrainPipelineBase",
+    )
     # Batches that were copied to the device but not trained on.
     batches = list(pipeline.batches)
     pipeline.detach()

@@ -317,10 +317,10 @@ class _OldCollection:
         for (key, *_), part in parts.items():
             expected = self.regions[key][1].format.tensor_formats()
             actual = {name: (t.ndim == 1, t.dtype) for name, t in part.tensors.items()}
-            if actual != expected:
-                raise ShardCoreError(
-                    f"table {key[1]!r} of {self.path!r} has {actual} under the new plan; expected are {expected}"
-                )
+            require(
+                actual == expected,
+                f"table {key[1]!r} of {self.path!r} has {actual} under the new plan; expected are {expected}",
+            )
 
     def swap_into_model(self, model: Any, built: _NewCollection, optimizer: DenseOptimizer) -> None:
         """Replace the old collection in the model and in optimizers by the new one, without waits."""
