@@ -11,7 +11,7 @@ import drawn_collections
 
 if __name__ == "__main__":
     model = drawn_collections.variable(int(sys.argv[1]))
-    assert any(
-        p.kind == "host_row" and p.shard.width < p.shard.table.dim for p in model.plan.placements
-    ), "no table is cut by rows and columns"
+    assert any(p.kind == "host_row" and p.shard.width < p.shard.table.dim for p in model.plan.placements), (
+        "no table is cut by rows and columns"
+    )
     assert (found := counted_traffic.differences(int(sys.argv[1]), model)) == [], found
