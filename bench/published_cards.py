@@ -203,20 +203,27 @@ CARDS: Mapping[str, Card] = {
     "nvidia-h20": Card(
         "nvidia-h100-sxm", _card_spec(96, 4000, 154.4, 60, peak_tflops=148), ("H20",), ("H20",)
     ),
-    "nvidia-h100-pcie": Card(
-        "nvidia-h100-sxm",
-        _card_spec(80, 2039, 200.1, 50, nvlink_gbps=64, peak_tflops=756, **_PCIE),
-        ("H100 PCIe",),
-        ("H100 PCIe",),
-    ),
     **{
         name: Card(
             "nvidia-h100-sxm",
-            _card_spec(48, 864, sm, 96, nvlink_gbps=32, pcie_gbps=32, peak_tflops=peak, **_PCIE),
+            _card_spec(memory, hbm, sm, l2, nvlink_gbps=link, pcie_gbps=link, peak_tflops=peak, **_PCIE),
             (gpu,),
             (gpu,),
+            # Without NVLink, collectives of eight devices in a host reach a sixth of a link's data sheet.
+            rates={
+                f"{c}_within_host_gbps": (
+                    link / 6,
+                    0.3,
+                    "MLPerf's DLRM-DCNv2 on 8 x H100 PCIe, L40, L40S: what ops and the dense part leave of steps",
+                )
+                for c in PROFILED_COLLECTIVES
+            },
         )
-        for name, gpu, sm, peak in (("nvidia-l40", "L40", 353.6, 181), ("nvidia-l40s", "L40S", 357.8, 362))
+        for name, gpu, memory, hbm, sm, l2, link, peak in (
+            ("nvidia-h100-pcie", "H100 PCIe", 80, 2039, 200.1, 50, 64, 756),
+            ("nvidia-l40", "L40", 48, 864, 353.6, 96, 32, 181),
+            ("nvidia-l40s", "L40S", 48, 864, 357.8, 96, 32, 362),
+        )
     },
     "nvidia-v100": Card(
         "nvidia-h100-sxm",
