@@ -218,11 +218,11 @@ class HotColdEmbeddingCollection(nn.Module):
         for name in self.hot_ids:
             theirs = state_dict.get(f"{prefix}hot_ids_{name}")
             ours = getattr(self, f"hot_ids_{name}")
-            if theirs is not None and not torch.equal(theirs.to(ours.device), ours):
-                raise ShardCoreError(
-                    f"a checkpoint has other hot ids of table {name!r} than the module; make the module with those "
-                    "of the checkpoint, or load rows by ids (load_rows)"
-                )
+            require(
+                theirs is None or torch.equal(theirs.to(ours.device), ours),
+                f"a checkpoint has other hot ids of table {name!r} than the module; make the module with those "
+                "of the checkpoint, or load rows by ids (load_rows)",
+            )
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 

@@ -75,6 +75,7 @@ def read_lookups(lookups: Lookups | LookupData, local_batch: int) -> Means | Loo
     samples, variable, weighted = defaultdict[str, int](int), dict[str, None](), set[str]()
     # A single KeyedJaggedTensor is not an Iterable.
     for batch in lookups if isinstance(lookups, Iterable) else [lookups]:
+        # Not by `require`: the text of a batch takes long to make.
         if not isinstance(batch, KeyedJaggedTensor):
             raise ShardCoreError(
                 f"lookups has {batch!r:.80}; it needs KeyedJaggedTensors, or mean lookups by feature, or the "
@@ -185,11 +186,10 @@ def _pooling_and_access_from_means(
             known = sorted(map(str, lookups))[:5]
             raise ShardCoreError(f"feature {feature!r} of table {name!r} has no lookups; given are {known}")
         value = lookups[key]
-        if not isinstance(value, Real) or isinstance(value, bool):
-            raise ShardCoreError(
-                f"feature {feature!r} of table {name!r} has lookups {value!r}; it needs a number, the mean of a "
-                "sample"
-            )
+        require(
+            isinstance(value, Real) and not isinstance(value, bool),
+            f"feature {feature!r} of table {name!r} has lookups {value!r}; it needs a number, the mean of a sample",
+        )
         return value
 
     return {

@@ -68,16 +68,20 @@ def read_torchrec(path: str | Path, module: nn.Module | None = None) -> Sharding
     """
     plan = plan_from_json(_read_plan_file(path).modules, str(path))
     if module is not None:
-        _require_same_tables(plan, module, str(path))
+        require_same_tables(plan, module, str(path))
     return plan
 
 
-def _require_same_tables(plan: ShardingPlan, module: nn.Module, what: str) -> None:
+def require_same_tables(plan: ShardingPlan, module: nn.Module, what: str) -> None:
+    """Raise ShardCoreError unless a ShardingPlan and a model have the same tables in the same modules.
+
+    what: the plan, for messages.
+    """
     from shardcore.torchrec.modules import tables_of_model
 
     # Modules by path, as the plan names them.
     tables: dict[str, set[str]] = {}
-    for table in tables_of_model(module).values():
+    for table in (t for t in tables_of_model(module).values() if not t.replica):
         tables.setdefault(table.path, set()).add(table.name)
     planned = {path: set(shardings) for path, shardings in shardings_by_module(plan).items()}
     # Both directions: tables that only one of the two has would train unsharded.
@@ -210,8 +214,7 @@ def decode_setting(kind: Any, value: Any, what: str) -> Any:
         kind = next(k for k in get_args(kind) if k is not NoneType)
     origin, inner = get_origin(kind), [k for k in get_args(kind) if k is not Ellipsis]
     if origin in (list, tuple):
-        if not isinstance(value, list):
-            raise ShardCoreError(f"{what} is {short_repr(value)}; it needs to be a list")
+        require(isinstance(value, list), f"{what} is {short_repr(value)}; it needs to be a list")
         # A tuple of fixed length has a kind per entry. A list has one for all.
         kinds = inner if len(inner) == len(value) and origin is tuple else [inner[0]] * len(value)
         return origin(decode_setting(k, v, what) for k, v in zip(kinds, value, strict=True))

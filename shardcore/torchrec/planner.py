@@ -8,6 +8,7 @@ module = DistributedModelParallel(module, plan=plan, sharders=sharders)
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,7 @@ from shardcore.torchrec.modules import (
     unpriced_wrappers,
     weight_gradient_notes,
 )
+from shardcore.torchrec.plan_files import require_same_tables
 from shardcore.torchrec.problems import default_reserved_share, problem_for
 from shardcore.torchrec.settings import payloads_of_sharders, unpriced_hardware, unpriced_plan_lines
 from shardcore.torchrec.sharding_plan import to_torchrec
@@ -159,6 +161,7 @@ class ShardCorePlanner:
             self.topology = replace(self.topology, hardware=model.setting.hardware)
         self.model, self.algorithm, self.seed, self.budget, self.job = model, algorithm, seed, budget, job
         self.problem: Problem | None = None
+        self._started: list[Future[ShardingPlan]] = []
         self.our_plan: Plan | None = None
         self.unpriced: list[str] = []
 
@@ -291,6 +294,16 @@ class ShardCorePlanner:
             )
             raise Infeasible("; ".join(filter(None, reasons))) from None
 
+    def start_plan(self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]] | None = None) -> None:
+        """Search on rank 0 in a thread while the job builds its model. `collective_plan` then waits for that plan.
+
+        module: with the job's tables, such as the model on the meta device. Call it once the process group is there.
+        """
+        from shardcore.torchrec.moves.agreement import rank_and_world_size
+
+        if rank_and_world_size()[0] == 0:
+            self._started = [ThreadPoolExecutor(1).submit(self.plan, module, sharders)]
+
     def collective_plan(
         self,
         module: nn.Module,
@@ -303,7 +316,9 @@ class ShardCorePlanner:
 
         def attempt() -> ShardingPlan | Exception:
             try:
-                found = self.plan(module, sharders)
+                found = self._started.pop().result() if self._started else self.plan(module, sharders)
+                # A plan that was started may be of another module.
+                require_same_tables(found, module, "the plan")
                 assert self.our_plan is not None and self.problem is not None
                 topologies.require_pod_environment(self.problem.topology, self.our_plan.placements)
                 return found

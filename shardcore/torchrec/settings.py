@@ -7,6 +7,7 @@ precision of collectives.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -110,16 +111,12 @@ def _payload_name(precision: str, block: int | None, what: str) -> str:
     others.
     """
     name = f"{precision}-{block}" if block else precision
-    try:
-        row = payload_by_name(name)
-    except ShardCoreError:
-        row = None
-    if row is None or precision not in PAYLOADS:
-        raise ShardCoreError(
-            f"{what} {name}; priced are {', '.join(PAYLOADS)}, with blocks of a multiple of 4 elements"
-        )
-    # The default block needs no number.
-    return precision if row == PAYLOADS[precision] else name
+    with suppress(ShardCoreError, KeyError):
+        # The default block needs no number.
+        return precision if payload_by_name(name) == PAYLOADS[precision] else name
+    raise ShardCoreError(
+        f"{what} {name}; priced are {', '.join(PAYLOADS)}, with blocks of a multiple of 4 elements"
+    )
 
 
 def payloads_of_sharders(sharders: Iterable[ModuleSharder[Any]]) -> tuple[str, str]:

@@ -282,11 +282,11 @@ def _matching_model_tables(problem: Problem, module: nn.Module) -> dict[str, Mod
                 f"table {name!r} has another shape in problem {problem.name!r} than in the model: "
                 f"{', '.join(differing)}"
             )
-        if ours[name].collection not in ("", table.path):
-            raise ShardCoreError(
-                f"table {name!r} has collection {ours[name].collection!r} in problem "
-                f"{problem.name!r} and {table.path!r} in the model"
-            )
+        require(
+            ours[name].collection in ("", table.path),
+            f"table {name!r} has collection {ours[name].collection!r} in problem "
+            f"{problem.name!r} and {table.path!r} in the model",
+        )
     return model_tables
 
 

@@ -167,11 +167,11 @@ def nondefault_bandwidths(topology: TheirTopology) -> dict[str, float | None]:
     from torchrec.distributed.planner.types import BasicCommsBandwidths
 
     theirs = topology.comms_bandwidths
-    if type(theirs) is not BasicCommsBandwidths:
-        raise ShardCoreError(
-            f"topology has generalized_comms_bandwidths {type(theirs).__name__}; ShardCore "
-            "prices BasicCommsBandwidths, or intra_host_bw and inter_host_bw"
-        )
+    require(
+        type(theirs) is BasicCommsBandwidths,
+        f"topology has generalized_comms_bandwidths {type(theirs).__name__}; ShardCore "
+        "prices BasicCommsBandwidths, or intra_host_bw and inter_host_bw",
+    )
     gbps = {}
     for level in LEVELS.values():
         if level.torchrec is not None:

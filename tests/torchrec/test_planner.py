@@ -37,7 +37,7 @@ from shardcore.cost import neural
 from shardcore.search import Budget
 from shardcore.step.lower import lower
 from shardcore.tables.public import DEFAULT_ACCESS
-from shardcore.torchrec.plan_files import _require_same_tables
+from shardcore.torchrec.plan_files import require_same_tables
 from shardcore.torchrec.planner import ShardCorePlanner, plan_for, problem_for, topology_from_torchrec
 from shardcore.torchrec.sharding_plan import from_torchrec, to_torchrec
 
@@ -272,10 +272,10 @@ def test_wrapped_collections_are_planned_by_the_path_of_what_wraps_them():
     said = [line for line in made.unpriced if "is priced as the collection within" in line]
     assert [line.split("'")[1] for line in said] == ["processed", "collided", "collided_rows"]
     assert from_torchrec(plan, made.problem, WRAPPED).placements == made.our_plan.placements
-    _require_same_tables(plan, WRAPPED, "the plan")
+    require_same_tables(plan, WRAPPED, "the plan")
     inner = ShardingPlan({**plan.plan, "collided._embedding_module": plan.plan["collided"]})
     with pytest.raises(ShardCoreError, match="shards module 'collided._embedding_module', which is no coll"):
-        _require_same_tables(inner, WRAPPED, "the plan")
+        require_same_tables(inner, WRAPPED, "the plan")
 
 
 def test_a_plan_that_managed_collision_cannot_run_is_refused():
@@ -494,3 +494,36 @@ def test_a_gradient_of_weights_that_nobody_reads_is_named_on_gpus():
         ours.plan(model)
         found = [line for line in ours.unpriced if "backward computes their gradient" in line]
         assert len(found) == is_named and all("module '0' has weights of ids" in line for line in found)
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    """A process group of this process alone."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    yield torch.distributed.GroupMember.WORLD
+    torch.distributed.destroy_process_group()
+
+
+def test_a_search_that_was_started_gives_the_plan_once(one_rank):
+    """The second plan is searched again, with the same result."""
+    made, direct = planner(), planner().plan(MODULE)
+    searched = []
+    search, made._search_plan = made._search_plan, lambda p: searched.append(p) or search(p)
+    made.start_plan(training.Model())
+    assert made.collective_plan(MODULE, pg=one_rank).plan == direct.plan
+    assert len(searched) == 1 and made.our_plan is not None
+    assert made.collective_plan(MODULE, pg=one_rank).plan == direct.plan and len(searched) == 2
+
+
+def test_a_search_that_was_started_for_other_tables_is_refused(one_rank):
+    made = planner(constraints=None, lookups={"f0": 1.0})
+    made.start_plan(torch.nn.Sequential(table_in(DataType.FP32)))
+    with pytest.raises(ShardCoreError, match="the plan shards module '0', which is no collection"):
+        made.collective_plan(MODULE, pg=one_rank)
+
+
+def test_an_error_of_a_search_that_was_started_comes_with_its_plan(one_rank):
+    made = planner(lookups={"f0": 1.0})
+    made.start_plan(MODULE)
+    with pytest.raises(ShardCoreError, match="feature 'f2' of table 'b' has no lookups|has no lookups"):
+        made.collective_plan(MODULE, pg=one_rank)

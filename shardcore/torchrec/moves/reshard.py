@@ -488,11 +488,10 @@ class _Move:
             after = [of["after"].get(name, 0) for of in found]
             # Each rank has all of a replica, and a part of another table.
             after = after if name.startswith(replicas) else [sum(after) % (1 << 64)]
-            if any(a != total for a in after):
-                raise ShardCoreError(
-                    f"{name} is other on its new shards than on the old ones: digest {after[0]:016x}, "
-                    f"not {total:016x}"
-                )
+            require(
+                set(after) == {total},
+                f"{name} is other on its new shards than on the old ones: digest {after[0]:016x}, not {total:016x}",
+            )
         return totals
 
     def bytes_by_link_level(self) -> dict[str, int]:
