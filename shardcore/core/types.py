@@ -16,7 +16,7 @@ from shardcore.core import catalog
 from shardcore.core.access_statistics import ManagedCollision, Reuse, RowShares, Zipf
 from shardcore.core.constraints import Constraints, allowed_devices_by_table, require_tower_domains
 from shardcore.core.errors import SettingMismatch, ShardCoreError
-from shardcore.core.html import notebook_html as shown_html
+from shardcore.core.html import first_rows_html
 from shardcore.core.job import PIPELINES, Job
 from shardcore.core.kept_hash import CachedHash
 from shardcore.core.payloads import Payload, block_multiple, payload_by_name, require_payload
@@ -347,7 +347,7 @@ class Plan(Record, noun="a plan"):
             )
             for p in sorted(self.placements, key=lambda p: -p.shard.bytes)
         ]
-        return shown_html(
+        return first_rows_html(
             repr(self), ("shard of", "kind", "columns", "devices", "GiB"), rows, words=(1, 2, 3)
         )
 
@@ -480,7 +480,7 @@ class Problem(CachedHash, Record, noun="problem"):
             (t.name, f"{t.rows:,}", t.dim, f"{t.pooling:g}", f"{t.bytes / 2**30:.3f}")
             for t in sorted(self.tables, key=lambda t: -t.bytes)
         ]
-        return shown_html(repr(self), ("table", "rows", "dim", "lookups a sample", "GiB"), rows)
+        return first_rows_html(repr(self), ("table", "rows", "dim", "lookups a sample", "GiB"), rows)
 
     __hash__ = CachedHash.__hash__
 
