@@ -186,11 +186,10 @@ def require_type(value: object, kind: type | tuple[type, ...], what: str, right:
 
     right: words for a right value, for the message.
     """
-    for k in kind if isinstance(kind, tuple) else (kind,):
-        with contextlib.suppress(ShardCoreError):
-            convert_to_type(value, k, what)
-            return
-    raise ShardCoreError(f"{what} is {short_repr(value)}; it needs to be {right}")
+    try:
+        convert_to_type(value, Union[kind], what)  # noqa: UP007 (one class, or a tuple of some)
+    except ShardCoreError:
+        raise ShardCoreError(f"{what} is {short_repr(value)}; it needs to be {right}") from None
 
 
 def short_repr(value: object, most: int = 80) -> str:
