@@ -21,9 +21,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.validation import require, require_within
+from shardcore.core.validation import Record, number_within, require
 from shardcore.io.measurements import LINK_GBIT_S, EmulatedLinks
 from shardcore.measure.hosts import CLONE_NEWNET, INTERFACE, Place, call_libc, run_in_thread
 
@@ -52,7 +53,7 @@ _TOOLS = ("nsenter", "ip", "tc")
 
 
 @dataclass(frozen=True)
-class Box:
+class Box(Record, noun="box"):
     """Emulated hosts of one machine: names, ranks and links.
 
     hosts: number of hosts.
@@ -65,16 +66,15 @@ class Box:
     pod_gbit_s: rate of each host's link in its pod, Gbit/s each way.
     """
 
-    hosts: int = 2
-    ranks_per_host: int = 2
-    between_gbit_s: float = 0.4
-    within_gbit_s: float | None = None
+    hosts: Annotated[int, number_within(2, 64)] = 2
+    ranks_per_host: Annotated[int, number_within(1, 64)] = 2
+    between_gbit_s: Annotated[float, number_within(*LINK_GBIT_S)] = 0.4
+    within_gbit_s: Annotated[float | None, number_within(*LINK_GBIT_S)] = None
     pods: int = 1
-    pod_gbit_s: float | None = None
+    pod_gbit_s: Annotated[float | None, number_within(*LINK_GBIT_S)] = None
 
     def __post_init__(self) -> None:
-        rates = dict.fromkeys(("between_gbit_s", "within_gbit_s", "pod_gbit_s"), LINK_GBIT_S)
-        require_within(self, "box", hosts=(2, 64), ranks_per_host=(1, 64), **rates)
+        super().__post_init__()
         _ = self.links  # checks pods and rates
         require(
             self.hosts % self.pods == 0,

@@ -20,8 +20,8 @@ from shardcore.io.model_files import model_folders
 from shardcore.io.traced_samples import TracedSample
 from shardcore.plans import traced_job
 from shardcore.plans.traced_job import CheckedJob, ReadJob
-from shardcore.report import job_page, job_report
-from shardcore.report.job_page import JobRecord
+from shardcore.report import history_pages, job_report
+from shardcore.report.history_pages import JobRecord
 from shardcore.step.lower import lower
 from tasks import params, paths, registry
 from tasks.artifacts import create_markdown_artifact
@@ -205,7 +205,7 @@ def log_steps(folder: Path, out: Path, steps: JobSteps, notes: Sequence[str]) ->
         for number, ms in steps.measured_ms.items():
             at_ms = _traced_at_ms(job_folder.step_folder(folder, number))
             _log_metrics(client, {MEASURED: ms}, number, at_ms)
-        page = job_page.traced_job_page(name, job_records(client, run.info.run_id), notes)
+        page = history_pages.traced_job_page(name, job_records(client, run.info.run_id), notes)
         mlflow.log_text(page, PAGE)
         mlflow.set_tag("mlflow.note.content", "\n\n".join(notes))
     writing.write_atomic(out / PAGE, page.encode())

@@ -175,20 +175,12 @@ def _log_figures(
     timed, of = [s for s in held_out if s.error is None], f", {model.setting.hardware}"
     if timed:
         measured, predicted = np.array([s.total_ms for s in timed]), accuracy.predict_op_ms(model, timed)
-        shards = np.array([len(s.request.shards) for s in timed])
         # MLflow draws it: over the percent of measurements that an interval is to hold, the percent that it held.
         for level in _LEVELS:
             held = interval_coverage(*accuracy.confidence_intervals(model, timed, level / 100), measured)
             mlflow.log_metric("calibration/held", held, step=level)
-        for name, figure in {
-            "predicted_against_measured": model_report.prediction_scatter_figure(
-                measured, predicted, f"Held-out groups{of}"
-            ),
-            "error_by_size": model_report.error_by_size_figure(
-                measured, predicted, shards, f"Errors on held-out groups{of}"
-            ),
-        }.items():
-            mlflow.log_figure(figure, f"{name}.png")
+        figure = model_report.prediction_scatter_figure(measured, predicted, f"Held-out groups{of}")
+        mlflow.log_figure(figure, "predicted_against_measured.png")
 
 
 @flow(name="train")

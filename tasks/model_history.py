@@ -13,7 +13,7 @@ from mlflow.exceptions import MlflowException
 
 from shardcore.core.validation import MOST_UNIX_S
 from shardcore.cost import replay_metrics
-from shardcore.report.models_page import ModelRecord
+from shardcore.report.history_pages import ModelRecord
 from tasks import registry
 
 CHAMPIONS = "shardcore.champions"

@@ -25,7 +25,7 @@ from shardcore.io import files
 from shardcore.plans import store
 from shardcore.plans.decisions import Decision
 from shardcore.plans.publisher import PublishConfig, Publisher
-from shardcore.report import index_page, models_page, plan_page, published_report
+from shardcore.report import history_pages, plan_page, published_report
 from shardcore.search import DEFAULT_SHARDER, LEARNED, SHARDERS
 from shardcore.search.budget import Budget
 from shardcore.stages.publish import publish, publish_one
@@ -79,9 +79,9 @@ def publish_plans(
         refused = model_history.refusal_reason(client, name)
         models = model_history.version_records(client, name) if by.champion or refused else []
         first = [*([refused] if refused else []), *known_errors.error_warnings(by.model)]
-        errors = [models_page.errors_sentence(x) for x in models if by.champion and x.version == by.version]
+        errors = [history_pages.errors_sentence(x) for x in models if by.champion and x.version == by.version]
         store.write_store_file(
-            plans, store.MODELS, models_page.model_versions_page(name, models, first).encode()
+            plans, store.MODELS, history_pages.model_versions_page(name, models, first).encode()
         )
         model = f"Model: {by.name} version {by.version}, {known_errors.model_label(by.model)}"
         sentences = [f"{x}." for x in (*first, model, *errors)]
@@ -102,7 +102,7 @@ def publish_plans(
         )
         store.write_store_file(plans, store.REPORT, page.encode(errors="replace"))
         store.write_store_file(
-            plans, store.INDEX, index_page.store_index_page(_last_decisions(plans)).encode()
+            plans, store.INDEX, published_report.store_index_page(_last_decisions(plans)).encode()
         )
         create_markdown_artifact(
             f"Under {by.origin_markdown}, in {redact_urls(str(plans))}\n\n{page}",

@@ -30,10 +30,10 @@ from shardcore import (
 from shardcore.core.topology import default_reserved_bytes
 from shardcore.io.files import read_problem
 from shardcore.io.writing import write_atomic
-from shardcore.report.device_figures import DeviceLoad, device_figure
+from shardcore.plans.decisions import Version
+from shardcore.report.device_figures import device_figure
 from shardcore.report.figures import svg_text
 from shardcore.step.kinds import CHANNELS, ID_CHANNELS, LAYOUTS
-from shardcore.step.memory import usable_bytes
 from shardcore.tables.public import public_optimizer, public_pool
 
 if TYPE_CHECKING:
@@ -74,16 +74,15 @@ def step() -> Figure:
     model = shardcore.load_profile(CARD).cost_model().for_problem(problem)
     before = SHARDERS["size_greedy"](problem, model)
     after = SHARDERS["portfolio"](problem, model, budget=Budget(evals=50_000))
-    loads = []
+    shown = []
     for plan, words in (
         (before, "before: the largest table first, to the emptiest device"),
         (after, "after: ShardCore"),
     ):
         workload = lower(plan, problem)
         cost = price(workload, model)
-        free = usable_bytes(problem)
-        loads.append(DeviceLoad(cost, workload.memory_bytes, free, f"{words}, {cost.total_ms:.1f} ms"))
-    return device_figure(loads)
+        shown.append(Version(f"{words}, {cost.total_ms:.1f} ms", plan, cost, workload.memory_bytes))
+    return device_figure(problem, shown)
 
 
 # --- kinds of sharding ----------------------------------------------------------------------------------------

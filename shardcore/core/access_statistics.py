@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from shardcore.core.errors import ShardCoreError
 from shardcore.core.tiers import BELOW, MemoryTier
 from shardcore.core.validation import (
     MOST_BATCH,
@@ -31,6 +30,10 @@ REUSE_BINS = 17
 2^15 times."""
 
 
+def _are_fractions_of_one(values: tuple[float, ...]) -> bool:
+    return all(0 <= value <= 1 + 1e-6 for value in values) and abs(sum(values) - 1) < 1e-3
+
+
 @dataclass(frozen=True)
 class Reuse(Record, noun="reuse histogram"):
     """Access statistics as a reuse histogram, as in the dlrm_datasets release and NeuroShard.
@@ -45,13 +48,11 @@ class Reuse(Record, noun="reuse histogram"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        total = sum(self.bins)
-        fractions = len(self.bins) == REUSE_BINS and min(self.bins) >= 0 and max(self.bins) <= 1 + 1e-6
-        if not (fractions and (total == 0 or abs(total - 1) < 1e-3)):
-            raise ShardCoreError(
-                f"reuse histogram has {len(self.bins)} bins {short_repr(self.bins)} that sum to {total:.6g}; "
-                f"it needs {REUSE_BINS} fractions that sum to 1 (or are all 0)"
-            )
+        require(
+            len(self.bins) == REUSE_BINS and (not any(self.bins) or _are_fractions_of_one(self.bins)),
+            f"reuse histogram has {len(self.bins)} bins {short_repr(self.bins)} that sum to {sum(self.bins):.6g}; "
+            f"it needs {REUSE_BINS} fractions that sum to 1 (or are all 0)",
+        )
 
 
 @dataclass(frozen=True)
@@ -81,11 +82,10 @@ class RowShares(Record, noun="row shares"):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("lookups", "unique"):
-            shares, total = getattr(self, name), sum(getattr(self, name))
-            fractions = all(0 <= share <= 1 + 1e-6 for share in shares) and abs(total - 1) < 1e-3
+            shares = getattr(self, name)
             require(
-                fractions and len(shares) <= MOST_RANGES,
-                f"row shares have {len(shares)} {name} that sum to {total:.6g}; they need to be fractions that "
+                _are_fractions_of_one(shares) and len(shares) <= MOST_RANGES,
+                f"row shares have {len(shares)} {name} that sum to {sum(shares):.6g}; they need to be fractions that "
                 f"sum to 1, one for each range of rows, 1 to {MOST_RANGES}",
             )
         require(

@@ -35,14 +35,7 @@ class Infeasible(ShardCoreError):
 
 
 class Overfull(Infeasible):
-    """Raised when a plan takes more memory than its devices have. Another plan may fit.
-
-    too_much: bytes, on the device that has most too much.
-    """
-
-    def __init__(self, message: str = "", too_much: int = 0):
-        super().__init__(message)
-        self.too_much = too_much
+    """Raised when a plan takes more memory than its devices have. Another plan may fit."""
 
 
 class SettingMismatch(ShardCoreError):

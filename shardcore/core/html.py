@@ -7,7 +7,7 @@ from html import escape
 from typing import Any, NamedTuple
 
 MOST_ROWS = 12
-"""Rows that a notebook shows of a noun."""
+"""Rows that a notebook shows of a noun, and a page of a long table."""
 
 
 class Link(NamedTuple):
@@ -30,11 +30,10 @@ def html_table(headers: Sequence[str], rows: Iterable[Sequence[Any]], words: Seq
     )
 
 
-def notebook_html(
+def first_rows_html(
     text: str, headers: Sequence[str], rows: Sequence[Sequence[Any]], words: Sequence[int] = ()
 ) -> str:
-    """HTML summary of an object for a notebook: a line of text, and a table of its first rows with the number of rows
-    left out."""
+    """HTML of a line of text, and of a table's first rows with the number of rows left out."""
     rest = f"<p>and {len(rows) - MOST_ROWS} more</p>" if len(rows) > MOST_ROWS else ""
     return f"<p>{escape(text)}</p>{html_table(headers, rows[:MOST_ROWS], words)}{rest}"
 

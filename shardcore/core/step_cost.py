@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from shardcore.core.html import notebook_html
+from shardcore.core.html import first_rows_html
 
 PARTS = (
     "forward_compute_ms",
@@ -66,7 +66,7 @@ class StepCost:
         rows = [(d, *(f"{ms:.3f}" for ms in row)) for d, row in enumerate(zip(*columns, strict=True))]
         headers = ("device", *(name.removesuffix("_ms").replace("_", " ") for name in PARTS), "total ms")
         dense = f", {self.dense_ms:.3f} of them in the dense part" if self.dense_ms else ""
-        return notebook_html(f"{self.total_ms:.3f} ms a step{dense}", headers, rows)
+        return first_rows_html(f"{self.total_ms:.3f} ms a step{dense}", headers, rows)
 
 
 @dataclass(frozen=True)

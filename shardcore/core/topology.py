@@ -11,7 +11,6 @@ from typing import Annotated, Any
 import numpy as np
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.kept_hash import CachedHash
 from shardcore.core.links import (
     DEFAULT_ROWS_OVER,
     LEVELS,
@@ -71,7 +70,7 @@ def default_reserved_bytes(devices: Sequence[Device]) -> int:
 
 
 @dataclass(frozen=True)
-class Topology(CachedHash, Record, noun="topology"):
+class Topology(Record, noun="topology", hash_once=True):
     """Devices and the links between them.
 
     devices: devices of all hosts, in the order of their numbers.
@@ -210,10 +209,7 @@ class Topology(CachedHash, Record, noun="topology"):
     @cached_property
     def devices_by_host(self) -> tuple[tuple[int, ...], ...]:
         """Devices of each host, in the order of `hosts`."""
-        members: dict[str, list[int]] = {host: [] for host in self.hosts}
-        for d, device in enumerate(self.devices):
-            members[device.host].append(d)
-        return tuple(map(tuple, members.values()))
+        return self.devices_by_domain(next(iter(LEVELS)))
 
     def devices_by_domain(self, level: str) -> tuple[tuple[int, ...], ...]:
         """Devices of each domain (host, pod, cluster) that a level of links joins, in TorchRec's order of ranks."""
@@ -259,7 +255,8 @@ class Topology(CachedHash, Record, noun="topology"):
     @cached_property
     def ranks(self) -> tuple[int, ...]:
         """Devices in TorchRec's order of ranks, host by host."""
-        return tuple(d for devices in self.devices_by_host for d in devices)
+        order = {host: i for i, host in enumerate(self.hosts)}
+        return tuple(sorted(self.device_indices, key=lambda d: order[self.devices[d].host]))
 
     @cached_property
     def equal_hosts(self) -> bool:
@@ -342,5 +339,3 @@ class Topology(CachedHash, Record, noun="topology"):
 
     def __len__(self) -> int:
         return len(self.devices)
-
-    __hash__ = CachedHash.__hash__

@@ -16,9 +16,8 @@ from shardcore.core import catalog
 from shardcore.core.access_statistics import ManagedCollision, Reuse, RowShares, Zipf
 from shardcore.core.constraints import Constraints, allowed_devices_by_table, require_tower_domains
 from shardcore.core.errors import SettingMismatch, ShardCoreError
-from shardcore.core.html import notebook_html as shown_html
+from shardcore.core.html import first_rows_html
 from shardcore.core.job import PIPELINES, Job
-from shardcore.core.kept_hash import CachedHash
 from shardcore.core.payloads import Payload, block_multiple, payload_by_name, require_payload
 from shardcore.core.tiers import BELOW, DEVICE, TIERS, MemoryTier
 from shardcore.core.topology import Topology
@@ -63,7 +62,7 @@ _PRECISIONS = Rule(
 
 
 @dataclass(frozen=True)
-class Table(CachedHash, Record, noun="table"):
+class Table(Record, noun="table", hash_once=True):
     """One embedding table.
 
     name: differs from those of the problem's other tables.
@@ -162,8 +161,6 @@ class Table(CachedHash, Record, noun="table"):
             self.pooling == 0 or not isinstance(self.access, Reuse) or sum(self.access.bins) > 0,
             f"{t} has pooling {self.pooling} but an empty reuse histogram",
         )
-
-    __hash__ = CachedHash.__hash__
 
     @property
     def reuse(self) -> Reuse:
@@ -347,7 +344,7 @@ class Plan(Record, noun="a plan"):
             )
             for p in sorted(self.placements, key=lambda p: -p.shard.bytes)
         ]
-        return shown_html(
+        return first_rows_html(
             repr(self), ("shard of", "kind", "columns", "devices", "GiB"), rows, words=(1, 2, 3)
         )
 
@@ -398,7 +395,7 @@ class Kind(Protocol):
 
 
 @dataclass(frozen=True)
-class Problem(CachedHash, Record, noun="problem"):
+class Problem(Record, noun="problem", hash_once=True):
     """Tables to place on a topology.
 
     name: also that of the folder of its plans.
@@ -480,9 +477,7 @@ class Problem(CachedHash, Record, noun="problem"):
             (t.name, f"{t.rows:,}", t.dim, f"{t.pooling:g}", f"{t.bytes / 2**30:.3f}")
             for t in sorted(self.tables, key=lambda t: -t.bytes)
         ]
-        return shown_html(repr(self), ("table", "rows", "dim", "lookups a sample", "GiB"), rows)
-
-    __hash__ = CachedHash.__hash__
+        return first_rows_html(repr(self), ("table", "rows", "dim", "lookups a sample", "GiB"), rows)
 
     @property
     def local_batch(self) -> int:

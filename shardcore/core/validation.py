@@ -11,7 +11,7 @@ import numbers
 import re
 import reprlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, cached_property
 from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -186,11 +186,10 @@ def require_type(value: object, kind: type | tuple[type, ...], what: str, right:
 
     right: words for a right value, for the message.
     """
-    for k in kind if isinstance(kind, tuple) else (kind,):
-        with contextlib.suppress(ShardCoreError):
-            convert_to_type(value, k, what)
-            return
-    raise ShardCoreError(f"{what} is {short_repr(value)}; it needs to be {right}")
+    try:
+        convert_to_type(value, Union[kind], what)  # noqa: UP007 (one class, or a tuple of some)
+    except ShardCoreError:
+        raise ShardCoreError(f"{what} is {short_repr(value)}; it needs to be {right}") from None
 
 
 def short_repr(value: object, most: int = 80) -> str:
@@ -311,16 +310,30 @@ class Record:
     """Base of frozen dataclasses that checks types and rules of all fields on construction.
 
     noun: an instance in words, for messages: `class Memory(Record, noun="memory")`. Default: the class's name.
+    hash_once: True for nouns that are keys of many caches: an instance computes its hash once.
     """
 
     noun: ClassVar[str] = ""
 
-    def __init_subclass__(cls, noun: str = "", **others: Any) -> None:
+    def __init_subclass__(cls, noun: str = "", hash_once: bool = False, **others: Any) -> None:
         super().__init_subclass__(**others)
+        if hash_once:  # a dataclass makes a hash of its own otherwise
+            cls.__hash__, cls.__getstate__ = Record._cached_hash, Record._state_without_hash
         cls.noun = noun or re.sub(r"(?<!^)(?=[A-Z])", " ", cls.__name__.lstrip("_")).lower()
 
     def __post_init__(self) -> None:
         require_types(self, self.noun)
+
+    def _cached_hash(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, f.name) for f in dataclasses.fields(self)))  # pyright: ignore[reportArgumentType]
+
+    def _state_without_hash(self) -> dict[str, Any]:
+        """State for pickling. Hashes of strings differ in other processes."""
+        return {name: value for name, value in self.__dict__.items() if name != "_hash"}
 
 
 def require_rules(record: object, what: str, rules: Mapping[str, Sequence[Rule]]) -> None:
@@ -333,11 +346,6 @@ def require_rules(record: object, what: str, rules: Mapping[str, Sequence[Rule]]
     ]
     if faults:
         raise faults[0] if len(faults) == 1 else ShardCoreError("; ".join(map(str, faults)), faults)
-
-
-def require_within(record: object, what: str, **ends: tuple[float, float]) -> None:
-    """Raise ShardCoreError naming the fields of a record whose numbers are out of range. None is allowed."""
-    require_rules(record, what, {name: [number_within(*of_name)] for name, of_name in ends.items()})
 
 
 def describe_differences(first: Any, second: Any) -> str:

@@ -396,8 +396,7 @@ def name_file_in_errors(path: str | Path | Readable) -> Iterator[None]:
     except Overfull as error:
         raise Overfull(
             f"{path}: {error}. ShardCore may have counted less when the plan was made; "
-            "python -m shardcore plan --start PLAN.json searches one that fits, from it",
-            error.too_much,
+            "python -m shardcore plan --start PLAN.json searches one that fits, from it"
         ) from None
     except ShardCoreError as error:
         raise type(error)(message_with_name(path, error)) from None

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.validation import MOST_BATCH, require, require_within, short_repr
+from shardcore.core.validation import MOST_BATCH, number_within, require, short_repr
 from shardcore.io.model_files import read_tensors, write_tensors
 from shardcore.io.schema import MOST_INT, build_record
 
@@ -31,7 +31,7 @@ class RowCounts:
     counts: Mapping[str, np.ndarray]
 
     def __post_init__(self) -> None:
-        require_within(self, "row counts", samples=(1, MOST_BATCH))
+        number_within(1, MOST_BATCH)(self.samples, "row counts", "samples")
         for name, counts in self.counts.items():
             require(
                 counts.ndim == 1 and counts.dtype == np.int64 and bool((counts >= 0).all()),

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.validation import WAITS_S, require, require_within
+from shardcore.core.validation import WAITS_S, number_within, require
 from shardcore.io import dataset
 from shardcore.io.measurements import ComputeRequest, ComputeSample
 from shardcore.measure.device_bench import BenchSpec, Counts
@@ -154,7 +154,7 @@ class Supervisor(Generic[W]):
         warn: Callable[..., object] = _logger.warning,
     ):
         self.hang_s, self.reference_ms = hang_s, reference_ms
-        require_within(self, "a measuring process", hang_s=WAITS_S)
+        number_within(*WAITS_S)(hang_s, "a measuring process", "hang_s")
         self._fleet, self.spec, self._chunk, self._warn = fleet, fleet.spec, chunk, warn
         self._waiting: deque[ComputeRequest] = deque()
         self._suspects: deque[ComputeRequest] = deque()

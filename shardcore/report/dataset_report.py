@@ -5,21 +5,16 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from shardcore.io.dataset import has_reference_op
 from shardcore.io.measurements import CollectiveSample, ComputeSample
-from shardcore.report.figures import figure_with_panels
+from shardcore.io.replays import ReplaySet
+from shardcore.io.traced_samples import TracedSample
+from shardcore.report.figures import Figure, figure_with_panels
 from shardcore.step.memory import size_text
 from shardcore.step.scopes import WORLD
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-    from shardcore.io.replays import ReplaySet
-    from shardcore.io.traced_samples import TracedSample
 
 
 def dataset_summary(
@@ -145,6 +140,32 @@ def traced_summary(samples: Sequence[TracedSample]) -> list[tuple[str, str]]:
     ]
 
 
+_COVERAGE = {
+    "title": "coverage",
+    "xlabel": "shards an op",
+    "ylabel": "forward + backward ms",
+    "yscale": "log",
+}
+_NOISE = {
+    "title": "noise of repeats",
+    "xlabel": "ms",
+    "ylabel": "interquartile range, % of median",
+    "xscale": "log",
+    "yscale": "log",
+}
+_DRIFT = {
+    "title": "drift: how slow the machine was",
+    "xlabel": "minutes",
+    "ylabel": "slowdown, 1 is usual",
+}
+_AGAIN = {
+    "title": "last against first timing of a sample",
+    "xlabel": "ms",
+    "ylabel": "difference, %",
+    "xscale": "log",
+}
+
+
 def dataset_figure(
     samples: Sequence[ComputeSample], repeats: Sequence[Sequence[ComputeSample]], title: str
 ) -> Figure:
@@ -155,37 +176,20 @@ def dataset_figure(
     if not timed:
         figure.text(0.5, 0.5, f"all {len(samples)} samples failed", ha="center")
         return figure
-    total = np.array([s.total_ms for s in timed])
-    coverage.scatter([len(s.request.shards) for s in timed], total, s=6)
-    coverage.set(title="coverage", xlabel="shards an op", ylabel="forward + backward ms", yscale="log")
-    noise.scatter(total, [100 * _relative_spread(s) for s in timed], s=6)
-    noise.set(
-        title="noise of repeats",
-        xlabel="ms",
-        ylabel="interquartile range, % of median",
-        xscale="log",
-        yscale="log",
-    )
-    began = min((s.measured_at for s in timed), default=0.0)
-    drift.scatter(
-        [(s.measured_at - began) / 60 for s in timed], [s.slowdown for s in timed], s=6, label="all samples"
-    )
+    began, groups = min(s.measured_at for s in timed), repeats[has_reference_op(repeats) :]
+    for axes, points, labels in (
+        (coverage, [(len(s.request.shards), s.total_ms) for s in timed], _COVERAGE),
+        (noise, [(s.total_ms, 100 * _relative_spread(s)) for s in timed], _NOISE),
+        (drift, [((s.measured_at - began) / 60, s.slowdown) for s in timed], _DRIFT),
+        (again, [(g[0].total_ms, 100 * (g[-1].total_ms / g[0].total_ms - 1)) for g in groups], _AGAIN),
+    ):
+        axes.scatter(*np.reshape(points, (-1, 2)).T, s=6, label="all samples")
+        axes.set(**labels)
     if repeats:
         usual = np.median([s.total_ms for s in repeats[0]])
-        drift.scatter(
-            [(s.measured_at - began) / 60 for s in repeats[0]],
-            [s.total_ms * s.slowdown / usual for s in repeats[0]],
-            s=12,
-            label="the most often timed, at the clock's slowdown",
-        )
+        points = [((s.measured_at - began) / 60, s.total_ms * s.slowdown / usual) for s in repeats[0]]
+        drift.scatter(*np.transpose(points), s=12, label="the most often timed, at the clock's slowdown")
         drift.legend()
-        groups = repeats[has_reference_op(repeats) :]
-        changes = [100 * (g[-1].total_ms / g[0].total_ms - 1) for g in groups]
-        again.scatter([g[0].total_ms for g in groups], changes, s=6)
-    drift.set(title="drift: how slow the machine was", xlabel="minutes", ylabel="slowdown, 1 is usual")
-    again.set(
-        title="last against first timing of a sample", xlabel="ms", ylabel="difference, %", xscale="log"
-    )
     return figure
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from shardcore.cost.known_errors import error_bands
 from shardcore.cost.model import CostModel
 from shardcore.cost.profile import MEASUREMENTS
 from shardcore.plans.hot_drift import HotDrift
-from shardcore.report.figures import figure_with_panels
+from shardcore.report.figures import Figure, figure_with_panels
 from shardcore.report.text import records_table, text_table
 from shardcore.search.decisions.driver import Entry, Found, Ledger, Outcome
 from shardcore.search.decisions.memory_tiers import least_link_ms, link_ms_savings, tiers_of_tables
@@ -22,9 +22,6 @@ from shardcore.search.decisions.towers import with_towers_of_plan
 from shardcore.step.lower import lower
 from shardcore.step.memory import size_text
 from shardcore.tables.hot_rows import HOT
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 MOST_ENTRIES = 30
 """The most proposals of a decision that are shown, without the best."""

@@ -5,40 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from shardcore.core.errors import ShardCoreError
-from shardcore.core.step_cost import StepCost
 from shardcore.core.types import Plan, Problem
 from shardcore.cost.model import CostModel, price
 from shardcore.io.writing import write_atomic
-from shardcore.report.figures import figure_with_panels, png_bytes, svg_text
+from shardcore.plans.decisions import Version
+from shardcore.report.figures import Axes, Figure, figure_with_panels, png_bytes, svg_text
 from shardcore.report.plan_explorer import PARTS
 from shardcore.step.lower import lower
 from shardcore.step.memory import usable_bytes
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
 _MOST_TICKS = 16
-
-
-@dataclass(frozen=True)
-class DeviceLoad:
-    """ms and bytes of each of D devices under a plan.
-
-    memory_bytes: [D] bytes that each needs.
-    free_bytes: [D] bytes that each may hold.
-    name: name of the plan, where there are several.
-    """
-
-    cost: StepCost
-    memory_bytes: Sequence[int]
-    free_bytes: Sequence[int]
-    name: str = ""
+_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (1, "bytes"))
 
 
 @dataclass(frozen=True)
@@ -77,36 +58,39 @@ def plot(plan: Plan, problem: Problem, model: CostModel, before: Plan | None = N
         shardcore.plot(plan, problem, model)
         shardcore.plot(plan, problem, model).save("plan.svg")
     """
-    free, loads = usable_bytes(problem), []
-    for shown, name in ((before, "before"), (plan, "after")):
-        if shown is not None:
-            workload = lower(shown, problem)
+    shown = []
+    for drawn, name in ((before, "before"), (plan, "after")):
+        if drawn is not None:
+            workload = lower(drawn, problem)
             cost = price(workload, model)
-            by = shown.provenance.get("algorithm", "an unknown algorithm")
+            by = drawn.provenance.get("algorithm", "an unknown algorithm")
             words = f"{name}, by {by}: {cost.total_ms:.2f} ms a step" * (before is not None)
-            loads.append(DeviceLoad(cost, workload.memory_bytes, free, words))
-    return Picture(device_figure(loads))
+            shown.append(Version(words, drawn, cost, workload.memory_bytes))
+    return Picture(device_figure(problem, shown))
 
 
-def device_figure(loads: Sequence[DeviceLoad]) -> Figure:
-    """Figure with two panels for each load: stacked step parts by device, and memory used."""
-    made, of_loads = figure_with_panels((11, 3.4 * len(loads)), len(loads), 2)
+def device_figure(problem: Problem, plans: Sequence[Version]) -> Figure:
+    """Figure with two panels for each plan of a problem: stacked step parts by device, and memory used."""
+    n = len(plans)
+    made, panels = figure_with_panels((11, 3.4 * n), n, 2)
     # The legends are wider than their panels, for which a constrained layout would leave room.
     made.set_layout_engine(None)
-    made.subplots_adjust(0.06, 0.14 / len(loads), 0.99, 1 - 0.08 / len(loads), 0.16, 0.35)
-    for load, costs, memory in zip(loads, of_loads[::2], of_loads[1::2], strict=True):
-        _draw_step_parts(costs, load, max(max(x.cost.device_ms) for x in loads))
-        _draw_memory(memory, load)
+    made.subplots_adjust(0.06, 0.14 / n, 0.99, 1 - 0.08 / n, 0.16, 0.35)
+    for plan, costs, memory in zip(plans, panels[::2], panels[1::2], strict=True):
+        _draw_step_parts(costs, plan, max(max(x.cost.device_ms) for x in plans))
+        _draw_memory(memory, plan.memory_bytes, usable_bytes(problem))
     return made
 
 
-def _draw_step_parts(axes: Axes, load: DeviceLoad, most_ms: float) -> None:
-    below = np.zeros(len(load.memory_bytes))
+def _draw_step_parts(axes: Axes, plan: Version, most_ms: float) -> None:
+    below = np.zeros(len(plan.memory_bytes))
     for label, name, color in PARTS:
-        below = _draw_bars(axes, np.array(getattr(load.cost, name)), below, color, label)
+        heights = np.array(getattr(plan.cost, name))
+        _draw_bars(axes, heights, color, label, below)
+        below += heights
     # Plans under each other have one scale. Room above the bars, for the name.
-    axes.set(ylabel="ms of one step", xlabel="device", ylim=(0, most_ms * (1.18 if load.name else 1.05)))
-    axes.text(0.01, 0.99, load.name, transform=axes.transAxes, va="top", weight="bold")
+    axes.set(ylabel="ms of one step", xlabel="device", ylim=(0, most_ms * (1.18 if plan.name else 1.05)))
+    axes.text(0.01, 0.99, plan.name, transform=axes.transAxes, va="top", weight="bold")
     axes.legend(
         frameon=False,
         fontsize=8,
@@ -119,36 +103,19 @@ def _draw_step_parts(axes: Axes, load: DeviceLoad, most_ms: float) -> None:
     )
 
 
-def _draw_memory(axes: Axes, load: DeviceLoad) -> None:
+def _draw_memory(axes: Axes, used_bytes: Sequence[int], free_bytes: Sequence[int]) -> None:
     # The largest unit in which the fullest device reads as 1 or more.
-    unit, name = next(
-        (u, n)
-        for u, n in ((2**30, "GiB"), (2**20, "MiB"), (1, "bytes"))
-        if max(load.free_bytes) >= u or u == 1
-    )
-    free = np.array(load.free_bytes) / unit
-    used = np.array(load.memory_bytes) / unit
-    _draw_bars(axes, free, np.zeros(len(free)), "#eeeeee", "may be used")
-    _draw_bars(axes, used, np.zeros(len(free)), "#228833", "used")
+    unit, name = next((u, n) for u, n in _UNITS if max(free_bytes) >= u or u == 1)
+    _draw_bars(axes, np.array(free_bytes) / unit, "#eeeeee", "may be used")
+    _draw_bars(axes, np.array(used_bytes) / unit, "#228833", "used")
     axes.set(ylabel=f"memory, {name}", xlabel="device")
     axes.legend(frameon=False, fontsize=8, ncols=2, loc="lower right", bbox_to_anchor=(1.0, 1.0))
 
 
-def _draw_bars(axes: Axes, heights: np.ndarray, below: np.ndarray, color: str, label: str) -> np.ndarray:
-    """Draw one layer of stacked bars on top of `below`, and return the new tops."""
+def _draw_bars(
+    axes: Axes, heights: np.ndarray, color: str, label: str, below: np.ndarray | float = 0.0
+) -> None:
+    """Draw a bar of each device, on top of those below."""
     n = len(heights)
-    # One outline per layer: a rectangle per device would bloat the SVG of 1,000 devices.
-    edges = np.column_stack([np.arange(n) - 0.4, np.arange(n) + 0.4]).ravel()
-    tops, base = (np.column_stack([x, np.full(n, np.nan)]).ravel()[:-1] for x in (below + heights, below))
-    axes.stairs(
-        np.nan_to_num(tops),
-        edges,
-        baseline=np.nan_to_num(base),
-        fill=True,
-        color=color,
-        label=label,
-        linewidth=0,
-    )
-    axes.set_xlim(-0.7, n - 0.3)
-    axes.set_xticks(np.arange(0, n, -(-n // _MOST_TICKS)))
-    return below + heights
+    axes.bar(range(n), heights, bottom=below, color=color, label=label)
+    axes.set(xlim=(-0.7, n - 0.3), xticks=range(0, n, -(-n // _MOST_TICKS)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +14,13 @@ from shardcore.io.writing import write_atomic
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+else:  # matplotlib is an extra: modules name its types by this one, and need none of it until they draw
+    Axes = Figure = Any
 
 _POWER = re.compile(r"\$\\mathdefault\{\d*(\\times)?10\^\{[-\u2212]?\d+\}\}\$")
 """Formula that matplotlib itself writes at a logarithmic axis."""
+DAY_S = 86400
+"""Seconds of a day, of which matplotlib's axes of dates count those since 1970."""
 
 
 def figure_with_panels(
@@ -27,13 +31,27 @@ def figure_with_panels(
     size: width and height in inches.
     options: keyword arguments of `Figure.subplots`.
     """
-    from matplotlib.figure import Figure  # without pyplot: no global state, no display
+    from matplotlib import figure as figures  # without pyplot: no global state, no display
 
-    figure = Figure(figsize=size, layout="constrained")
+    figure = figures.Figure(figsize=size, layout="constrained")
     made = list(figure.subplots(rows, columns, squeeze=False, **options).flat)
     for axes in made:
         axes.spines[["top", "right"]].set_visible(False)
     return figure, made
+
+
+def draw_over_time(
+    axes: Axes, points: Iterable[tuple[float, float | None]], style: str, **options: Any
+) -> None:
+    """Draw those (Unix s, value) whose value is known, with a legend. Without one, draw nothing.
+
+    options: keyword arguments of `Axes.plot`, with a label.
+    """
+    known = [(unix_s / DAY_S, value) for unix_s, value in points if value is not None]
+    if known:
+        axes.plot(*zip(*known, strict=True), style, **options)
+        axes.xaxis_date()
+        axes.legend(frameon=False, fontsize=8, ncols=4)
 
 
 def png_bytes(figure: Figure) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardcore.core.types import Problem
+from shardcore.core.types import Problem, Table
 from shardcore.core.validation import require
 from shardcore.report.text import records_table
 from shardcore.step.access import lookup_count
@@ -18,20 +18,8 @@ def heat_table(problem: Problem, held: float) -> str:
     held: share of each table's rows that the cache has.
     """
     require(0 <= held <= 1, f"the cache holds a share of {held:g} of the rows; it needs to be within 0 and 1")
-    heats, batch = [], problem.global_batch
-    for table in problem.tables:
-        if lookup_count(table, batch) == 0:
-            heats.append((0.0, 0.0, table, 0.0))
-            continue
-        [heat] = heat_of_tables([table], batch, unseen=True)
-        heats.append(
-            (
-                heat.unique_rows,
-                float(heat.missed_rows(held * table.rows)),
-                table,
-                heat.fewest_rows_with_share(_MOST),
-            )
-        )
+    batch = problem.global_batch
+    heats = [(*_touched_missed_hot(table, batch, held), table) for table in problem.tables]
     n_devices = len(problem.topology)
     uneven = any(t.row_shares for t in problem.tables) and n_devices > 1
     heats.sort(key=lambda x: -x[0])
@@ -51,9 +39,9 @@ def heat_table(problem: Problem, held: float) -> str:
                 else {}
             ),
         }
-        for touched, missed, table, hot in heats
+        for touched, missed, hot, table in heats
     ]
-    all_touched, all_missed = (sum(x[i] for x in heats) for i in (0, 1))
+    all_touched, all_missed = sum(x[0] for x in heats), sum(x[1] for x in heats)
     share = all_missed / all_touched if all_touched else 0.0
     return "\n".join(
         [
@@ -63,3 +51,11 @@ def heat_table(problem: Problem, held: float) -> str:
             f"table (LRU) has to fetch {all_missed:,.0f} of them ({share:.0%}).",
         ]
     )
+
+
+def _touched_missed_hot(table: Table, batch: int, held: float) -> tuple[float, float, float]:
+    """Rows that a batch touches, those of them that a cache has to fetch, and the fewest with _MOST of the lookups."""
+    if lookup_count(table, batch) == 0:
+        return 0.0, 0.0, 0.0
+    [heat] = heat_of_tables([table], batch, unseen=True)
+    return heat.unique_rows, float(heat.missed_rows(held * table.rows)), heat.fewest_rows_with_share(_MOST)

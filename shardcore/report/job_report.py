@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from shardcore.core.step_cost import PARTS, StepCost
@@ -28,15 +29,17 @@ def traced_step_text(job: TracedJob) -> str:
     """Table of the parts of a job's last traced step in ms, for each rank."""
     step = job.steps[-1]
     shown = _ranks_to_show(step)
-    rows = [
+    parts = [
         [part.words, *(f"{rank.ms.get(name, 0.0):.2f}" for rank in shown)]
         for name, part in TRACED_PARTS.items()
         if any(rank.ms.get(name) for rank in shown)
     ]
-    rows.append(["step", *(f"{rank.total_ms:.2f}" for rank in shown)])
-    rows.append(["named", *(f"{rank.recognised_share:.1%}" for rank in shown)])
-    rows.append(["hidden transfers", *(f"{rank.hidden_ms:.2f}" for rank in shown)])
-    table = text_table(["ms", *(f"rank {rank.rank}" for rank in shown)], rows)
+    sums = [
+        ["step", *(f"{rank.total_ms:.2f}" for rank in shown)],
+        ["named", *(f"{rank.recognised_share:.1%}" for rank in shown)],
+        ["hidden transfers", *(f"{rank.hidden_ms:.2f}" for rank in shown)],
+    ]
+    table = text_table(["ms", *(f"rank {rank.rank}" for rank in shown)], [*parts, *sums])
     left = len(step.ranks) - len(shown)
     return table + f"\nand {left} more ranks" * (left > 0) + _missing_ranks_text(step, "\n")
 
@@ -84,27 +87,24 @@ def bottleneck_sentence(step: TracedStep) -> str:
         if more_ms < max(waits) / 2:
             return f"{first}, which began the step later.{missing}"
         return f"{first}: its {WORDS[name]} took {more_ms:.1f} ms more than those of others.{missing}"
-    parts = {name: part.words for name, part in TRACED_PARTS.items() if name != UNNAMED}
-    name = max(parts, key=lambda name: _mean_part_ms(step, name))
-    ms = _mean_part_ms(step, name)
+    mean_ms = {
+        name: sum(rank.ms.get(name, 0.0) for rank in step.ranks) / len(step.ranks)
+        for name in TRACED_PARTS
+        if name != UNNAMED
+    }
+    name, ms = max(mean_ms.items(), key=lambda x: x[1])
     return (
-        f"Most of the step goes to {parts[name]}: {ms:.1f} ms of {step.total_ms:.1f} "
+        f"Most of the step goes to {TRACED_PARTS[name].words}: {ms:.1f} ms of {step.total_ms:.1f} "
         f"({ms / step.total_ms:.0%}).{missing}"
     )
 
 
 def unrecognised_kernels_text(step: TracedStep) -> str:
     """Names of kernels in a trace that no step part claims, with their mean ms over ranks; "" if there are none."""
-    totals: dict[str, float] = {}
+    total_ms: Counter[str] = Counter()
     for rank in step.ranks:
-        for name, ms in rank.names_ms.items():
-            totals[name] = totals.get(name, 0.0) + ms / len(step.ranks)
-    longest = sorted(totals.items(), key=lambda x: -x[1])[:5]
-    return "; ".join(f"{name[:60]} {ms:.2f} ms" for name, ms in longest)
-
-
-def _mean_part_ms(step: TracedStep, name: str) -> float:
-    return sum(rank.ms.get(name, 0.0) for rank in step.ranks) / len(step.ranks)
+        total_ms.update(rank.names_ms)
+    return "; ".join(f"{name[:60]} {ms / len(step.ranks):.2f} ms" for name, ms in total_ms.most_common(5))
 
 
 def _ranks_to_show(step: TracedStep) -> list[RankStep]:

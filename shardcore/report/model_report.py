@@ -15,14 +15,11 @@ from shardcore.core import links
 from shardcore.cost import accuracy, collective_model, known_errors, ranges, replay_metrics
 from shardcore.cost.metrics import kendall_tau, mape
 from shardcore.cost.neural import NeuralModel
-from shardcore.report.figures import figure_with_panels
+from shardcore.report.figures import Axes, Figure, figure_with_panels
 from shardcore.report.text import markdown_table
 from shardcore.step.kinds import CHANNELS, kinds_of_channel
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
     from shardcore.cost.study import LearningCurve  # imports torch
 
 
@@ -58,41 +55,14 @@ class StudyResults:
 
 def prediction_scatter_figure(measured_ms: np.ndarray, predicted_ms: np.ndarray, title: str) -> Figure:
     """Scatter of predicted over measured ms [S] on log axes, with the line of equality and ±10%."""
-    figure, (axes,) = _titled_figure(title)
-    axes.scatter(measured_ms, predicted_ms, s=8, alpha=0.6, linewidths=0)
-    _draw_equality(
-        axes,
-        np.concatenate([measured_ms, predicted_ms]),
+    words = (
         f"{len(measured_ms):,} groups\nmean absolute error {mape(predicted_ms, measured_ms):.1f}%\n"
-        f"Kendall tau {kendall_tau(predicted_ms, measured_ms):.3f}",
+        f"Kendall tau {kendall_tau(predicted_ms, measured_ms):.3f}"
     )
+    figure, axes = _equality_figure(title, np.concatenate([measured_ms, predicted_ms]), words)
+    axes.scatter(measured_ms, predicted_ms, s=8, alpha=0.6, linewidths=0)
     axes.set(xlabel="measured ms", aspect="equal")
     axes.legend(loc="upper left", frameon=False)
-    return figure
-
-
-def error_by_size_figure(
-    measured_ms: np.ndarray, predicted_ms: np.ndarray, shards: np.ndarray, title: str
-) -> Figure:
-    """Figure of relative errors [S] over measured ms, and over the number of shards in the op."""
-    figure, by = _titled_figure(title, columns=2)
-    error = 100 * (predicted_ms / measured_ms - 1)
-    # A few outliers would squeeze the rest into a line.
-    limit = max(10.0, 1.1 * float(np.percentile(abs(error), 99)))
-    for axes, x, label in zip(by, (measured_ms, shards), ("measured ms", "shards in the op"), strict=True):
-        axes.axhline(0, color="0.4", linewidth=1)
-        axes.scatter(x, np.clip(error, -limit, limit), s=6, alpha=0.35, linewidths=0)
-        bins = _equal_count_bins(x)
-        at = [np.median(x[b]) for b in bins]
-        low, middle, high = np.array([np.percentile(error[b], [10, 50, 90]) for b in bins]).T
-        axes.fill_between(
-            at, low, high, color="C1", alpha=0.25, linewidth=0, label="80% of groups of like size"
-        )
-        axes.plot(at, middle, color="C1", marker="o", markersize=4, label="their median")
-        axes.set(xscale="log", xlabel=label, ylim=(-limit, limit))
-        _use_plain_ticks(axes, "x")
-    by[0].set_ylabel("predicted − measured, % of measured")
-    by[0].legend(loc="lower left", frameon=False)
     return figure
 
 
@@ -102,19 +72,16 @@ def replay_scatter_figure(rows: Sequence[replay_metrics.ReplayRecord], title: st
     A colour marks the algorithm. A line joins the plans of a problem. Bars are 95% intervals of replays. The
     line of equality and ±10% are drawn too.
     """
-    figure, (axes,) = _titled_figure(title)
-    figure.set_figwidth(8)
     predicted, replayed, noise = (
         np.array([getattr(r, k) for r in rows]) for k in ("predicted_ms", "replayed_ms", "noise_ms")
     )
     found = replay_metrics.flat_metrics(rows)
     tau = f"\nKendall tau within problems {found['kendall_tau']:.2f}" if "kendall_tau" in found else ""
-    _draw_equality(
-        axes,
-        np.concatenate([predicted, replayed]),
+    words = (
         f"{found['plans']:.0f} plans of {found['problems']:.0f} problems\nmean absolute error "
-        f"{found['mape']:.1f}%{tau}\nregret {found['regret']:.1f}%",
+        f"{found['mape']:.1f}%{tau}\nregret {found['regret']:.1f}%"
     )
+    figure, axes = _equality_figure(title, np.concatenate([predicted, replayed]), words, width=8)
     axes.set(xlabel="replayed ms")
     for problem in dict.fromkeys(r.problem for r in rows):
         own = sorted((r.replayed_ms, r.predicted_ms) for r in rows if r.problem == problem)
@@ -140,41 +107,25 @@ def replay_scatter_figure(rows: Sequence[replay_metrics.ReplayRecord], title: st
 _MARKERS = "osv"
 
 
-def _titled_figure(title: str, columns: int = 1) -> tuple[Figure, list[Axes]]:
-    figure, made = figure_with_panels((6.4 if columns == 1 else 11, 4.8), columns=columns, sharey=True)
+def _equality_figure(title: str, ms: np.ndarray, words: str, width: float = 6.4) -> tuple[Figure, Axes]:
+    """Figure of log axes over the range of `ms`, with the line of equality, ±10%, and a text in a corner."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    figure, [axes] = figure_with_panels((width, 4.8))
     figure.suptitle(title)
-    for axes in made:
-        axes.grid(color="0.92", linewidth=0.8)
-        axes.set_axisbelow(True)
-    return figure, made
-
-
-def _draw_equality(axes: Axes, ms: np.ndarray, words: str) -> None:
-    """Draw the line of equality and ±10% on log axes over the range of `ms`, and a text in a corner."""
+    axes.grid(color="0.92", linewidth=0.8)
+    axes.set_axisbelow(True)
     line = np.array([ms.min() * 0.9, ms.max() * 1.1])
     axes.fill_between(line, line * 0.9, line * 1.1, color="0.85", label="±10%", zorder=0)
     axes.plot(line, line, color="0.4", linewidth=1)
     axes.set(xscale="log", yscale="log", ylabel="predicted ms", xlim=line, ylim=line)
-    _use_plain_ticks(axes)
-    axes.text(0.97, 0.03, words, transform=axes.transAxes, ha="right", va="bottom")
-
-
-def _use_plain_ticks(axes: Axes, ways: str = "xy") -> None:
-    """Write plain numbers instead of powers of ten on log axes."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    for way in ways:
-        axis = getattr(axes, f"{way}axis")
+    for axis in (axes.xaxis, axes.yaxis):
+        # Plain numbers instead of powers of ten.
         axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,g}"))
         axis.set_minor_formatter(NullFormatter())
-
-
-def _equal_count_bins(x: np.ndarray) -> list[np.ndarray]:
-    """Indices of [S] values in 1 to 12 bins with about 40 values or more each. Equal values share a bin."""
-    edges = np.unique(np.quantile(x, np.linspace(0, 1, int(np.clip(len(x) // 40, 1, 12)) + 1)))
-    place = np.searchsorted(edges[1:-1], x, side="right")
-    return [np.flatnonzero(place == i) for i in np.unique(place)]
+    axes.text(0.97, 0.03, words, transform=axes.transAxes, ha="right", va="bottom")
+    return figure, axes
 
 
 # --- words -----------------------------------------------------------------------------------------------

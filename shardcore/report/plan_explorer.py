@@ -17,6 +17,7 @@ from shardcore.core.types import Placement, Problem
 from shardcore.plans.decisions import Version
 from shardcore.plans.diff import diff_plans
 from shardcore.plans.what_if import OF_TABLE, WhatIf
+from shardcore.report.html import note_html
 from shardcore.step.memory import usable_bytes
 
 PARTS = (
@@ -84,12 +85,15 @@ def _bottleneck_device(version: Version) -> int:
 
 
 def explorer_html(now: Version, problem: Problem, before: Version | None = None) -> str:
-    """Interactive part of a plan's page, as HTML; "" for plans too large for browsers.
+    """Interactive part of a plan's page, as HTML; a note for plans too large for browsers.
 
     before: a plan of the same devices to compare with.
     """
     if len(problem.tables) > MOST_TABLES or len(problem.topology) > MOST_DEVICES:
-        return ""
+        return note_html(
+            f"Devices and tables are not drawn beyond {MOST_TABLES:,} tables or {MOST_DEVICES:,} devices, as browsers "
+            "would take too long: shardcore price lists the devices."
+        )
     # What is in the page cannot end the element that it is in.
     data = json.dumps(_page_data(now, problem, before), separators=(",", ":")).replace("<", "\\u003c")
     moved = (

@@ -5,22 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from shardcore.core.html import html_table
+from shardcore.core.html import MOST_ROWS, first_rows_html, html_table
 from shardcore.core.types import Problem
 from shardcore.plans.decisions import Decision, Version, version_name
 from shardcore.plans.diff import Diff, diff_plans
 from shardcore.plans.words import moves_summary, time_text
 from shardcore.report import plan_report
-from shardcore.report.device_figures import DeviceLoad, device_figure
-from shardcore.report.figures import svg_text
 from shardcore.report.html import html_page, note_html
 from shardcore.report.plan_explorer import STYLE, bottleneck_sentence, explorer_html, script_policy
 from shardcore.report.text import percent_change
 from shardcore.search.explain import Explanation
 from shardcore.step.memory import size_text
 
-MOST_ROWS = 12
-"""Rows of a table. The page says how many more there are."""
 _REFUSED = ' <span class="warn">(considered, not taken)</span>'
 
 
@@ -42,8 +38,6 @@ def published_version_page(
     decision = decisions[0]
     refused = "" if now.name == version_name(decision.current) else _REFUSED
     what = "the embeddings and the dense part" if explained.cost.dense_ms else "the embeddings"
-    explored = explorer_html(now, problem, before)
-    load = DeviceLoad(explained.cost, explained.memory_bytes, explained.free_bytes)
     return html_page(
         f"{problem.name}, {now.name}",
         [
@@ -55,16 +49,20 @@ def published_version_page(
             f"{escape(decision.reason)}.</p>",
             *([_extrapolation_warning(now.cost.extrapolated)] if now.cost.extrapolated else []),
             f'<p class="glance">{escape(bottleneck_sentence(now))}</p>',
-            explored or f"<figure>{svg_text(device_figure([load]))}</figure>",
+            explorer_html(now, problem, before),
             "<h2>What bounds it</h2>",
             *(f"<p>{escape(line)}</p>" for line in plan_report.explanation_sentences(explained)),
-            _shards_html(explained),
+            first_rows_html(
+                f"Shards on device {explained.device}, the one that saves most without it first",
+                ("shard", "kind", "without it, ms less", "weights"),
+                [(s.shard, s.kind, f"{s.saves_ms:.3f}", size_text(s.bytes)) for s in explained.shards],
+            ),
             html_table(plan_report.MEMORY_HEADERS, plan_report.memory_rows(explained)),
             note_html(plan_report.peak_moment_text(explained)),
             "<h2>Instead</h2>",
             html_table(("", "ms", "against this plan"), plan_report.alternative_rows(explained)),
             note_html(explained.searched),
-            *(["<h2>Against the version before</h2>", _moves_html(moves)] if moves is not None else []),
+            *([_moves_html(moves)] if moves is not None else []),
             "<h2>Decisions</h2>",
             html_table(
                 plan_report.DECISION_HEADERS,
@@ -123,23 +121,10 @@ def _extrapolation_warning(extrapolated: Sequence[str]) -> str:
     return f'<p class="warn">Beyond what was measured: {escape("; ".join(extrapolated))}.</p>'
 
 
-# --- tables ----------------------------------------------------------------------------------------------
-
-
-def _shards_html(x: Explanation) -> str:
-    shown = [(s.shard, s.kind, f"{s.saves_ms:.3f}", size_text(s.bytes)) for s in x.shards[:MOST_ROWS]]
-    headers = (f"on device {x.device}", "kind", "without it, ms less", "weights")
-    return html_table(headers, shown) + _remaining_rows_note(len(x.shards))
-
-
 def _moves_html(moves: Diff) -> str:
-    rows = plan_report.move_rows(moves)[:MOST_ROWS]
-    listed = html_table(plan_report.MOVES_HEADERS, rows, words=(2, 3, 4)) if rows else ""
+    """Section on what moves between a version and the one before; without a table where nothing does."""
     summary = moves_summary(moves)
-    return (
-        f"<p>{escape(summary[0].upper() + summary[1:])}.</p>{listed}{_remaining_rows_note(len(moves.moves))}"
-    )
-
-
-def _remaining_rows_note(n: int) -> str:
-    return note_html(f"and {n - MOST_ROWS} more") if n > MOST_ROWS else ""
+    rows = plan_report.move_rows(moves)
+    words = f"{summary[0].upper()}{summary[1:]}."
+    table = first_rows_html(words, plan_report.MOVES_HEADERS, rows, words=(2, 3, 4))
+    return f"<h2>Against the version before</h2>{table if rows else f'<p>{escape(words)}</p>'}"

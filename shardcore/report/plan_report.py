@@ -13,7 +13,7 @@ from shardcore.plans.drift import Drift
 from shardcore.plans.replan import ReplanConfig
 from shardcore.plans.words import count_text, moves_phrases, moves_summary, threshold_text, time_text
 from shardcore.report.plan_explorer import PARTS, bottleneck_sentence
-from shardcore.report.text import device_table, percent_change, text_table
+from shardcore.report.text import device_table, number_text, percent_change, text_table
 from shardcore.search.explain import Explanation
 from shardcore.step.kinds import device_names, layout_of_kind
 from shardcore.step.memory import size_text, usable_bytes
@@ -219,8 +219,8 @@ def placement_text(placements: Iterable[Placement]) -> str:
     """Placement of a table in words: devices, columns if cut, and how devices share the rows."""
     words = []
     for p in sorted(placements, key=lambda p: p.shard.col_lo):
-        lo, hi, dim = p.shard.col_lo, p.shard.col_hi, p.shard.table.dim
-        columns = f" columns {lo}:{hi} of {dim}" * (hi - lo < dim)
+        s = p.shard
+        columns = f" columns {s.col_lo}:{s.col_hi} of {s.table.dim}" * (s.width < s.table.dim)
         words.append(
             f"{device_names(p.devices)}{columns}{f', {layout_of_kind(p.kind).words}' * (len(p.devices) > 1)}"
         )
@@ -260,8 +260,8 @@ def decision_row(x: Decision) -> tuple[str, ...]:
         time_text(x.decided_at),
         x.outcome,
         x.current,
-        _ms_text(x.total_ms),
-        _ms_text(x.candidate_ms),
+        number_text(x.total_ms),
+        number_text(x.candidate_ms),
         f"version {model}{f', data {data}' * bool(data)}" if model else "-",
         x.reason,
     )
@@ -270,7 +270,3 @@ def decision_row(x: Decision) -> tuple[str, ...]:
 def decision_history_text(decisions: Iterable[Decision]) -> str:
     rows = [decision_row(x) for x in decisions]
     return text_table(DECISION_HEADERS, rows, words=(DECISION_HEADERS.index("reason"),))
-
-
-def _ms_text(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"

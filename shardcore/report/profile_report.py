@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from shardcore.cost.known_errors import NOT_MEASURED, law_uncertainties
 from shardcore.cost.profile import RATES, Network, Profile
-from shardcore.report.text import text_table
+from shardcore.report.text import records_table, text_table
 from shardcore.step.memory import size_text
 
 _MOST_REASONS = 10
@@ -14,41 +14,44 @@ _MOST_REASONS = 10
 
 def profiles_text(profiles: Iterable[Profile]) -> str:
     """Table of hardware profiles, a row each."""
-    headers = (
-        "profile",
-        "memory",
-        "GB/s of it",
-        "error of ops",
-        "of collectives",
-        "rates timed",
-        "device names",
-    )
     rows = [
-        (
-            profile.name,
-            size_text(profile.memory_bytes),
-            f"{profile.rates['hbm_gbps'].value:,.0f}",
-            *(f"±{error:.0%}" for error in law_uncertainties(profile)),
-            f"{sum('fitted to' in rate.source for rate in profile.rates.values())} of {len(RATES)}",
-            ", ".join(profile.device_names) or "-",
-        )
+        {
+            "profile": profile.name,
+            "memory": size_text(profile.memory_bytes),
+            "GB/s of it": f"{profile.rates['hbm_gbps'].value:,.0f}",
+            "error of ops": f"±{op_error:.0%}",
+            "of collectives": f"±{collective_error:.0%}",
+            "rates timed": f"{sum('fitted to' in x.source for x in profile.rates.values())} of {len(RATES)}",
+            "device names": ", ".join(profile.device_names) or "-",
+        }
         for profile in profiles
+        for op_error, collective_error in [law_uncertainties(profile)]
     ]
     return (
-        f"{text_table(headers, rows, words=(6,))}\n({NOT_MEASURED}; an op or a collective errs by so much, and a step "
+        f"{records_table(rows, words=(6,))}\n({NOT_MEASURED}; an op or a collective errs by so much, and a step "
         "by more, as all its rates are uncertain: plan and price show it)"
     )
 
 
 def networks_text(networks: Iterable[Network]) -> str:
     """Table of networks, a row each."""
-    rates = ("network_gbps", "all_to_all_between_hosts_gbps", "all_reduce_between_hosts_gbps")
+    rates = {
+        "GB/s of a device": "network_gbps",
+        "in all-to-alls": "all_to_all_between_hosts_gbps",
+        "in all-reduces": "all_reduce_between_hosts_gbps",
+    }
     rows = [
-        (x.name, *(f"{x.rates[name].value:.3g}" if name in x.rates else "-" for name in rates), x.words)
+        {
+            "network": x.name,
+            **{
+                words: f"{x.rates[name].value:.3g}" if name in x.rates else "-"
+                for words, name in rates.items()
+            },
+            "links and set-up": x.words,
+        }
         for x in networks
     ]
-    headers = ("network", "GB/s of a device", "in all-to-alls", "in all-reduces", "links and set-up")
-    return text_table(headers, rows, words=(4,))
+    return records_table(rows, words=(4,))
 
 
 def profile_text(profile: Profile, before: Profile | None = None) -> str:

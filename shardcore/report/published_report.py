@@ -1,11 +1,18 @@
-"""Published plans as rows of a table."""
+"""Published plans as rows of a table, and the index page of a store of plans."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+from urllib.parse import quote
 
+from shardcore.core.html import Link, html_table
+from shardcore.plans import store
+from shardcore.plans.decisions import Decision
 from shardcore.plans.publisher import Published
-from shardcore.report.text import percent_change
+from shardcore.plans.words import time_text
+from shardcore.report.html import html_page, note_html
+from shardcore.report.text import number_text, percent_change
 from shardcore.search import compare
 
 HEADERS = (
@@ -43,4 +50,40 @@ def published_plan_row(published: Published) -> tuple[Any, ...]:
         f"{100 * compare.compute_balance(published.cost):.0f}%",
         "a profile" if "profile" in decision.provenance else extrapolated,
         decision.outcome + within,
+    )
+
+
+_INDEX_HEADERS = ("problem", "ms of a step", "model", "decided", "outcome")
+
+
+def store_index_page(decisions: Mapping[str, Decision | None]) -> str:
+    """HTML index of a store of plans, with a row for each problem. Links are relative to the store.
+
+    decisions: the last decision on each problem. None: it cannot be read.
+    """
+    return html_page(
+        "Published plans",
+        [
+            "<h1>Published plans</h1>",
+            f'<p><a href="{store.MODELS}">Versions of the cost model</a> · '
+            f'<a href="{store.REPORT}">The last publish</a></p>',
+            html_table(
+                _INDEX_HEADERS, [_problem_row(*of) for of in sorted(decisions.items())], words=(2, 3, 4)
+            ),
+            note_html("Costs are those that the model of that time predicted."),
+        ],
+    )
+
+
+def _problem_row(name: str, decision: Decision | None) -> tuple[Any, ...]:
+    if decision is None:
+        return name, "cannot be read", "", "", ""
+    model, profile = (decision.provenance.get(key) for key in ("model_version", "profile"))
+    by = f"{decision.provenance.get('model')}, {profile}" if profile else f"version {model}" if model else "-"
+    return (
+        Link(name, f"{quote(name)}/versions/{quote(decision.current)}/{store.PAGE}"),
+        number_text(decision.total_ms),
+        by,
+        time_text(decision.decided_at),
+        decision.outcome,
     )

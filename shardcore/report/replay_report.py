@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from shardcore.core.step_cost import StepCost
 from shardcore.io.measurements import StepSample
-from shardcore.report.text import device_table, percent_change, text_table
+from shardcore.report.text import device_table, percent_change, records_table
 
 
 def replay_text(
@@ -17,25 +17,26 @@ def replay_text(
     names: names of the plans.
     predicted: cost that a model predicted for each. None: there is no model.
     """
-    headers = ["plan", "measured ms", "middle half of the steps", "slowest device"]
+    replays = list(zip(names, measured, predicted or [None] * len(measured), strict=True))
     rows = [
-        [
-            name,
-            f"{sample.total_ms:.3f}",
-            f"{sample.step.q1_ms:.3f} to {sample.step.q3_ms:.3f}",
-            sample.device_ms.index(max(sample.device_ms)),
-        ]
-        for name, sample in zip(names, measured, strict=True)
+        {
+            "plan": name,
+            "measured ms": f"{sample.total_ms:.3f}",
+            **(_prediction_cells(sample, cost) if cost else {}),
+            "middle half of the steps": f"{sample.step.q1_ms:.3f} to {sample.step.q3_ms:.3f}",
+            "slowest device": sample.device_ms.index(max(sample.device_ms)),
+        }
+        for name, sample, cost in replays
     ]
-    if predicted:
-        headers[2:2] = ["predicted ms", "error"]
-        for row, sample, cost in zip(rows, measured, predicted, strict=True):
-            row[2:2] = [f"{cost.total_ms:.3f}", percent_change(cost.total_ms, sample.total_ms)]
-    parts = [text_table(headers, rows)]
-    costs = predicted or [None] * len(measured)
-    for name, sample, cost in zip(names, measured, costs, strict=True):
-        parts.append(f"{name}, ms of each device\n{_replayed_devices_table(sample, cost)}")
-    return "\n\n".join(parts)
+    devices = (
+        f"{name}, ms of each device\n{_replayed_devices_table(sample, cost)}"
+        for name, sample, cost in replays
+    )
+    return "\n\n".join([records_table(rows), *devices])
+
+
+def _prediction_cells(sample: StepSample, cost: StepCost) -> dict[str, str]:
+    return {"predicted ms": f"{cost.total_ms:.3f}", "error": percent_change(cost.total_ms, sample.total_ms)}
 
 
 def _replayed_devices_table(sample: StepSample, predicted: StepCost | None) -> str:

@@ -34,8 +34,7 @@ def text_table(headers: Sequence[str], rows: Sequence[Sequence[Any]], words: Con
         placed = (c.ljust(w) if left else c.rjust(w) for c, w, left in zip(row, widths, to_left, strict=True))
         return "  ".join(placed).rstrip()
 
-    *all_but_last, last = widths
-    rule = "  ".join("-" * w for w in (*all_but_last, min(last, _LONGEST_RULE)))
+    rule = "  ".join("-" * w for w in (*widths[:-1], min(widths[-1], _LONGEST_RULE)))
     return "\n".join([aligned_line(cells[0]), rule, *map(aligned_line, cells[1:])])
 
 
@@ -55,9 +54,9 @@ def device_table(columns: Mapping[str, Sequence[float | str]], rank: Sequence[fl
     )
 
 
-def records_table(records: Sequence[Mapping[str, Any]]) -> str:
-    """Plain-text table of one or more records with equal keys, which are the headers."""
-    return text_table(list(records[0]), [list(record.values()) for record in records])
+def records_table(records: Sequence[Mapping[str, Any]], words: Container[int] = ()) -> str:
+    """Plain-text table of one or more records with equal keys, which are the headers. words: as of `text_table`."""
+    return text_table(list(records[0]), [list(record.values()) for record in records], words)
 
 
 def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
@@ -73,6 +72,11 @@ def rounded_json(value: Any) -> str:
     """Indented JSON of a value, with floats rounded to seven significant digits."""
     rounded = json.loads(json.dumps(value), parse_float=lambda text: float(f"{float(text):.7g}"))
     return json.dumps(rounded, indent=1)
+
+
+def number_text(value: float | None) -> str:
+    """Number with two digits; "-" where not known."""
+    return "-" if value is None else f"{value:.2f}"
 
 
 def percent_change(new: float, old: float) -> str:

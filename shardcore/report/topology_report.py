@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from shardcore.core.types import Problem
 from shardcore.io import files, writing
+from shardcore.measure.pairs import PairMeasurement
 from shardcore.measure.rank_order import order_ranks, reorder_problem
-
-if TYPE_CHECKING:
-    from shardcore.core.types import Problem
-    from shardcore.measure.pairs import PairMeasurement
 
 
 def write_measured_topology(

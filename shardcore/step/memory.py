@@ -346,7 +346,6 @@ def require_fits(plan: Plan, problem: Problem) -> list[int]:
         f"({', '.join(f'{part} {size_text(parts[part])}' for part in largest)}); it may hold "
         f"{size_text(may_hold[device])}, {size_text(too_much[device])} too little. "
         "It would fit with as much more memory, or less reserved",
-        too_much[device],
     )
 
 

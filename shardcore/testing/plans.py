@@ -12,14 +12,13 @@ from itertools import combinations_with_replacement, product
 
 import numpy as np
 
-from shardcore.core.topology import Device, Topology
 from shardcore.core.types import MIN_WIDTH, Placement, Plan, Problem, Shard, Table
 from shardcore.cost.model import price
 from shardcore.step import memory
 from shardcore.step.kinds import LAYOUTS, possible_groups
 from shardcore.step.lower import lower
 from shardcore.step.ways import consolidate_placements
-from shardcore.testing.problems import BATCH, MIB, draw_random_tables, small_problem_model
+from shardcore.testing.problems import MIB, draw_random_problem, small_problem_model
 from shardcore.torchrec.sharding_plan import torchrec_sharding
 
 
@@ -112,14 +111,7 @@ def all_plans(problem: Problem, columns_alone: bool = False) -> Iterator[Plan]:
 
 def draw_tiny_problem(seed: int) -> Problem:
     """Draw a problem of three small tables on two devices, small enough to enumerate its plans."""
-    rng = np.random.default_rng(seed)
-    speeds = [1.0, 1.0] if seed % 2 else [1.0, 2.0]
-    return Problem(
-        "tiny",
-        draw_random_tables(rng, 3, dims=(4, 8, 16)),
-        Topology(tuple(Device(MIB, s) for s in speeds)),
-        BATCH,
-    )
+    return draw_random_problem(seed, 3, [MIB, MIB], [1.0, 2.0 - seed % 2], dims=(4, 8, 16))
 
 
 @cache

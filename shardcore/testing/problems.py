@@ -16,6 +16,8 @@ from shardcore.step.kinds import LAYOUTS, layout_on_one_device
 
 BATCH = 48
 """Batch of all problems here. 1, 2, 3 and 4 devices divide it."""
+DIMS = (4, 8, 12, 16, 32)
+"""Columns of drawn tables."""
 REPLICATED = tuple(x.name for x in LAYOUTS.values() if x.dense_gradient)
 DIVIDED = tuple(x.name for x in LAYOUTS.values() if x.divides_rows and not x.rows_over)
 CUT_OR_DIVIDED = (*(x.name for x in LAYOUTS.values() if x.is_on_one_device), *DIVIDED)
@@ -50,9 +52,7 @@ def with_room_for_batch(problem: Problem) -> Problem:
     return replace(problem, topology=replace(problem.topology, devices=devices))
 
 
-def draw_random_tables(
-    rng: np.random.Generator, n: int, dims: tuple[int, ...] = (4, 8, 12, 16, 32)
-) -> tuple[Table, ...]:
+def draw_random_tables(rng: np.random.Generator, n: int, dims: tuple[int, ...] = DIMS) -> tuple[Table, ...]:
     """Draw small random tables with Zipf accesses."""
     return tuple(
         Table(
@@ -67,12 +67,19 @@ def draw_random_tables(
 
 
 def draw_random_problem(
-    seed: int, n_tables: int, memory: list[int], speeds: list[float] | None = None, **fields
+    seed: int,
+    n_tables: int,
+    memory: list[int],
+    speeds: list[float] | None = None,
+    dims: tuple[int, ...] = DIMS,
+    **fields,
 ) -> Problem:
-    """Draw a problem of random tables on devices of given memory and speed."""
+    """Draw a problem of random tables on devices of given memory and speed. fields: other fields of the problem."""
     rng = np.random.default_rng(seed)
     devices = tuple(Device(m, s) for m, s in zip(memory, speeds or [1.0] * len(memory), strict=True))
-    return Problem(f"drawn-{seed}", draw_random_tables(rng, n_tables), Topology(devices), BATCH, **fields)
+    return Problem(
+        f"drawn-{seed}", draw_random_tables(rng, n_tables, dims), Topology(devices), BATCH, **fields
+    )
 
 
 def problem_with_slack(seed: int, n_devices: int, slack: float, **fields) -> Problem:

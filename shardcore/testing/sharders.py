@@ -84,12 +84,6 @@ class SharderConformance:
             == price(lower(plan, problem), small_problem_model(problem)).total_ms
         )
 
-    def require_divided_rows(self, problem: Problem, table: Table, devices: tuple[int, ...]) -> None:
-        """Assert that the sharder's plan divides the rows of a table over devices."""
-        [placed] = self.search_checked_plan(problem).placements_by_table()[table.name]
-        assert layout_of_kind(placed.kind).divides_rows
-        assert (placed.shard, placed.devices) == (Shard.whole(table), devices)
-
     def test_plans_are_valid_and_say_where_they_come_from(self) -> None:
         for problem in CASES.values():
             self.require_plan_with_provenance(problem)
@@ -146,18 +140,19 @@ class SharderConformance:
                 tighter = replace(problem, topology=topology, constraints=whole)
                 require_error(Infeasible, lambda: self.search_checked_plan(tighter))  # noqa: B023 (called at once)
 
-    def test_a_table_of_which_four_columns_fit_no_device_is_divided_by_rows(self) -> None:
-        large, others = Table("large", 40_000, 8, 1.0), [Table(f"t{i}", 1000, 16, 1.0) for i in range(2)]
-        # Four columns: 640,000 bytes; a third of its rows: 430,000.
-        problem = Problem("tall", (large, *others), Topology((Device(600_000),) * 3), BATCH)
-        self.require_divided_rows(problem, large, problem.topology.ranks)
-
-    def test_rows_of_a_table_pinned_to_a_host_are_divided_over_that(self) -> None:
-        tall, others = Table("tall", 40_000, 4, 1.0), [Table(f"t{i}", 1000, 16, 1.0) for i in range(2)]
-        topology = Topology(tuple(Device(600_000, host=h) for h in "aabbcc"))
-        pinned = Constraints(pinned=(("tall", ("b",)),))
-        problem = Problem("host", (tall, *others), topology, BATCH, constraints=pinned)
-        self.require_divided_rows(problem, tall, (2, 3))
+    def test_a_table_of_which_four_columns_fit_no_device_is_divided_by_rows_where_it_may_live(self) -> None:
+        others = [Table(f"t{i}", 1000, 16, 1.0) for i in range(2)]
+        # Four columns: 640,000 bytes; a third of its rows: 430,000 for 8 columns, half of them: 320,000 for 4.
+        for dim, hosts, pinned, devices in (
+            (8, "aaa", (), (0, 1, 2)),
+            (4, "aabbcc", (("tall", ("b",)),), (2, 3)),
+        ):
+            tall = Table("tall", 40_000, dim, 1.0)
+            topology = Topology(tuple(Device(600_000, host=h) for h in hosts))
+            problem = Problem("p", (tall, *others), topology, BATCH, constraints=Constraints(pinned=pinned))
+            [placed] = self.search_checked_plan(problem).placements_by_table()["tall"]
+            assert layout_of_kind(placed.kind).divides_rows
+            assert (placed.shard, placed.devices) == (Shard.whole(tall), devices)
 
     def test_no_plan_is_cheaper_than_the_cheapest_of_all(self) -> None:
         ratios = []

@@ -160,7 +160,6 @@ def test_the_run_in_mlflow_names_its_data_and_commit(project):
     assert run.data.params["setting_batch"] == "64"
     assert {
         "card.md",
-        "error_by_size.png",
         "predicted_against_measured.png",
     } <= {a.path for a in client.list_artifacts(run.info.run_id)}
     assert any(len(client.get_metric_history(run.info.run_id, k)) > 5 for k in run.data.metrics)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from shardcore.plans import store
 from shardcore.plans.decisions import Decision
-from shardcore.report.index_page import store_index_page
+from shardcore.report.published_report import store_index_page
 
 DECISION = Decision(
     problem="p",

@@ -63,14 +63,6 @@ FIGURES = {
         lambda: model_report.prediction_scatter_figure(MEASURED, PREDICTED, "title"),
         "300 groups",
     ),
-    "sizes": (
-        lambda: model_report.error_by_size_figure(MEASURED, PREDICTED, RNG.integers(1, 9, 300), "title"),
-        "shards in the op",
-    ),
-    "sizes of few": (
-        lambda: model_report.error_by_size_figure(MEASURED[:3], PREDICTED[:3], np.ones(3), "title"),
-        "measured ms",
-    ),
     "replays": (lambda: model_report.replay_scatter_figure(REPLAYS, "title"), "6 plans of 2 problems"),
     "replays of one plan": (
         lambda: model_report.replay_scatter_figure(REPLAYS[:1], "title"),
@@ -86,15 +78,6 @@ def test_figures_say_their_errors():
     assert "3 groups\nmean absolute error 10.0%\nKendall tau 1.000" in found
     found = texts(model_report.replay_scatter_figure(REPLAYS, "title"))  # too little by none, 1/3 and 1/6
     assert "mean absolute error 16.7%\nKendall tau within problems 0.00\nregret 0.0%" in found
-
-
-def test_error_by_size_is_relative_to_what_was_measured():
-    figure = model_report.error_by_size_figure(np.full(99, 2.0), np.full(99, 2.5), np.arange(1, 100), "title")
-    by_ms, by_shards = (next(line for line in axes.lines if line.get_marker() == "o") for axes in figure.axes)
-    assert by_ms.get_xdata().tolist() == [2.0] and set(by_ms.get_ydata()) == set(by_shards.get_ydata()) == {
-        25.0
-    }
-    assert by_shards.get_xdata().tolist() == [25.0, 74.5]  # 1 to 49 and 50 to 99
 
 
 @pytest.mark.parametrize("make, said", FIGURES.values(), ids=FIGURES)

@@ -25,7 +25,7 @@ from shardcore.plans import store
 from shardcore.plans.decisions import Decision, Version, version_name
 from shardcore.plans.diff import diff_plans
 from shardcore.report import plan_explorer, plan_page
-from shardcore.report.device_figures import DeviceLoad, device_figure
+from shardcore.report.device_figures import device_figure
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.explain import explain
 
@@ -130,9 +130,9 @@ def own_script() -> str:
 def test_the_figure_stacks_the_parts_of_a_step_and_shows_memory_used_of_memory_free(problem):
     plan = SHARDERS["size_greedy"](problem, MODEL, budget=BUDGET)
     explained = explain(price_plan(plan, problem, MODEL), problem, MODEL, BUDGET, {})
-    load = DeviceLoad(explained.cost, explained.memory_bytes, explained.free_bytes)
-    costs, memory = device_figure([load]).axes
-    tops = [patch.get_data().values[::2] for patch in costs.patches]
+    shown = Version("", plan, explained.cost, explained.memory_bytes)
+    costs, memory = device_figure(problem, [shown]).axes
+    tops = [[bar.get_y() + bar.get_height() for bar in bars] for bars in costs.containers]
     cost = explained.cost
     parts = (
         cost.forward_compute_ms,
@@ -144,7 +144,7 @@ def test_the_figure_stacks_the_parts_of_a_step_and_shows_memory_used_of_memory_f
     )
     for top, total in zip(tops, np.cumsum(parts, axis=0), strict=True):
         np.testing.assert_allclose(top, total)
-    free, used = (patch.get_data().values[::2] * (1 << 20) for patch in memory.patches)
+    free, used = ([bar.get_height() * (1 << 20) for bar in bars] for bars in memory.containers)
     np.testing.assert_allclose(free, explained.free_bytes)
     np.testing.assert_allclose(used, explained.memory_bytes)
     assert memory.get_ylabel() == "memory, MiB"

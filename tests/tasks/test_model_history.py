@@ -5,7 +5,7 @@ import json
 import pytest
 from tracking import tracked
 
-from shardcore.report import models_page
+from shardcore.report import history_pages
 from tasks import model_history, registry
 
 NAME = "shardcore-cost-law"
@@ -62,7 +62,7 @@ def test_a_time_that_is_none_is_left_out_and_the_page_is_made(client, at):
     client.set_registered_model_tag(NAME, model_history.CHAMPIONS, json.dumps([["1", 100], ["1", at]]))
     found = model_history.version_records(client, NAME)
     assert [x.reigns for x in found] == [((100, None),)] and found[0].error is None
-    assert "1970-01-01" in models_page.model_versions_page(NAME, found)
+    assert "1970-01-01" in history_pages.model_versions_page(NAME, found)
     model_history.record_champion(client, made)
 
 

@@ -1,7 +1,7 @@
 """The page of a model's versions."""
 
-from shardcore.report.models_page import (
-    HEADERS,
+from shardcore.report.history_pages import (
+    VERSION_HEADERS,
     ModelRecord,
     model_errors_figure,
     model_version_rows,
@@ -17,7 +17,7 @@ RECORDS = [
 
 def test_versions_stand_with_their_errors_and_when_they_were_champion():
     last, second, first = model_version_rows(RECORDS)
-    assert len(last) == len(HEADERS)
+    assert len(last) == len(VERSION_HEADERS)
     assert first[:7] == (
         "1",
         "2023-11-14 22:13:20 UTC",
