@@ -107,12 +107,14 @@ class PlanOptions(SearchOptions, _PricingOptions):
     link_gbps: GB/s between a device and its host's memory, which is not measured; default: that
       of the problem, or 25
     out_problem: write the problem of the plan, if decisions change it
+    survive: also prepare plans for the loss of each rank or host, in the folder PLAN.survive, which a restarted
+      job takes (ShardCorePlanner(prepared=))
     explain: show what bounds the plan, what other algorithms find, and what more memory or more devices would
       bring; each is searched with the same budget again
     """
 
     REQUIRED = (("model", "hardware", "offers"),)
-    EXCLUSIVE = (*SearchOptions.EXCLUSIVE, _TARGET)
+    EXCLUSIVE = (*SearchOptions.EXCLUSIVE, _TARGET, ("groups", "survive"), ("towers", "survive"))
     problem: Argument[ProblemFile]
     offers: Annotated[Path, "OFFERS.json"] | None = None
     step_ms: Annotated[PositiveFloat, _WITH_OFFERS] | None = None
@@ -140,6 +142,7 @@ class PlanOptions(SearchOptions, _PricingOptions):
     link_gbps: Annotated[PositiveFloat, Needs(("tiers",), "whose link it is")] | None = None
     out_problem: Annotated[ProblemFile, Output()] | None = None
     explain: bool = False
+    survive: Literal["rank", "host"] | None = None
     out: Annotated[PlanFile, Output()] | None
 
 
