@@ -114,7 +114,7 @@ class PlanOptions(SearchOptions, _PricingOptions):
     """
 
     REQUIRED = (("model", "hardware", "offers"),)
-    EXCLUSIVE = (*SearchOptions.EXCLUSIVE, _TARGET, ("groups", "survive"), ("towers", "survive"))
+    EXCLUSIVE = (*SearchOptions.EXCLUSIVE, _TARGET)
     problem: Argument[ProblemFile]
     offers: Annotated[Path, "OFFERS.json"] | None = None
     step_ms: Annotated[PositiveFloat, _WITH_OFFERS] | None = None

@@ -80,7 +80,8 @@ def _compare_with_model(job: ReadJob, model: CostModel) -> CheckedJob:
 
 
 def _print_remarks(job: ReadJob, checked: CheckedJob | None) -> None:
-    for line in (*job.remarks, *job.traced.remarks, *(checked.remarks if checked else ())):
+    of_model = checked.remarks if checked else ()
+    for line in (*job.remarks, *job.traced.remarks, *of_model, *job_report.balance_remarks(job)):
         print(line, file=sys.stderr)
     if names := job_report.unrecognised_kernels_text(job.traced.steps[-1]):
         print(f"not recognised: {names}", file=sys.stderr)
@@ -99,8 +100,7 @@ def _write_corrections(args: ReadOptions, checked: CheckedJob) -> None:
 
 def _propose_plan(args: ReadOptions, checked: CheckedJob, model: CostModel) -> None:
     with showing_progress("searching a better plan"):
-        config = ReplanConfig(seed=args.seed, budget=args.budget())
-        found = traced_job.propose_plan(checked, model, config)
+        found = traced_job.propose_plan(checked, model, ReplanConfig(seed=args.seed, budget=args.budget()))
     now_ms = checked.after.cost.total_ms
     if found is None:
         print(f"no better plan was found; the plan in use takes {now_ms:.1f} ms")

@@ -51,6 +51,10 @@ from shardcore.torchrec.sharding_plan import to_torchrec
 
 
 def plan(args: PlanOptions) -> None:
+    require(
+        not (args.survive and (args.groups or args.towers)),
+        "--survive is for plans without --groups and --towers",
+    )
     policy = read_policy(args.policy) if args.policy else None
     default = policy.name if policy else DEFAULT_SHARDER
     args = dataclasses.replace(

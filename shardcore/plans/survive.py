@@ -7,7 +7,6 @@ batch shrinks with the job.
 
 from __future__ import annotations
 
-import logging
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -32,7 +31,6 @@ from shardcore.step.memory import memory_by_part
 _FRESH_GAIN = 0.05
 """Gain of a plan that is searched from nothing, from which it replaces one that leaves tables where they are."""
 _PLAN, _PROBLEM = ".plan.json", ".problem.json"
-_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,6 @@ class PreparedPlan:
     losses: names of losses that leave the same devices, such as ("rank 0", "rank 1"). The plan is for the first.
     problem: of the devices that are left, with as many samples on each as before.
     plan: None if no plan fits.
-    fresh_ms: ms of a step under a plan that is searched from nothing.
     moved_tables: tables with rows or columns on other devices than before the loss.
     read_bytes: bytes of weights and optimizer state that the fullest rank reads from a checkpoint.
     reason: why there is no plan; "" if there is one.
@@ -51,7 +48,6 @@ class PreparedPlan:
     losses: tuple[str, ...]
     problem: Problem
     plan: Plan | None = None
-    fresh_ms: float = 0.0
     moved_tables: int = 0
     read_bytes: int = 0
     reason: str = ""
@@ -79,25 +75,26 @@ def prepare_plans(
     for name, gone in lost.items():
         left = _problem_without(problem, gone).topology
         # Names of hosts do not matter, only which devices share one.
-        devices = tuple((device.memory_bytes, device.speed) for device in left.devices)
-        alike[devices, left.domain_numbers.tobytes()].append(name)
+        key = tuple((d.memory_bytes, d.speed) for d in left.devices), left.domain_numbers.tobytes()
+        alike[key].append(name)
     for names in alike.values():
         prepared = PreparedPlan(tuple(names), _problem_without(problem, lost[names[0]]))
         try:
             old, now = renumber_devices(plan, problem, prepared.problem, lost[names[0]])
             priced = model.for_problem(now)
-            found = fresh = SHARDERS[DEFAULT_SHARDER](now, priced, seed=seed, budget=budget)
+            found = SHARDERS[DEFAULT_SHARDER](now, priced, seed=seed, budget=budget)
             with suppress(ShardCoreError):
                 kept = replan(old, now, priced, ReplanConfig(max_moved_tables=0, seed=seed, budget=budget))
-                found = min(fresh, kept, key=lambda p: _step_ms(p) * (1 + _FRESH_GAIN * (p is fresh)))
+                found = min(found, kept, key=lambda p: _step_ms(p) * (1 + _FRESH_GAIN * (p is not kept)))
         except ShardCoreError as error:
             yield replace(prepared, reason=str(error))
         else:
-            memory = [device.parts for device in memory_by_part(found, now)]
-            read_bytes = max(parts["weights"] + parts["optimizer state"] for parts in memory)
-            moved = len(diff_plans(old, found, now).moves)
+            parts = [device.parts for device in memory_by_part(found, now)]
             yield replace(
-                prepared, plan=found, fresh_ms=_step_ms(fresh), moved_tables=moved, read_bytes=read_bytes
+                prepared,
+                plan=found,
+                moved_tables=len(diff_plans(old, found, now).moves),
+                read_bytes=max(of["weights"] + of["optimizer state"] for of in parts),
             )
 
 
@@ -132,7 +129,7 @@ def write_prepared_plan(folder: Path, prepared: PreparedPlan) -> None:
 def read_prepared_plan(folder: str | Path, problem: Problem, model: CostModel) -> Plan | None:
     """The cheapest plan prepared in a folder that is valid for a problem, priced anew; None if there is none.
 
-    Tables go by their names, and the plan has to be for as many devices. The choice is logged.
+    Tables go by their names, and the plan has to be for as many devices. Its provenance has the file as `prepared`.
     """
     found: list[Plan] = []
     for path in sorted(Path(folder).glob(f"*{_PLAN}")):
@@ -142,6 +139,4 @@ def read_prepared_plan(folder: str | Path, problem: Problem, model: CostModel) -
             require_valid_plan(plan, problem)
             if len(of.topology) == len(problem.topology):
                 found.append(priced_plan(plan.placements, problem, model, prepared=str(path)))
-    best = min(found, key=_step_ms, default=None)
-    _LOG.info("%s in %s", best.provenance["prepared"] if best else "no plan that fits this job", folder)
-    return best
+    return min(found, key=_step_ms, default=None)
