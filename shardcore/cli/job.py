@@ -59,8 +59,7 @@ def job_read(args: ReadOptions) -> None:
 
 
 def _read_job(folder: Path, args: JobOptions) -> ReadJob:
-    if (args.problem is None) != (args.plan is None):
-        raise ShardCoreError("--problem and --plan belong together; give both")
+    require((args.problem is None) == (args.plan is None), "--problem and --plan belong together; give both")
     problem = files.read_problem(args.problem) if args.problem else None
     plan = files.read_plan(args.plan, problem) if args.plan and problem else None
     with showing_progress(f"reading traces in {folder}"):
@@ -71,15 +70,18 @@ def _compare_with_model(job: ReadJob, model: CostModel) -> CheckedJob:
     """Compare a job's traced step with a cost model, print the comparison and return the result."""
     with showing_progress("comparing with the model"):
         checked = traced_job.check_traced_job(job, model)
-    before, after = checked.before.cost, checked.after.cost
-    ranks = checked.problem.topology.ranks
-    print(f"\n{job_report.prediction_text(job.traced.steps[-1], before, after, ranks)}")
+    before = checked.before.cost
+    predicted = job_report.prediction_text(
+        job.traced.steps[-1], before, checked.after.cost, checked.problem.topology.ranks
+    )
+    print(f"\n{predicted}")
     print(f"\n{job_report.step_headline(job.total_ms, before.total_ms, checked.interval_ms)}")
     return checked
 
 
 def _print_remarks(job: ReadJob, checked: CheckedJob | None) -> None:
-    for line in (*job.remarks, *job.traced.remarks, *(checked.remarks if checked else ())):
+    of_model = checked.remarks if checked else ()
+    for line in (*job.remarks, *job.traced.remarks, *of_model, *job_report.balance_remarks(job)):
         print(line, file=sys.stderr)
     if names := job_report.unrecognised_kernels_text(job.traced.steps[-1]):
         print(f"not recognised: {names}", file=sys.stderr)
@@ -98,8 +100,7 @@ def _write_corrections(args: ReadOptions, checked: CheckedJob) -> None:
 
 def _propose_plan(args: ReadOptions, checked: CheckedJob, model: CostModel) -> None:
     with showing_progress("searching a better plan"):
-        config = ReplanConfig(seed=args.seed, budget=args.budget())
-        found = traced_job.propose_plan(checked, model, config)
+        found = traced_job.propose_plan(checked, model, ReplanConfig(seed=args.seed, budget=args.budget()))
     now_ms = checked.after.cost.total_ms
     if found is None:
         print(f"no better plan was found; the plan in use takes {now_ms:.1f} ms")

@@ -23,7 +23,9 @@ from shardcore.cost.model import price as predicted
 from shardcore.io import files, model_files, writing
 from shardcore.io.files import is_grouped_plan
 from shardcore.plans.decisions import Version
+from shardcore.plans.survive import prepare_plans, write_prepared_plan
 from shardcore.report import decisions_report, plan_report
+from shardcore.report.survive_report import prepared_plans_text
 from shardcore.report.text import rounded_json
 from shardcore.search import DEFAULT_SHARDER, require_known_sharder, sharder
 from shardcore.search.budget import Budget
@@ -49,6 +51,10 @@ from shardcore.torchrec.sharding_plan import to_torchrec
 
 
 def plan(args: PlanOptions) -> None:
+    require(
+        not (args.survive and (args.groups or args.towers)),
+        "--survive is for plans without --groups and --towers",
+    )
     policy = read_policy(args.policy) if args.policy else None
     default = policy.name if policy else DEFAULT_SHARDER
     args = dataclasses.replace(
@@ -113,6 +119,14 @@ def plan(args: PlanOptions) -> None:
         report(f"writing {args.out}", found.ms)
         deciding.write_plan_and_problem(args, found)
     _print_plan_summary(args, found, decisions, problem, loaded.for_problem(found.problem), seconds)
+    if args.survive and args.out:
+        with showing_progress("preparing for a loss"):
+            prepared = list(
+                prepare_plans(found.plan, found.problem, loaded, args.survive, args.seed, args.budget())
+            )
+        for one in (one for one in prepared if one.plan):
+            write_prepared_plan(args.out.with_suffix(".survive"), one)
+        print(f"\n{prepared_plans_text(prepared, found.ms)}")
     if args.clusters:
         deciding.write_clusters(args.clusters, outcomes, found.chosen_proposal)
 

@@ -26,7 +26,6 @@ def train_policy(args: TrainPolicyOptions) -> None:
         max_dim=args.max_dim,
         problems=args.problems,
     )
-    config = PolicyConfig(rounds=args.rounds, patience=args.patience, seed=args.seed)
     with showing_progress() as line:
 
         def print_round(round_: int, values: dict[str, float]) -> None:
@@ -36,6 +35,7 @@ def train_policy(args: TrainPolicyOptions) -> None:
             )
 
         report("drawing problems")
+        config = PolicyConfig(rounds=args.rounds, patience=args.patience, seed=args.seed)
         trained = make_policy(args.name, pool, model, problems, config, like, print_round)
     meta = {**trained.policy.meta, "provenance": {"model_digest": model_files.model_digest(args.model)}}
     write_policy(args.out, dataclasses.replace(trained.policy, meta=meta))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from itertools import islice
 from pathlib import Path
@@ -14,6 +13,7 @@ from shardcore.cli.progress_line import showing_progress
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.progress import report
 from shardcore.core.types import Plan, Problem
+from shardcore.core.validation import require
 from shardcore.cost.model import CostModel, price_plan
 from shardcore.io import files, schema, writing
 from shardcore.io.envelope import is_document
@@ -39,9 +39,10 @@ def history(args: HistoryOptions) -> None:
 
 
 def diff(args: DiffOptions) -> None:
-    if args.source and not args.page:
-        given = "hardware" if args.hardware else "model"
-        raise ShardCoreError(f"diff was given --{given} without --page, whose plans it prices; give both")
+    require(
+        args.page is not None or not args.source,
+        f"diff was given --{'hardware' if args.hardware else 'model'} without --page, whose plans it prices; give both",
+    )
     require_writable_outputs(
         args, [] if args.problem else [p.with_name("problem.json") for p in (args.old, args.new)]
     )
@@ -93,10 +94,7 @@ def view(args: ViewOptions) -> None:
             model = load_model_for_problem(model_source(args, args.plan, plan), problem)
             version = _priced_version(str(args.plan), plan, problem, model)
             page = plan_page.unpublished_plan_page(problem, version).encode()
-    if args.out is None:
-        handle, path = tempfile.mkstemp(prefix=f"{args.plan.stem}-", suffix=".html")
-        os.close(handle)
-    out = args.out or Path(path)
+    out = args.out or Path(tempfile.mkdtemp(prefix=f"{args.plan.stem}-")) / PAGE
     writing.write_atomic(out, page)
     print(f"{out}: the page{', in your browser' if open_page(out) else ', for a browser'}")
 

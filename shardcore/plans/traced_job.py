@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,8 @@ from shardcore.cost import traced_factors
 from shardcore.cost.model import CostModel, PricedPlan, predicted_total_ms, price_plan
 from shardcore.cost.traced_factors import Correction
 from shardcore.io import job_folder
-from shardcore.io.job_folder import JobStep
 from shardcore.io.traced_samples import TracedSample
-from shardcore.io.traced_steps import TracedJob, TracedStep
+from shardcore.io.traced_steps import TracedJob
 from shardcore.measure.traces.job import read_traced_job
 from shardcore.plans.diff import Diff, diff_plans
 from shardcore.plans.gain import Gain, plan_gain
@@ -27,11 +27,6 @@ from shardcore.step.lower import lower
 DRAWS = 60
 INTERVAL = (0.05, 0.95)
 """Quantiles of the interval around a predicted step."""
-_UNEVEN = 1.1
-"""Ids of the rank that has most, over the mean of ranks, from which a job is told what even ranks would bring."""
-_OWN_PARTS = ("ids", "dense_forward", "dense_backward")
-_OWN_TRANSFERS = ("ids_transfer", "outputs_transfer", "gradients_transfer")
-"""Parts of a traced step that grow with the ids of a rank's own samples."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +37,8 @@ class ReadJob:
     name: name of the traced step's folder.
     problem, plan: None for traces of a job without ShardCoreProfiler.
     step_ms: ms of steps without tracing. None: not timed.
+    features: of each table of the problem, by its name.
+    lookups: of each rank, ids and lengths of each feature of a batch. Some or all ranks may have none.
     """
 
     job: str
@@ -51,6 +48,8 @@ class ReadJob:
     plan: Plan | None
     step_ms: float | None
     remarks: tuple[str, ...]
+    features: Mapping[str, Sequence[str]]
+    lookups: Sequence[Mapping[str, tuple[np.ndarray, np.ndarray]]]
 
     @property
     def total_ms(self) -> float:
@@ -111,35 +110,20 @@ def read_job_traces(folder: str | Path, problem: Problem | None = None, plan: Pl
         # Traces can be read without a plan, but not compared with one.
         remarks = ("the folder has no plan: give --problem and --plan, or use ShardCoreProfiler",)
     traced = read_traced_job(folder, len(problem.topology) if problem else None)
-    if of_job:
-        remarks += _balance_remarks(of_job, traced.steps[-1])
     where = folder.resolve()
     job = where.parent.name if job_folder.is_step_folder_name(where.name) else where.name
-    return ReadJob(job, where.name, traced, problem, plan, of_job and of_job.total_ms, remarks)
-
-
-def _balance_remarks(of_job: JobStep, step: TracedStep) -> tuple[str, ...]:
-    """A sentence on what evenly long sequences on all ranks would save of a step, at most; () if they are about even.
-
-    Shuffling samples between ranks leaves the sum of their work as it is. So the slowest rank still takes the mean of
-    what its own samples decide, and exchanges the mean of ids. Packing leaves out the padding of samples.
-    """
-    features = [f for t in of_job.problem.tables if t.sequence for f in of_job.facts.features[t.name]]
-    ranks = [job_folder.read_lookups(path) for path in sorted(of_job.folder.glob("rank-*.lookups.npz"))]
-    ids = np.array([sum(len(rank[f][0]) for f in features) for rank in ranks], float)
-    if len(ids) < of_job.facts.world_size or ids.max() <= _UNEVEN * ids.mean():
-        return ()
-    own_ms, transfer_ms = (
-        np.array([sum(rank.ms.get(part, 0.0) for part in parts) for rank in step.ranks])
-        for parts in (_OWN_PARTS, _OWN_TRANSFERS)
-    )
-    saved_ms = own_ms.max() - own_ms.mean() + transfer_ms.max() * (1 - ids.mean() / ids.max())
-    lengths = [rank[f][1] for rank in ranks for f in features]
-    padding = 1 - ids.sum() / sum(len(of) * of.max(initial=0) for of in lengths)
-    return (
-        f"sequences of a rank have {ids.min() / ids.mean():.2f} to {ids.max() / ids.mean():.2f} times the mean of ids: "
-        f"shuffling samples between ranks would save at most {saved_ms:.1f} of {step.total_ms:.1f} ms. Padded to the "
-        f"longest of a rank, {padding:.0%} of them is padding, which packing would leave out of the dense part",
+    return ReadJob(
+        job,
+        where.name,
+        traced,
+        problem,
+        plan,
+        of_job and of_job.total_ms,
+        remarks,
+        of_job.facts.features if of_job else {},
+        [job_folder.read_lookups(path) for path in sorted(folder.glob("rank-*.lookups.npz"))]
+        if of_job
+        else [],
     )
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
+
 from shardcore.core.step_cost import PARTS, StepCost
 from shardcore.io.traced_steps import TRACED_PARTS, UNNAMED, RankStep, TracedJob, TracedStep
+from shardcore.plans.traced_job import ReadJob
 from shardcore.report.text import percent_change, text_table
 
 MOST_RANKS = 4
@@ -21,6 +24,13 @@ WORDS = {
     "dense_ms": "dense part and all else",
 }
 """Fields of a StepCost."""
+_UNEVEN = 1.1
+"""Ids of the rank that has most, over the mean of ranks, from which a job is told what even ranks would bring."""
+_OWN_PARTS = (
+    ("ids", "dense_forward", "dense_backward"),
+    ("ids_transfer", "outputs_transfer", "gradients_transfer"),
+)
+"""Parts of a traced step that grow with the ids of a rank's own samples: its work, and its transfers."""
 _WAITS = 0.1
 """Share of the step from which waiting is worth a sentence."""
 
@@ -119,3 +129,29 @@ def step_headline(total_ms: float, predicted_ms: float, interval_ms: tuple[float
         f"step {total_ms:.1f} ms measured, {predicted_ms:.1f} predicted "
         f"({percent_change(predicted_ms, total_ms)}), {low:.1f} to {high:.1f} after correction"
     )
+
+
+def balance_remarks(job: ReadJob) -> list[str]:
+    """A sentence on what evenly long sequences on all ranks would save of a job's last traced step, at most; none if
+    they are about even, or a rank has no lookups.
+
+    Shuffling samples between ranks leaves the sum of their work as it is. So the slowest rank still takes the mean of
+    what its own samples decide, and exchanges the mean of ids. Packing leaves out the padding of samples.
+    """
+    tables, step = job.problem.tables if job.problem else (), job.traced.steps[-1]
+    features = [f for t in tables if t.sequence for f in job.features.get(t.name, ())]
+    ids = np.array([sum(len(rank[f][0]) for f in features) for rank in job.lookups], float)
+    if len(ids) < step.world_size or ids.max() <= _UNEVEN * ids.mean():
+        return []
+    own_ms, transfer_ms = (
+        np.array([sum(rank.ms.get(part, 0.0) for part in parts) for rank in step.ranks])
+        for parts in _OWN_PARTS
+    )
+    saved_ms = own_ms.max() - own_ms.mean() + transfer_ms.max() * (1 - ids.mean() / ids.max())
+    lengths = [rank[f][1] for rank in job.lookups for f in features]
+    padding = 1 - ids.sum() / sum(len(of) * of.max(initial=0) for of in lengths)
+    return [
+        f"sequences of a rank have {ids.min() / ids.mean():.2f} to {ids.max() / ids.mean():.2f} times the mean of ids: "
+        f"shuffling samples between ranks would save at most {saved_ms:.1f} of {step.total_ms:.1f} ms. Padded to the "
+        f"longest of a rank, {padding:.0%} of them is padding, which packing would leave out of the dense part"
+    ]

@@ -231,11 +231,11 @@ def bags_per_sample(constraints: ByName, model_tables: Tables, batch_size: int) 
         strides = [n * size / batch_size for n, size in zip(poolings, sizes, strict=True)]
         if set(strides) != {1.0}:
             for feature, stride in zip(features, strides, strict=True):
-                if bags.setdefault(feature, stride) != stride:
-                    raise ShardCoreError(
-                        f"feature {feature!r} has {bags[feature]:g} and {stride:g} bags a sample, by batch_sizes and "
-                        "num_poolings of two tables; it needs the same in both"
-                    )
+                require(
+                    bags.setdefault(feature, stride) == stride,
+                    f"feature {feature!r} has {bags[feature]:g} and {stride:g} bags a sample, by batch_sizes and "
+                    "num_poolings of two tables; it needs the same in both",
+                )
     return bags
 
 

@@ -222,8 +222,10 @@ def decode_setting(kind: Any, value: Any, what: str) -> Any:
         return _decode_sharding_spec(value, what)
     # Files name members of enums (see `encode_setting`).
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        if not isinstance(value, str) or value not in kind.__members__:
-            raise ShardCoreError(f"{what} is {short_repr(value)}; known are {', '.join(kind.__members__)}")
+        require(
+            isinstance(value, str) and value in kind.__members__,
+            f"{what} is {short_repr(value)}; known are {', '.join(kind.__members__)}",
+        )
         return kind[value]
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return _decode_record(kind, value, what)

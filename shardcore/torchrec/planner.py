@@ -21,6 +21,7 @@ from shardcore.core.types import Plan, Problem
 from shardcore.core.validation import require, require_type
 from shardcore.cost.known_errors import profile_of_model
 from shardcore.cost.model import CostModel
+from shardcore.plans.survive import read_prepared_plan
 from shardcore.search import DEFAULT_SHARDER, Budget, require_known_sharder, sharder
 from shardcore.search.state.packing import least_excess_plan
 from shardcore.search.state.refusal import refusal_message
@@ -104,6 +105,8 @@ class ShardCorePlanner:
       part (`dense_memory.measured_job`).
     job: how a step runs around the embeddings: pipeline, dense part, payloads. None: the default, with the
       payloads of the sharders' codecs.
+    prepared: folder of plans for the loss of a rank or a host (`plan --survive`). One that is valid for the job is
+      taken in place of a search.
 
     The optimizer that counts is the one that the module's weights or the sharders have, or else that of the
     cost model.
@@ -126,6 +129,7 @@ class ShardCorePlanner:
         lookups: Lookups | None = None,
         reserved: float | None = None,
         job: Job | None = None,
+        prepared: str | Path | None = None,
     ) -> None:
         from torchrec.distributed.types import ShardingPlanner
 
@@ -160,6 +164,7 @@ class ShardCorePlanner:
         if self.compute_device == "cpu" and model.setting.hardware.startswith("cpu"):
             self.topology = replace(self.topology, hardware=model.setting.hardware)
         self.model, self.algorithm, self.seed, self.budget, self.job = model, algorithm, seed, budget, job
+        self.prepared = prepared
         self.problem: Problem | None = None
         self._started: list[Future[ShardingPlan]] = []
         self.our_plan: Plan | None = None
@@ -280,6 +285,8 @@ class ShardCorePlanner:
     def _search_plan(self, problem: Problem) -> Plan:
         """Plan found by the search. If none fits, the error names TorchRec's defaults that may be unintended."""
         model = self._cost_model_for(problem)
+        if self.prepared and (prepared := read_prepared_plan(self.prepared, problem, model)):
+            return prepared
         try:
             return sharder(self.algorithm)(problem, model, seed=self.seed, budget=self.budget)
         except Infeasible as error:

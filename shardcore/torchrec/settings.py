@@ -256,9 +256,10 @@ def unpriced_plan_lines(
 
 def unpriced_hardware(setting: Setting, compute_device: str) -> list[str]:
     """A line if the cost model was measured on another type of device than the plan is for."""
-    if compute_device == ("cpu" if setting.hardware.startswith("cpu") else "cuda"):
-        return []
-    return [f"devices are of type {compute_device}; the cost model was measured on {setting.hardware}"]
+    is_measured = compute_device == ("cpu" if setting.hardware.startswith("cpu") else "cuda")
+    return [f"devices are of type {compute_device}; the cost model was measured on {setting.hardware}"] * (
+        not is_measured
+    )
 
 
 def _unpriced_replicas(plan: ShardingPlan, problem: Problem | None, dense_update: bool) -> list[str]:

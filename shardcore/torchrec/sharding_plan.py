@@ -254,11 +254,11 @@ def _require_sequence_support(
         # Only cut tables need equal widths.
         is_cut = len(sharding.shards) > 1 and sharding.layout.cuts_columns
         for _, shard in sharding.shards if is_cut else ():
-            if width.setdefault(table.path, shard.width) != shard.width:
-                raise ShardCoreError(
-                    f"plan cuts {what} into shards {shard.width} wide, and one {width[table.path]}; TorchRec there "
-                    "needs all shards of tables cut by columns equally wide"
-                )
+            require(
+                width.setdefault(table.path, shard.width) == shard.width,
+                f"plan cuts {what} into shards {shard.width} wide, and one {width[table.path]}; TorchRec there "
+                "needs all shards of tables cut by columns equally wide",
+            )
 
 
 def _matching_model_tables(problem: Problem, module: nn.Module) -> dict[str, ModelTable]:

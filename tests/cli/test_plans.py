@@ -367,3 +367,19 @@ def test_several_faults_of_a_problem_file_are_named_at_once(stored, capsys):
     assert first == f"error: {path}, table 't0': rows is 'many'; it needs to be a whole number"
     assert [line.split(": ")[0] for line in others[:4]] == [f"{path}, table 't{i}'" for i in range(1, 5)]
     assert others[4:] == ["... and 3 more"]
+
+
+def test_plan_prepares_for_the_loss_of_a_rank(stored, capsys):
+    problem, out = stored / "problem.json", stored / "plan.json"
+    asked = f"plan {problem} --hardware nvidia-h100-sxm --budget-evals 500 --out {out} --survive".split()
+    assert main([*asked, "rank"]) == 0
+    output = capsys.readouterr().out
+    assert "GiB to read" in output and re.search(r"^rank 0 \(or \d+ others like it\) ", output, re.M)
+    folder = stored / "plan.survive"
+    left = files.read_problem(folder / "without-rank-0.problem.json")
+    assert len(left.topology) == len(files.read_problem(problem).topology) - 1
+    files.read_valid_plan(folder / "without-rank-0.plan.json", left)
+    assert main([*asked, "host"]) == 1
+    assert "has one host; a job that loses it has none left" in capsys.readouterr().err
+    assert main([*asked, "rank", "--groups", "2"]) == 1
+    assert "--groups" in capsys.readouterr().err

@@ -34,6 +34,7 @@ from shardcore.core.job import Job
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Setting
 from shardcore.cost import neural
+from shardcore.plans.survive import prepare_plans, write_prepared_plan
 from shardcore.search import Budget
 from shardcore.step.lower import lower
 from shardcore.tables.public import DEFAULT_ACCESS
@@ -527,3 +528,19 @@ def test_an_error_of_a_search_that_was_started_comes_with_its_plan(one_rank):
     made.start_plan(MODULE)
     with pytest.raises(ShardCoreError, match="feature 'f2' of table 'b' has no lookups|has no lookups"):
         made.collective_plan(MODULE, pg=one_rank)
+
+
+def test_a_restarted_job_takes_the_plan_that_was_prepared_for_it(tmp_path):
+    """Four ranks lose one. The planner of the three that are left finds no plan for two."""
+    whole, three = planner(), dataclasses.replace(FOUR, devices=FOUR.devices[:3])
+    plan = whole.plan(MODULE) and whole.our_plan
+    few = Budget(evals=500)
+    for prepared in prepare_plans(plan, whole.problem, MODEL, "rank", budget=few):
+        write_prepared_plan(tmp_path, prepared)
+    again = planner(topology=three, prepared=tmp_path)
+    assert set(again.plan(MODULE).plan) == {"left", "inner.right"}
+    assert again.our_plan.provenance["prepared"].startswith(str(tmp_path))
+    assert len(again.problem.topology) == 3
+    searched = planner(topology=dataclasses.replace(FOUR, devices=FOUR.devices[:2]), prepared=tmp_path)
+    searched.plan(MODULE)
+    assert "prepared" not in searched.our_plan.provenance

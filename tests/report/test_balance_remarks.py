@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from shardcore.plans.traced_job import read_job_traces
+from shardcore.report.job_report import balance_remarks
 
 
-def remarks_of_job(folder, monkeypatch, lengths, sequence=True):
+def balance_of_job(folder, monkeypatch, lengths, sequence=True):
     """Remarks on a traced step whose ranks' samples have the given lengths in all features."""
     tables = tuple(replace(t, sequence=sequence) for t in job_folders.TABLES)
     monkeypatch.setattr(job_folders, "PROBLEM", replace(job_folders.PROBLEM, tables=tables))
@@ -32,24 +33,24 @@ def remarks_of_job(folder, monkeypatch, lengths, sequence=True):
 
     monkeypatch.setattr(job_folders, "lookups", lookups)
     job_folders.traced_step(folder)
-    return [line for line in read_job_traces(folder).remarks if "sequences of a rank" in line]
+    return balance_remarks(read_job_traces(folder))
 
 
 def test_sequences_that_differ_between_ranks_are_named_with_what_shuffling_saves_at_most(
     tmp_path, monkeypatch
 ):
     """Ranks have 2 and 6 ids a sample. Of 2 ms of exchange a third could go; dense parts take as long."""
-    [line] = remarks_of_job(tmp_path, monkeypatch, ([2], [6]))
+    [line] = balance_of_job(tmp_path, monkeypatch, ([2], [6]))
     assert "0.50 to 1.50 times the mean of ids" in line
     assert "would save at most 0.7 of 20.0 ms" in line
     assert " 0% of them is padding" in line
 
 
 def test_padding_is_counted_to_the_longest_sample_of_each_rank(tmp_path, monkeypatch):
-    [line] = remarks_of_job(tmp_path, monkeypatch, ([2, 4], [8, 16]))
+    [line] = balance_of_job(tmp_path, monkeypatch, ([2, 4], [8, 16]))
     assert " 25% of them is padding" in line
 
 
 @pytest.mark.parametrize("lengths, sequence", [(([4], [4]), True), (([2], [6]), False)])
 def test_even_sequences_and_pooled_features_are_not_named(tmp_path, monkeypatch, lengths, sequence):
-    assert remarks_of_job(tmp_path, monkeypatch, lengths, sequence) == []
+    assert balance_of_job(tmp_path, monkeypatch, lengths, sequence) == []
