@@ -96,18 +96,6 @@ def topologies_of_links(shape: Shape, latency_ms: float) -> tuple[Topology, Topo
     )
 
 
-def explicit_ms(samples: Sequence[CollectiveSample], topology: Topology, way: str) -> np.ndarray:
-    """[S] ms of each exchange's last rank, by the explicit link model. Nothing was fitted."""
-    return np.array(
-        [
-            collective_model.channel_terms({}, Channel(s.request.collective), topology)
-            .transfer_ms_by_direction(collective_fit.rank_bytes(s), np.zeros(()))[way]
-            .max()
-            for s in samples
-        ]
-    )
-
-
 def measured_ms(samples: Sequence[CollectiveSample], way: str) -> np.ndarray:
     """[S] measured ms of each exchange's last rank."""
     return np.array([max(x.median_ms for x in getattr(s, way)) for s in samples])
@@ -137,7 +125,21 @@ def print_errors(folders: Sequence[Path], again: Sequence[Path], latency_ms: flo
                 predicted, took = collective_fit.predicted_and_measured_ms(own, of, way)
                 errors = (
                     mape(predicted, took),
-                    *(mape(explicit_ms(of, on, way), took) for on in topologies_of_links(shape, latency_ms)),
+                    # Of each exchange's last rank, by the explicit link model. Nothing was fitted.
+                    *(
+                        mape(
+                            np.array(
+                                [
+                                    collective_model.channel_terms({}, Channel(c), on)
+                                    .transfer_ms_by_direction(collective_fit.rank_bytes(s), np.zeros(()))[way]
+                                    .max()
+                                    for s in of
+                                ]
+                            ),
+                            took,
+                        )
+                        for on in topologies_of_links(shape, latency_ms)
+                    ),
                 )
                 of_kind[where, what].append((*errors, len(of)))
                 rows.append(

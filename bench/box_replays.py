@@ -149,16 +149,6 @@ def plans_by_name(problem: Problem, model: CostModel, budget: Budget) -> list[tu
     return [*found.items(), (RIVALS[2], best), *domains.items()]
 
 
-def with_ample_memory(problem: Problem) -> Problem:
-    """Problem with enough memory on every device for any plan."""
-    return dataclasses.replace(
-        problem,
-        topology=problem.topology.with_devices(
-            dataclasses.replace(d, memory_bytes=validation.MOST_BYTES) for d in problem.topology.devices
-        ),
-    )
-
-
 def random_plans(problem: Problem, *_: CostModel | Budget) -> list[tuple[str, Plan]]:
     """Random plans of several sharding types, as (name, plan)."""
     of_kinds = draw_random_plans(problem, np.random.default_rng(list(problem.name.encode())))
@@ -219,7 +209,10 @@ def main() -> None:
     for i in range(args.problems):
         problem, where = draw_box_problem(tables, model, i, args.seed, args.exchanges is not None, boxes)
         if args.known:
-            problem = with_ample_memory(problem)
+            ample = (
+                dataclasses.replace(d, memory_bytes=validation.MOST_BYTES) for d in problem.topology.devices
+            )
+            problem = dataclasses.replace(problem, topology=problem.topology.with_devices(ample))
         own = model.for_problem(problem)
         path, budget = Path(f"{args.out}-plans") / f"{problem.name}.json", Budget(evals=args.evals)
         make = partial(random_plans if args.known else plans_by_name, problem, own, budget)

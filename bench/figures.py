@@ -63,9 +63,11 @@ class Headline:
     def verdict(self, output: str) -> tuple[str, str]:
         """Value of the headline in an output, and "within", "OUTSIDE" or "MISSING"."""
         found = re.search(self.pattern, output, re.MULTILINE)
-        if found is None:
-            return "-", "MISSING"
-        return f"{float(found[1]):.4g}", "within" if self.low <= float(found[1]) <= self.high else "OUTSIDE"
+        return (
+            (f"{float(found[1]):.4g}", "within" if self.low <= float(found[1]) <= self.high else "OUTSIDE")
+            if found
+            else ("-", "MISSING")
+        )
 
 
 @dataclass(frozen=True)

@@ -94,11 +94,11 @@ class Shape:
 
     @property
     def text(self) -> str:
-        if self.hosts == 1:
-            return f"{self.ranks} ranks on this machine"
         return (
-            f"{self.hosts} x {self.ranks_per_host} ranks, hosts and links of {box_replays.BETWEEN_GBIT_S:g} Gbit/s "
-            "emulated"
+            f"{self.ranks} ranks on this machine"
+            if self.hosts == 1
+            else f"{self.hosts} x {self.ranks_per_host} ranks, hosts and links of {box_replays.BETWEEN_GBIT_S:g} "
+            "Gbit/s emulated"
         )
 
 
@@ -213,16 +213,6 @@ def _median_noise_ms(rounds_ms: Sequence[Sequence[float]]) -> float:
     return 1.96 * 1.253 * float(np.std(medians, ddof=1)) / np.sqrt(len(medians))
 
 
-def model_of_other_machine(model: Any, factor: float) -> Any:
-    """Cost model of an imagined machine: lookups slower, exchanges faster by a factor."""
-    return model.corrected_by(
-        {
-            q: traced_factors.Factor(factor if q.family == traced_factors.COMPUTE else 1 / factor, 0.0, 0)
-            for q in QUANTITIES
-        }
-    )
-
-
 def error_summary(jobs: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     """Summary row per arm: errors on untraced plans, and rank correlation."""
     rows = []
@@ -335,7 +325,14 @@ def main() -> None:
         models = {
             "its own model": model,
             f"a model of another machine, emulated (lookups x {args.other:g}, exchanges / {args.other:g})": (
-                model_of_other_machine(model, args.other)
+                model.corrected_by(
+                    {
+                        q: traced_factors.Factor(
+                            args.other if q.family == traced_factors.COMPUTE else 1 / args.other, 0.0, 0
+                        )
+                        for q in QUANTITIES
+                    }
+                )
             ),
             f"the profile {args.profile!r}": of_profile,
         }

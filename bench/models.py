@@ -110,13 +110,12 @@ def error_percent(model: Trained, samples: Sequence[ComputeSample]) -> float:
 
 def interval_coverages(model: Trained, **samples: Sequence[ComputeSample]) -> dict[str, float]:
     """Interval coverage in percent on each set of samples. {} for a model without intervals."""
-    if model.model is None:
-        return {}
     return {
         f"coverage {name}": interval_coverage(
             *accuracy.confidence_intervals(model.model, found, 0.9), measured_total_ms(found)
         )
         for name, found in samples.items()
+        if model.model is not None
     }
 
 

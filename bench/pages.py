@@ -71,15 +71,6 @@ def open_in_browser(page: Path, chrome: Browser, scheme: str = "light") -> Calla
     return evaluate
 
 
-def action_ms(evaluate: Callable[[str], Any], act: str) -> float:
-    """Median ms of five runs of a user action, with page layout."""
-    return evaluate(
-        "(async () => { const took = []; for (let i = 0; i < 5; i++) { const began = performance.now(); "
-        f"(() => {{ {act} }})(); document.body.offsetHeight; took.push(performance.now() - began); "
-        "await new Promise((done) => setTimeout(done, 50)); } return took.sort((a, b) => a - b)[2]; })()"
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -102,7 +93,19 @@ def main() -> None:
             page.write_text(plan_page.unpublished_plan_page(problem, version))
             evaluate, size = open_in_browser(page, chrome), f"{len(problem.tables)} × {len(problem.topology)}"
             load = evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd")
-            took = [f"{action_ms(evaluate, act):.0f}" for act in _ACTS.values()]
+            # Median of five runs of each action, with page layout.
+            took = [
+                "{:.0f}".format(
+                    evaluate(
+                        "(async () => { const took = []; "
+                        "for (let i = 0; i < 5; i++) { const began = performance.now(); "
+                        f"(() => {{ {act} }})(); document.body.offsetHeight; took.push(performance.now() - began); "
+                        "await new Promise((done) => setTimeout(done, 50)); } "
+                        "return took.sort((a, b) => a - b)[2]; })()"
+                    )
+                )
+                for act in _ACTS.values()
+            ]
             times.append(
                 (problem.name, size, name, moves, f"{page.stat().st_size / 1e3:,.0f}", f"{load:.0f}", *took)
             )

@@ -151,14 +151,6 @@ def sharding_arms(
     return {name: lambda problem, of=of: of(problem, model) for name, of in found.items()}
 
 
-def arm_outcome(name: str, plan: Plan | None, seconds: float) -> dict[str, Any]:
-    return {
-        "ms": plan and plan.provenance["predicted_ms"],
-        "seconds": seconds,
-        "solved": plan is not None and is_solved(name, plan),
-    }
-
-
 # --- tables of figures --------------------------------------------------------------------------------------
 
 
@@ -200,9 +192,11 @@ class Cell:
 
     def ratio_text(self) -> str:
         both = np.isfinite(self.ms) & np.isfinite(self.ours_ms)
-        if not both.any():
-            return "-"
-        return common.interval_text(metrics.mean_interval(self.ms[both] / self.ours_ms[both]))
+        return (
+            common.interval_text(metrics.mean_interval(self.ms[both] / self.ours_ms[both]))
+            if both.any()
+            else "-"
+        )
 
 
 def gain_over_baselines(rows: Sequence[Row], name: str) -> str:
@@ -308,8 +302,13 @@ def predicted_report(args: argparse.Namespace, model: NeuralModel) -> str:
                 )
         problem = with_given_links(paper_task(testing, model.setting, i, cell, args.seed))
         found = {
-            name: arm_outcome(name, *common.timed_plan(arm, problem))
+            name: {
+                "ms": plan and plan.provenance["predicted_ms"],
+                "seconds": seconds,
+                "solved": plan is not None and is_solved(name, plan),
+            }
             for name, arm in all_arms[cell[0]].items()
+            for plan, seconds in [common.timed_plan(arm, problem)]
         }
         rows[*cell, i] = {
             "devices": cell[0],

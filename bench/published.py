@@ -168,9 +168,11 @@ class Asked:
     def op_or_size_text(self) -> str:
         """Label of a timing in a report: op and memory of an op, size of a collective."""
         t = self.timing
-        if t.op not in EXCHANGES:
-            return f"{t.op}, {_memory(t.shards[0].table)}"
-        return f"collectives, {'32 MiB and more' if t.sent[0] >= LARGE_BYTES else 'smaller'}"
+        return (
+            f"collectives, {'32 MiB and more' if t.sent[0] >= LARGE_BYTES else 'smaller'}"
+            if t.op in EXCHANGES
+            else f"{t.op}, {_memory(t.shards[0].table)}"
+        )
 
 
 def profile_errors(

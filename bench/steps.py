@@ -164,12 +164,15 @@ def _read_earlier_steps(out: Path, kept: replays.ReplaySet, rounds: int) -> dict
     path = _steps_path(out, kept)
     written = schema.read_json(path) if path.exists() else {}
     asked = _run_settings(kept, rounds)
-    if {k: written.get(k) for k in asked} != asked or set(written["plans"]) != set(trained_plans(kept)):
-        return None
-    return {
-        name: Steps(Spread(**s["embedding"]), Spread(**s["whole"]), s["share"])
-        for name, s in written["plans"].items()
-    }
+    same = {k: written.get(k) for k in asked} == asked and set(written["plans"]) == set(trained_plans(kept))
+    return (
+        {
+            name: Steps(Spread(**s["embedding"]), Spread(**s["whole"]), s["share"])
+            for name, s in written["plans"].items()
+        }
+        if same
+        else None
+    )
 
 
 # --- the report ---------------------------------------------------------------------------------------------

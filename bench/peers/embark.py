@@ -226,7 +226,16 @@ class _Search:
                 self._finer_grids(now.stuck, grids)
                 if now.stuck
                 else next(
-                    filter(None, (self._finer_grids(t, grids) for t in self._tables_by_cost(grids))), []
+                    filter(
+                        None,
+                        (
+                            self._finer_grids(t, grids)
+                            for t in sorted(
+                                grids, key=lambda t: -self._shard_cost(_equal_shards(t, grids[t])[0])
+                            )
+                        ),
+                    ),
+                    [],
                 )
             )
             if not ways or not self.meter.has_budget_left():
@@ -239,10 +248,6 @@ class _Search:
     def _shard_cost(self, shard: Shard) -> float:
         """Heuristic cost of a shard, in elements looked up."""
         return looked_up_elements(shard) + self.ratio * shard.width
-
-    def _tables_by_cost(self, grids: Mapping[Table, Grid]) -> list[Table]:
-        """Tables by descending cost of their shards."""
-        return sorted(grids, key=lambda t: -self._shard_cost(_equal_shards(t, grids[t])[0]))
 
     def _finer_grids(self, table: Table, grids: Mapping[Table, Grid]) -> list[dict[Table, Grid]]:
         """Grids that cut one table further: by rows, or into twice as many column shards."""

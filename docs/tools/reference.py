@@ -27,6 +27,7 @@ MODULES = {
         "shardcore.search.decisions.hot_rows",
         "shardcore.search.decisions.towers",
         "shardcore.search.decisions.provision",
+        "shardcore.plans.one_cut",
     ),
     "Plans over time": ("shardcore.plans.replan", "shardcore.plans.diff", "shardcore.plans.drift"),
     "TorchRec": (

@@ -50,7 +50,7 @@ PlansFolder = Annotated[str, "PLANS"]
 
 _WITH_OFFERS = Needs(("offers",), "of which a cluster is chosen")
 _WITH_START = Needs(("start",), "the plan to start from")
-_TARGET = ("step_ms", "samples_per_s", "price_per_hour")
+_TARGET = ("step_ms", "samples_per_s", "price_per_hour", "each")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +74,9 @@ class PlanOptions(SearchOptions, _PricingOptions):
     step_ms: longest step that is fast enough; the cheapest cluster is chosen
     samples_per_s: fewest samples a second that are fast enough; the cheapest cluster is chosen
     price_per_hour: highest price of the cluster; the fastest is chosen
+    each: in place of a target, plan for every offer, with all its hosts: tables are cut in one way, so that a
+      checkpoint loads on all; the same on all are the columns of tables, or also which are replicas, or their kinds;
+      default: columns; --out is a folder, with a problem and a plan for each offer
     clusters: write clusters.json, all clusters that were searched, and curve.png (with matplotlib)
       into this folder, even if no cluster meets the target
     algorithm: portfolio, the default (the cheapest plan of several searches), anneal, anneal_columns (tables
@@ -120,6 +123,9 @@ class PlanOptions(SearchOptions, _PricingOptions):
     step_ms: Annotated[PositiveFloat, _WITH_OFFERS] | None = None
     samples_per_s: Annotated[PositiveFloat, _WITH_OFFERS] | None = None
     price_per_hour: Annotated[PositiveFloat, _WITH_OFFERS] | None = None
+    each: Annotated[Literal["columns", "replicas", "kinds"], _WITH_OFFERS] | None = field(
+        default=None, metadata={"nargs": "?", "const": "columns"}
+    )
     clusters: Annotated[DatasetFolder, Output(("clusters.json", "curve.png")), _WITH_OFFERS] | None = None
     algorithm: str | None = None
     policy: Annotated[Path, "POLICY"] | None = None

@@ -60,16 +60,8 @@ def problem_with_host_memory(
 def requested_decisions(args: PlanOptions, problem: Problem, stored: Problem) -> Iterator[Decision]:
     """Decisions that the options of `plan` ask for. stored: the problem as in its file."""
     if args.offers:
-        offers = read_offers(args.offers)
         target = Target(args.step_ms, args.samples_per_s, args.price_per_hour)
-        require_writable_outputs(args, source_files_of_offers(args.offers, offers))
-        models = {
-            offer.model_or_hardware: at_confidence(
-                load_cost_model(pricing_source_of_offer(args.offers, offer)), args.confidence
-            )
-            for offer in offers
-        }
-        yield Provision(offers, models, target)
+        yield Provision(*read_offers_and_models(args, args.offers), target)
     if args.groups is not None:
         yield Groups(args.groups, args.sync_every or 1)
     start = _read_start(args, args.start, problem, stored) if args.start else None
@@ -88,6 +80,19 @@ def requested_decisions(args: PlanOptions, problem: Problem, stored: Problem) ->
         yield start
 
 
+def read_offers_and_models(args: PlanOptions, path: Path) -> tuple[tuple[Offer, ...], dict[str, CostModel]]:
+    """Read a file of offers, and the cost models that they name, by the offers' `model_or_hardware`.
+
+    Raises ShardCoreError for an output that would replace one of these files, too.
+    """
+    offers = read_offers(path)
+    sources = {offer.model_or_hardware: pricing_source_of_offer(path, offer) for offer in offers}
+    require_writable_outputs(args, [Path(x) if isinstance(x, str) else x[0] for x in sources.values()])
+    return offers, {
+        name: at_confidence(load_cost_model(source), args.confidence) for name, source in sources.items()
+    }
+
+
 def pricing_source_of_offer(path: Path, offer: Offer) -> str | list[Path]:
     """Name of the profile, or folder of the trained model, that prices an offered cluster.
 
@@ -97,12 +102,6 @@ def pricing_source_of_offer(path: Path, offer: Offer) -> str | list[Path]:
     if offer.model:
         return [file]
     return str(file) if file.is_file() else offer.hardware
-
-
-def source_files_of_offers(path: Path, offers: Iterable[Offer]) -> list[Path]:
-    """Model folders and profile files that the offers of a file name."""
-    sources = [pricing_source_of_offer(path, offer) for offer in offers]
-    return [Path(source) if isinstance(source, str) else source[0] for source in sources]
 
 
 def _read_start(args: PlanOptions, path: Path, problem: Problem, stored: Problem) -> Start:
@@ -164,20 +163,13 @@ def pod_size_note(problem: Problem, plan: Plan) -> str:
     return f"rows are divided over pods of {size} hosts: the job needs {POD_SIZE}={size}" if size > 1 else ""
 
 
-_OUTCOME_TEXTS: Mapping[type[Decision], Callable[[Any, Found, Problem], Iterable[str]]] = {
+OUTCOME_TEXTS: Mapping[type[Decision], Callable[[Any, Found, Problem], Iterable[str]]] = {
     Provision: lambda decision, found, _: decisions_report.cluster_lines(decision, found),
     HotRows: lambda _, found, original: [decisions_report.hot_rows_table(original, found.problem)],
     MemoryTiers: lambda _, found, __: [decisions_report.memory_tiers_text(found.problem)],
     RowDomains: lambda _, found, __: [pod_size_note(found.problem, found.plan)],
 }
 """Lines on the outcome of each kind of decision, from the decision, what was found and the original problem."""
-
-
-def decision_texts(decisions: Sequence[Decision], found: Found, original: Problem) -> Iterator[str]:
-    """Text on the outcome of each decision of a search. Some texts may be empty."""
-    for decision in decisions:
-        if text := _OUTCOME_TEXTS.get(type(decision)):
-            yield from text(decision, found, original)
 
 
 def extrapolation_sentences(found: Found, model: CostModel) -> list[str]:

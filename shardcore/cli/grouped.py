@@ -1,19 +1,15 @@
-"""Price and export grouped plans: one plan that several groups of devices each run."""
+"""Prices of grouped plans: one plan that several groups of devices each run."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
-from shardcore.cli.commands import ExportOptions
 from shardcore.core.types import Problem
 from shardcore.cost.model import CostModel
-from shardcore.io.files import read_grouped_plan
 from shardcore.search.decisions.groups import grouped_cost, synchronisation_workloads
 from shardcore.step.lower import lower
-from shardcore.step.sharding_groups import GroupedPlan, describe_grouping
-from shardcore.torchrec.dmp_collection import to_dmp_collection, write_dmp_collection
+from shardcore.step.sharding_groups import GroupedPlan
 
 
 def grouped_cost_json(grouped: GroupedPlan, problem: Problem, model: CostModel) -> dict[str, Any]:
@@ -30,15 +26,6 @@ def grouped_cost_json(grouped: GroupedPlan, problem: Problem, model: CostModel) 
     }
 
 
-def grouped_cost_text(priced: Mapping[str, Any], grouped: GroupedPlan, problem: Problem) -> str:
-    """Text on a grouped plan's cost: one step, and synchronising replicas. priced: result of `grouped_cost_json`."""
-    return (
-        f"{describe_grouping(grouped.grouping, problem)}: {priced['step_ms']:.3f} ms in a group, "
-        f"and {priced['sync_ms']:.3f} ms "
-        f"to synchronise them, once in {grouped.grouping.sync_every} steps"
-    )
-
-
 def extrapolation_sentences(grouped: GroupedPlan, problem: Problem, model: CostModel) -> list[str]:
     """Sentences on what a grouped plan's cost extrapolates: a step of one group, and synchronising replicas.
 
@@ -51,13 +38,3 @@ def extrapolation_sentences(grouped: GroupedPlan, problem: Problem, model: CostM
         for works in synchronisation_workloads(grouped, problem):
             sentences += [f"synchronising: {text}" for work in works for text in model.out_of_range(work)]
     return list(dict.fromkeys((*sentences, *model.out_of_range(lower(grouped.plan, grouped.problem)))))
-
-
-def export_grouped_plan(args: ExportOptions, problem: Problem) -> None:
-    """Write a grouped plan as arguments of TorchRec's DMPCollection."""
-    grouped = read_grouped_plan(args.plan, problem)
-    write_dmp_collection(
-        args.out,
-        to_dmp_collection(grouped, problem, str(args.module), args.compute_device),
-        grouped.grouping.sync_every,
-    )

@@ -80,8 +80,12 @@ def _compare_with_model(job: ReadJob, model: CostModel) -> CheckedJob:
 
 
 def _print_remarks(job: ReadJob, checked: CheckedJob | None) -> None:
-    of_model = checked.remarks if checked else ()
-    for line in (*job.remarks, *job.traced.remarks, *of_model, *job_report.balance_remarks(job)):
+    for line in (
+        *job.remarks,
+        *job.traced.remarks,
+        *(checked.remarks if checked else ()),
+        *job_report.balance_remarks(job),
+    ):
         print(line, file=sys.stderr)
     if names := job_report.unrecognised_kernels_text(job.traced.steps[-1]):
         print(f"not recognised: {names}", file=sys.stderr)

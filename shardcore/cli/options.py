@@ -85,11 +85,6 @@ class Field:
         return [mark for mark in self.marks if isinstance(mark, Rule)]
 
     @property
-    def is_positional(self) -> bool:
-        """True if a command takes it by its place, without the option's name."""
-        return POSITIONAL in self.marks
-
-    @property
     def flattened_fields(self) -> Sequence[str]:
         """Names of the nested config's fields that are command-line options."""
         return next((mark for mark in self.marks if isinstance(mark, Flat)), ())
@@ -305,7 +300,7 @@ def add_command(commands: argparse._SubParsersAction, name: str, options: type) 
                 **field.metadata,
             }
             option = f"--{_dashed_name(key)}"
-            if declaration.is_positional:
+            if POSITIONAL in declaration.marks:
                 parser.add_argument(key, **given)
             elif key in group_of:
                 names, needed = group_of[key]
@@ -346,7 +341,7 @@ def _argparse_arguments(field: Field) -> dict[str, Any]:
     if NoneType in get_args(kind):
         [kind] = set(get_args(kind)) - {NoneType}
     if get_origin(kind) is list:
-        given |= {"nargs": "+"} if field.is_positional else {"action": "append"}
+        given |= {"nargs": "+"} if POSITIONAL in field.marks else {"action": "append"}
         kind = get_args(kind)[0]
     if get_origin(kind) is Literal:
         return given | {"choices": get_args(kind)}
@@ -430,7 +425,8 @@ def require_writable_outputs(options: Any, also_read: Iterable[Path] = ()) -> No
     ]
     written: list[tuple[str, Path]] = []
     for name, out in ((name, found) for name, found in given if name in written_by):
-        replaced = written_by[name].replaced
+        # With --each, a command writes files for each machine, so that its output is a folder.
+        replaced = () if getattr(options, "each", None) else written_by[name].replaced
         require_writable(out, f"--{_dashed_name(name)}", folder=replaced is not None)
         for place in [out / file for file in replaced or ()] or [out]:
             require_outside_versions(place)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,12 @@ from shardcore.cost.model import CostModel, at_confidence, price_plan
 from shardcore.cost.model import price as predicted
 from shardcore.io import files, model_files, writing
 from shardcore.io.files import is_grouped_plan
+from shardcore.plans import one_cut
 from shardcore.plans.decisions import Version
 from shardcore.plans.survive import prepare_plans, write_prepared_plan
 from shardcore.report import decisions_report, plan_report
 from shardcore.report.survive_report import prepared_plans_text
-from shardcore.report.text import rounded_json
+from shardcore.report.text import records_table, rounded_json
 from shardcore.search import DEFAULT_SHARDER, require_known_sharder, sharder
 from shardcore.search.budget import Budget
 from shardcore.search.decisions.driver import (
@@ -42,8 +44,12 @@ from shardcore.search.decisions.provision import Cluster, Provision
 from shardcore.search.decisions.towers import with_towers_of_plan
 from shardcore.search.explain import explain
 from shardcore.search.learned.policy import read_policy
+from shardcore.search.sharders import Sharder
 from shardcore.step.lower import lower, require_full_cover
+from shardcore.step.memory import size_text
+from shardcore.step.sharding_groups import describe_grouping
 from shardcore.torchrec import baseline as torchrec
+from shardcore.torchrec.dmp_collection import to_dmp_collection, write_dmp_collection
 from shardcore.torchrec.plan_files import write_torchrec
 from shardcore.torchrec.sharding_plan import to_torchrec
 
@@ -68,6 +74,8 @@ def plan(args: PlanOptions) -> None:
             if args.tiers
             else stored
         )
+    if args.each and args.offers:
+        return _plan_each_offer(args, args.offers, problem, sharding)
     decisions = list(deciding.requested_decisions(args, problem, stored))
     for decision in decisions:
         require(
@@ -75,9 +83,11 @@ def plan(args: PlanOptions) -> None:
             f"--out {args.out} needs --out-problem, the problem with the "
             f"{decision.changes} that it is a plan of",
         )
-    source = args.source
-    if args.offers and isinstance(decisions[0], Provision):
-        source = deciding.pricing_source_of_offer(args.offers, decisions[0].offers[0])
+    source = (
+        deciding.pricing_source_of_offer(args.offers, decisions[0].offers[0])
+        if args.offers and isinstance(decisions[0], Provision)
+        else args.source
+    )
     # Searches use the model at the given confidence. Only the plain one shows what is extrapolated.
     loaded, began = load_cost_model(source), clock()
     outcomes: list[Outcome] = []  # of the outermost decision
@@ -131,6 +141,54 @@ def plan(args: PlanOptions) -> None:
         deciding.write_clusters(args.clusters, outcomes, found.chosen_proposal)
 
 
+def _plan_each_offer(args: PlanOptions, offers_file: Path, problem: Problem, sharding: Sharder) -> None:
+    """Write plans with one cut for all offers, and print what each loses to it, or why it has no plan."""
+    given = [
+        f"--{name.replace('_', '-')}"
+        for name in "budget_s clusters groups hot_rows towers tiers start out_problem explain survive".split()
+        if getattr(args, name)
+    ]
+    require(not given, f"--each was given with {', '.join(given)}; it goes without")
+    require(
+        args.out is None or not args.out.is_dir() or not any(args.out.iterdir()),
+        f"--out {args.out} has files; it needs to be a new or empty folder, for plans of one cut belong together",
+    )
+    offers, models = deciding.read_offers_and_models(args, offers_file)
+    with showing_progress():
+        planned = one_cut.plan_each(
+            problem, offers, models, partial(sharding, seed=args.seed, budget=args.budget()), str(args.each)
+        )
+    for i, (outcome, _) in enumerate(planned, 1):
+        if args.out and (found := outcome.found):
+            of_offer = _plan_provenance(args, deciding.pricing_source_of_offer(offers_file, outcome.proposal))
+            # By number, too: names of offers may differ in what no file name has.
+            name = f"{i}-{found.problem.name}"
+            files.write_problem(args.out / f"{name}.problem.json", found.problem)
+            files.write_plan(
+                args.out / f"{name}.plan.json",
+                Plan(found.plan.placements, found.plan.provenance | of_offer),
+                found.problem,
+            )
+    print(
+        records_table(
+            [
+                {
+                    "offer": outcome.proposal.name,
+                    "devices": outcome.proposal.devices * outcome.proposal.most_hosts,
+                    "own ms": f"{own_ms:.3f}".replace("inf", "-"),
+                    "one cut ms": f"{outcome.ms:.3f}" if outcome.found else "-",
+                    "regret": f"{outcome.ms / own_ms - 1:.1%}" if outcome.found else "-",
+                    "reserve": size_text(found.problem.constraints.reserved_bytes)
+                    if (found := outcome.found)
+                    else "-",
+                    "why no plan": str(outcome.error or ""),
+                }
+                for outcome, own_ms in planned
+            ]
+        )
+    )
+
+
 def _print_plan_summary(
     args: PlanOptions,
     found: Found,
@@ -163,8 +221,11 @@ def _print_plan_summary(
         f"{deciding.changes_from_start_text(args, found, decisions, original, cautious)}"
     )
     print(f"under {known_errors.model_label(model)}, model {found.plan.provenance['model_digest'][:8]}")
-    for text in filter(None, deciding.decision_texts(decisions, found, original)):
-        print(f"\n{text}")
+    for decision in decisions:
+        for text in filter(
+            None, deciding.OUTCOME_TEXTS.get(type(decision), lambda *_: ())(decision, found, original)
+        ):
+            print(f"\n{text}")
     if args.explain:
         if groups:
             print("\nThe plan of one group:")
@@ -199,10 +260,9 @@ def _print_extrapolations(sentences: Sequence[str]) -> None:
 
 
 def price(args: PriceOptions) -> None:
-    whole = own = files.read_problem(args.problem)
+    whole = files.read_problem(args.problem)
     of_groups = files.read_grouped_plan(args.plan, whole) if files.is_grouped_plan(args.plan) else None
-    if of_groups:
-        own = of_groups.problem
+    own = of_groups.problem if of_groups else whole
     found = of_groups.plan if of_groups else files.read_plan(args.plan, own)
     model = load_model_for_problem(model_source(args, args.plan, found), own)
     with files.name_file_in_errors(args.plan):
@@ -229,7 +289,12 @@ def price(args: PriceOptions) -> None:
     else:
         sure = f" with {args.confidence:.0%} confidence in each op" if args.confidence else ""
         error = known_errors.error_bands_text(model, workload)
-        of = f"; {grouped.grouped_cost_text(body, of_groups, whole)}" if of_groups else ""
+        of = (
+            f"; {describe_grouping(of_groups.grouping, whole)}: {body['step_ms']:.3f} ms in a group, and "
+            f"{body['sync_ms']:.3f} ms to synchronise them, once in {of_groups.grouping.sync_every} steps"
+            if of_groups
+            else ""
+        )
         print(f"{args.plan}: {body['total_ms']:.3f} ms a step predicted{sure}{error}{of}")
         print(f"under {known_errors.model_label(model)}\n")
         print(plan_report.device_costs_text(Version(str(args.plan), found, cost, workload.memory_bytes), own))
@@ -251,10 +316,11 @@ def price(args: PriceOptions) -> None:
 def export(args: ExportOptions) -> None:
     torchrec.require_torchrec_installed("a file for TorchRec is written with TorchRec")
     problem = files.read_problem(args.problem)
-    if args.module is None:
-        args = dataclasses.replace(args, module=_collection_path(problem))
+    args = dataclasses.replace(args, module=_collection_path(problem) if args.module is None else args.module)
     if is_grouped_plan(args.plan):
-        grouped.export_grouped_plan(args, problem)
+        of_groups = files.read_grouped_plan(args.plan, problem)
+        made = to_dmp_collection(of_groups, problem, str(args.module), args.compute_device)
+        write_dmp_collection(args.out, made, of_groups.grouping.sync_every)
     else:
         plan = files.read_valid_plan(args.plan, problem)
         with showing_progress("writing TorchRec's plan"):

@@ -37,7 +37,6 @@ def showing_progress(
     # A command's standard error escapes control characters, with which a terminal's line is rewritten.
     line = ProgressLine(out or getattr(sys.stderr, "stream", sys.stderr), silent_s)
     with progress.report_to_listener(line.take_report):
-        line.start()
         if phase:
             progress.report(phase)
         try:
@@ -59,8 +58,6 @@ class ProgressLine:
         self._began_s = self._heard_s = time.monotonic()
         self._ended, self._lock = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._show_repeatedly, daemon=True)
-
-    def start(self) -> None:
         self._thread.start()
 
     def take_report(self, phase: str, best_ms: float | None, left_s: float | None) -> None:

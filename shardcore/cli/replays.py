@@ -34,10 +34,8 @@ def replay(args: ReplayOptions) -> None:
         plans.append(files.read_plan(path, problem))
         with files.name_file_in_errors(path):
             workloads.append(lower(plans[-1], problem))
-    predicted = None
-    if args.model:
-        model = load_model_for_problem(args.model, problem)
-        predicted = [price(workload, model) for workload in workloads]
+    model = load_model_for_problem(args.model, problem) if args.model else None
+    predicted = [price(workload, model) for workload in workloads] if model else None
 
     def run_replays(some: Sequence[Workload], reference: ReferenceOp | None = None) -> list[StepSample]:
         report(f"running {len(some)} plans in {len(problem.topology)} processes, {config.repeats} steps each")

@@ -50,6 +50,8 @@ class Offer(Record):
     most_hosts: machines that can be had.
     speed: speed of a device, relative to what the model was measured on.
     links: links of its devices, as in Topology.
+    reserved_bytes: bytes of each device that stay free, for the dense part, for buffers, and for what the allocator
+      loses to fragmentation. None: as the problem has it.
     """
 
     name: Annotated[str, require_name]
@@ -61,6 +63,7 @@ class Offer(Record):
     most_hosts: Annotated[int, number_within(1, MOST_DEVICES)] = 1
     speed: Annotated[float, number_within(1 / MOST_SPEED, MOST_SPEED)] = 1.0
     links: tuple[Link, ...] = ()
+    reserved_bytes: Annotated[int | None, number_within(0, MOST_BYTES)] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -72,6 +75,11 @@ class Offer(Record):
             self.devices * self.most_hosts <= MOST_DEVICES,
             f"offer {self.name!r} has most_hosts "
             f"{self.most_hosts} of {self.devices} devices; a problem has {MOST_DEVICES} devices at most",
+        )
+        require(
+            (self.reserved_bytes or 0) < self.memory_bytes,
+            f"offer {self.name!r} has reserved_bytes {self.reserved_bytes} of memory_bytes {self.memory_bytes}; it "
+            "needs fewer",
         )
         # Speeds, memory and links are checked where they become devices.
         self.topology(1)  # for its refusals
@@ -148,32 +156,51 @@ def read_offers(path: str | Path) -> tuple[Offer, ...]:
     return read_record(Offers, path, "offers").offers
 
 
-def candidate_clusters(problem: Problem, offers: Iterable[Offer]) -> Iterator[Cluster]:
-    """Clusters of every number of hosts of every offer whose devices divide the batch evenly. Not searched yet.
+def cluster_of_offer(problem: Problem, offer: Offer, hosts: int) -> Cluster:
+    """Cluster of a number of hosts of an offer, with the problem's tables and global batch. Not searched yet.
 
-    A problem that keeps free the default on its devices keeps free the default on theirs.
+    It keeps free what the offer says. Without that, a problem that keeps free the default on its devices keeps free the
+    default on these.
 
-    Raises ShardCoreError for a problem whose constraints name devices.
+    Raises ShardCoreError for a problem whose constraints name devices, and where the devices do not divide the batch.
     """
-    pinned = dict(problem.constraints.pinned)
+    pinned, kept = dict(problem.constraints.pinned), problem.constraints.reserved_bytes
     require(
         not pinned,
         f"problem {problem.name!r} has constraints.pinned {pinned}; clusters differ in their "
         "devices, so it needs none",
     )
+    topology = offer.topology(hosts)
     # A reserve that is not the default was chosen, so it stays as it is on any devices.
-    by_default = problem.constraints.reserved_bytes == default_reserved_bytes(problem.topology.devices)
+    by_default = kept == default_reserved_bytes(problem.topology.devices)
+    reserved = default_reserved_bytes(topology.devices) if by_default else kept
+    # Names are limited to 100 characters, and to those of files. Offers have any.
+    offered = re.sub("[^A-Za-z0-9._-]+", "-", offer.name)
+    return Cluster(
+        words=f"{hosts} x {offer.name!r}",
+        offer=offer,
+        hosts=hosts,
+        problem=replace(
+            problem,
+            name=f"{problem.name[:60]}.{hosts}x{offered[:30]}",
+            topology=topology,
+            constraints=replace(
+                problem.constraints,
+                reserved_bytes=reserved if offer.reserved_bytes is None else offer.reserved_bytes,
+            ),
+        ),
+    )
+
+
+def candidate_clusters(problem: Problem, offers: Iterable[Offer]) -> Iterator[Cluster]:
+    """Clusters of every number of hosts of every offer whose devices divide the batch evenly. Not searched yet.
+
+    Raises ShardCoreError as `cluster_of_offer`.
+    """
     for offer in offers:
-        if by_default:
-            reserved = default_reserved_bytes(offer.topology(1).devices)
-            problem = replace(problem, constraints=replace(problem.constraints, reserved_bytes=reserved))
         for hosts in range(1, offer.most_hosts + 1):
             if problem.global_batch % (hosts * offer.devices) == 0:
-                # Names are limited to 100 characters, and to those of files. Offers have any.
-                offered = re.sub("[^A-Za-z0-9._-]+", "-", offer.name)
-                name = f"{problem.name[:60]}.{hosts}x{offered[:30]}"
-                on_hosts = replace(problem, name=name, topology=offer.topology(hosts))
-                yield Cluster(words=f"{hosts} x {offer.name!r}", offer=offer, hosts=hosts, problem=on_hosts)
+                yield cluster_of_offer(problem, offer, hosts)
 
 
 @dataclass(frozen=True)
