@@ -53,7 +53,8 @@ def measure(args: MeasureOptions) -> None:
     if args.dry_run:
         if args.samples is None:
             print(f"{NAMES['compute']}: as many as {config.minutes:g} min have time for")
-        print(*run.estimate_measuring_time(wanted, args.out), sep="\n")
+        for line in run.estimate_measuring_time(wanted, args.out):
+            print(line)
         return
     there = len(dataset.read_timed_ids(args.out, "compute"))
     print(f"measuring for {setting} into {args.out}, {there} samples there already", flush=True)

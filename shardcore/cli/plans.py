@@ -166,7 +166,7 @@ def _plan_each_offer(args: PlanOptions, offers_file: Path, problem: Problem, sha
             files.write_problem(args.out / f"{name}.problem.json", found.problem)
             files.write_plan(
                 args.out / f"{name}.plan.json",
-                Plan(found.plan.placements, found.plan.provenance | of_offer),
+                Plan(found.plan.placements, {**found.plan.provenance, **of_offer}),
                 found.problem,
             )
     print(

@@ -73,9 +73,15 @@ def drift(args: DriftOptions) -> None:
     plan, problem = store.read_plan(args.plans, args.name)
     now = _with_statistics_of_file(args.fresh, problem)
     model = load_model_for_problem(args.source, now)
-    config = ReplanConfig(args.max_moved_tables, seed=args.seed, budget=args.budget())
     with showing_progress("searching a re-plan"):
-        found = drift_of(plan, problem, now, model, config, args.threshold)
+        found = drift_of(
+            plan,
+            problem,
+            now,
+            model,
+            ReplanConfig(args.max_moved_tables, seed=args.seed, budget=args.budget()),
+            args.threshold,
+        )
     print(plan_report.plan_drift_text(found))
     if args.out:
         files.write_problem(args.out / "problem.json", now)
