@@ -3,8 +3,8 @@
     with report_to_listener(show):  # show(phase, best_ms, left_s)
         SHARDERS["anneal"](problem, model, budget=Budget(seconds=60))
 
-Without a listener a report does nothing. Reports come when work begins or gets on, so a listener that shows time going
-on keeps a clock, as the command's progress line does. Loops over all tables `tick`: work that a `deadline` limits ends.
+Without a listener a report does nothing. Loops over all tables `tick`: the last report is made again, and
+work that an `until` limits ends.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 COMPILING = "compiling the search"
 """Phase in which functions are compiled. No clock counts it."""
@@ -36,10 +36,18 @@ class OutOfTime(Exception):
     """Raised by `tick` when the time limit of the work is over."""
 
 
+class _Report(NamedTuple):
+    phase: str
+    best_ms: float | None
+    left_s: float | None
+    at_s: float
+
+
 Item = TypeVar("Item")
-_ITEMS = 256
-"""Items between two looks at the clock."""
+_TICK_S, _ITEMS = 0.5, 256
+"""Seconds after which a report is made again, and items between two looks at the clock."""
 _listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
+_latest: ContextVar[_Report | None] = ContextVar("latest", default=None)
 _end_s: ContextVar[float] = ContextVar("end", default=math.inf)
 _stopped_s = 0.0
 """Seconds for which the clock stood still."""
@@ -48,11 +56,12 @@ _stopped_s = 0.0
 @contextmanager
 def report_to_listener(listener: Listener | None) -> Iterator[None]:
     """Context manager: send progress reports made in the with block to a listener; None drops them."""
-    token = _listener.set(listener)
+    token, latest = _listener.set(listener), _latest.set(None)
     try:
         yield
     finally:
         _listener.reset(token)
+        _latest.reset(latest)
 
 
 @contextmanager
@@ -69,13 +78,18 @@ def report(phase: str, best_ms: float | None = None, left_s: float | None = None
     """Send a progress report to the listener, if there is one."""
     listener = _listener.get()
     if listener is not None:
+        _latest.set(_Report(phase, best_ms, left_s, clock()))
         listener(phase, best_ms, left_s)
 
 
 def tick() -> None:
-    """Raise OutOfTime past the end of an enclosing `deadline`."""
-    if clock() > _end_s.get():
+    """Repeat the last progress report if half a second old. Raises OutOfTime past the end of an enclosing
+    `deadline`."""
+    last, now_s = _latest.get(), clock()
+    if now_s > _end_s.get():
         raise OutOfTime
+    if last is not None and now_s - last.at_s > _TICK_S:
+        report(last.phase, last.best_ms, last.left_s and max(0.0, last.left_s - (now_s - last.at_s)))
 
 
 def iterate_with_progress(items: Iterable[Item]) -> Iterator[Item]:

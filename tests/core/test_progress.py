@@ -12,6 +12,7 @@ from shardcore.core.progress import (
     prefixed_phases,
     report,
     report_to_listener,
+    tick,
 )
 
 
@@ -49,6 +50,35 @@ def clock(monkeypatch):
     monkeypatch.setattr(progress, "time", clock)
     monkeypatch.setattr(progress, "_stopped_s", 0.0)  # other tests may have compiled functions
     return clock
+
+
+def test_a_tick_makes_the_last_report_again_once_it_is_old(clock):
+    heard = []
+    with report_to_listener(lambda *of: heard.append(of)):
+        tick()  # nothing was reported yet
+        report("encoding", 3.0, 9.0)
+        tick()
+        clock.now += 2
+        tick()
+        tick()
+        report("encoding", 2.0)
+        clock.now += 2
+        tick()
+    assert heard == [
+        ("encoding", 3.0, 9.0),
+        ("encoding", 3.0, 7.0),
+        ("encoding", 2.0, None),
+        ("encoding", 2.0, None),
+    ]
+
+
+def test_the_report_of_one_listener_is_not_made_again_to_another(clock):
+    heard = []
+    report("before")
+    with report_to_listener(lambda *of: heard.append(of)):
+        clock.now += 2
+        tick()
+    assert heard == []
 
 
 def test_long_loops_end_when_their_time_is_over(clock):
