@@ -50,7 +50,7 @@ from shardcore.search.decisions.driver import decide
 from shardcore.search.decisions.memory_tiers import (
     MemoryTiers,
     device_bytes_for_tables,
-    tiers_of_tables,
+    tier_of_each_table,
     with_load_factors,
 )
 from shardcore.search.state.shards import priced_plan
@@ -162,7 +162,7 @@ def largest_to_host_ms(problem: Problem, model: CostModel) -> Sequence[float]:
         fitting = (
             p
             for p in several
-            if sum(t.device_bytes for t in tiers_of_tables(p)) <= share * device_bytes_for_tables(p)
+            if sum(t.device_bytes for t in tier_of_each_table(p)) <= share * device_bytes_for_tables(p)
         )
         found += [our_plan_ms(p, model) for p in [next(fitting, None)] if p]
     return [min(found)]

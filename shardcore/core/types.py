@@ -539,8 +539,8 @@ class Problem(Record, noun="problem", hash_once=True):
         return math.lcm(1 if there.pads and even else block_multiple(there, rows), block_multiple(back, rows))
 
     def why_replicas_fail(self, kind: Kind) -> str:
-        """Reason that TorchRec fails with replicated tables of a kind under the job's training pipeline; "" if it does
-        not."""
+        """Reason that TorchRec would fail if a kind of sharding replicated tables under the job's training pipeline; ""
+        if it would work."""
         if kind.divides_rows or kind.cuts_columns or not PIPELINES[self.job.pipeline].looks_up_ahead:
             return ""
         return (

@@ -102,7 +102,8 @@ class DeviceModel(CostModel):
         return replace(self, setting=setting)
 
     def for_problem(self, problem: Problem) -> CostModel:
-        """The model at a problem's batch and payloads; with links if some rows are in host memory."""
+        """The model for a problem's batch and payloads (bytes per value sent), with the link to host memory if it has
+        rows there."""
         return compose_models((self.in_device_memory(problem),), problem)
 
 

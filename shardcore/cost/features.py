@@ -137,7 +137,9 @@ def shard_features(shards: Sequence[Shard], batch: int) -> tuple[np.ndarray, np.
 
 
 def op_features(requests: Sequence[ComputeRequest]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """DRIVERS [N, K] and CONDITIONS [N, C] of all shards of ops, and the first row of each op, then N, as [S + 1]."""
+    """Features of the N shards of S ops: [N, K] quantities that time grows with (DRIVERS), [N, C] properties that
+    change the rate (CONDITIONS), and [S + 1] the first shard of each op, then N.
+    """
     shards = [shard for request in requests for shard in request.shards]
     starts = np.cumsum([0, *(len(request.shards) for request in requests)])
     batches = np.repeat([request.batch for request in requests], np.diff(starts))

@@ -28,7 +28,7 @@ def _format_number(value: float) -> str:
 
 @dataclass(frozen=True)
 class Range:
-    """Something with a measured range, and the words to report it.
+    """Input of a cost model, such as bytes of a shard, in words that report a value beyond the measured ones.
 
     The report reads "NAME <phrase VALUE>; <end> measured LIMIT". upper and lower are its ends.
     """

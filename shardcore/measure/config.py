@@ -47,7 +47,7 @@ class KernelConfig(Record):
             f"kernel config has max_repeats {self.max_repeats}; it needs its min_repeats, {self.min_repeats}, or more",
         )
 
-    def tolerance_for_device(self, device: str) -> float:
+    def timing_tolerance(self, device: str) -> float:
         """Relative confidence interval of a median at which a measured op is done, on a kind of device."""
         from shardcore.measure import devices  # imports torch
 

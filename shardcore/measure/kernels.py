@@ -238,7 +238,7 @@ class KernelBench:
         slowdown, finished = self._log.fit_slowdown(), []
         for run in full:
             totals = _corrected_times(run, slowdown).sum(1)
-            is_known = timing.relative_ci(totals) <= self.config.tolerance_for_device(self.device)
+            is_known = timing.relative_ci(totals) <= self.config.timing_tolerance(self.device)
             is_trained_on = dataset.split_of_sample(dataset.compute_id(self.setting, run.request)) == "train"
             most = self.config.max_repeats * (1 if is_trained_on else HELD_OUT_TIMES)
             if is_known or len(totals) >= most or totals.sum() >= _LONGEST_MS:

@@ -16,7 +16,7 @@ from shardcore.plans.hot_drift import HotDrift
 from shardcore.report.figures import Figure, figure_with_panels
 from shardcore.report.text import records_table, text_table
 from shardcore.search.decisions.driver import Entry, Found, Ledger, Outcome
-from shardcore.search.decisions.memory_tiers import least_link_ms, link_ms_savings, tiers_of_tables
+from shardcore.search.decisions.memory_tiers import least_link_ms, link_ms_savings, tier_of_each_table
 from shardcore.search.decisions.provision import Provision, best_cluster_of_each_offer
 from shardcore.search.decisions.towers import with_towers_of_plan
 from shardcore.step.lower import lower
@@ -130,7 +130,7 @@ def memory_tiers_text(problem: Problem) -> str:
 
     A second table has the ms that more memory would save.
     """
-    tiers = tiers_of_tables(problem)
+    tiers = tier_of_each_table(problem)
     below = sorted((t for t in tiers if t.table.in_host_memory), key=lambda t: -t.link_bytes)
     if not below:
         return "All rows fit in device memory."

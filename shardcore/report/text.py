@@ -38,19 +38,19 @@ def text_table(headers: Sequence[str], rows: Sequence[Sequence[Any]], words: Con
     return "\n".join([aligned_line(cells[0]), rule, *map(aligned_line, cells[1:])])
 
 
-def device_table(columns: Mapping[str, Sequence[float | str]], rank: Sequence[float]) -> str:
-    """Plain-text table with a row for each device, at most MOST_DEVICES, those of the highest rank.
+def device_table(columns: Mapping[str, Sequence[float | str]], costs: Sequence[float]) -> str:
+    """Plain-text table with a row for each device, at most MOST_DEVICES, the costliest ones.
 
     columns: [D] ms or texts by header.
-    rank: [D] of the devices.
+    costs: [D] by which devices are chosen.
     """
-    highest = sorted(range(len(rank)), key=lambda d: -rank[d])[:MOST_DEVICES]
+    highest = sorted(range(len(costs)), key=lambda d: -costs[d])[:MOST_DEVICES]
     rows = [
         (d, *(f"{x:.3f}" if isinstance(x, float) else x for x in (column[d] for column in columns.values())))
         for d in sorted(highest)
     ]
-    return text_table(["device", *columns], rows) + f"\nand {len(rank) - len(rows)} more devices" * (
-        len(rank) > len(rows)
+    return text_table(["device", *columns], rows) + f"\nand {len(costs) - len(rows)} more devices" * (
+        len(costs) > len(rows)
     )
 
 

@@ -264,7 +264,9 @@ def replay_plans(
     require(not out.is_symlink(), f"{out} is a symbolic link; replays are kept in a folder of their own")
     out.mkdir(parents=True, exist_ok=True)
     # Figures of an older model must not look like this one's.
-    _remove_stale_results(out, but=[path.name for path in out.iterdir()] if config.replay_problems else ())
+    _remove_stale_results(
+        out, problems=[path.name for path in out.iterdir()] if config.replay_problems else ()
+    )
     if not config.replay_problems:
         progress.info("no plans are replayed: evaluate.replay_problems is 0")
         return {}
@@ -333,7 +335,7 @@ def _replay_problems(
         ]
         for p in problems
     ]
-    _remove_stale_results(out, but=[p.name for p in problems])
+    _remove_stale_results(out, problems=[p.name for p in problems])
     replay = partial(
         replay_all, setting=model.setting, config=steps, transport=transport, reference=reference
     )
@@ -361,13 +363,14 @@ def _replay_problems(
     return kept
 
 
-def _remove_stale_results(out: Path, but: Sequence[str]) -> None:
-    """Remove results of another model from a folder, and replays of problems not in `but`.
+def _remove_stale_results(out: Path, problems: Sequence[str]) -> None:
+    """Remove results made with another model from a folder, and replays (measured runs of plans) of all problems but
+    the given ones.
 
     Other files stay, as `out` may be a link to somebody's folder.
     """
     for name in ("replays.csv", "replays.png"):
         (out / name).unlink(missing_ok=True)
     for path in out.iterdir():
-        if path.name not in but:
+        if path.name not in problems:
             replays.remove_replays(path)

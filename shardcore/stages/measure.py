@@ -271,7 +271,7 @@ def measure_groups(wanted: Wanted, folder: Path, progress: Progress) -> int:
         progress.info("%d compute samples wanted, %d of them to measure", config.compute_samples, total)
 
     def disturbed_requests() -> list[ComputeRequest]:
-        again = dataset.disturbed_sample_ids(folder, config.kernels.tolerance_for_device(transport.device))
+        again = dataset.disturbed_sample_ids(folder, config.kernels.timing_tolerance(transport.device))
         if not again:
             return []
         if config.compute_samples is not None:

@@ -177,10 +177,12 @@ def with_topology_rates(
 
 
 def merge_unknown_levels(domains: np.ndarray, known: Sequence[bool]) -> np.ndarray:
-    """[K, n] numbers of devices' domains (hosts, pods), with levels of unknown rates merged into known ones.
+    """[K, n] index of the host, pod, ... that each device is in, by level of links. A level of unknown rates is merged
+    into the next one out that is known, or else in, so that its bytes count there.
 
-    Bytes of such a level count on the next one out that is known, or else in. Where none is, all devices count as one
-    domain. domains: [K, n]. known: [K].
+    Where no level is known, all devices are in one domain.
+
+    domains: [K, n] of n devices on K levels. known: [K] True for a level whose rates are known.
     """
     if not any(known):
         # One domain for all: their bytes count on the innermost level.

@@ -23,9 +23,9 @@ _EMPTY = (0.0,) * REUSE_BINS
 _LEAST = 2
 """Fewest unique rows of a live table."""
 _NEAR = 0.01
-"""Largest relative deviation of a statistic that `_repair_statistics` accepts."""
+"""Largest relative deviation of a statistic that `_undo_rounding` accepts."""
 _SMALL = 150
-"""Unique rows below which rounding to whole rows changes its statistics: `_repair_statistics` changes only these."""
+"""Unique rows below which rounding to whole rows changes its statistics: `_undo_rounding` changes only these."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def generate_pool(config: PoolConfig = PoolConfig()) -> tuple[Table, ...]:
     """Generate a pool of tables with the published statistics of dlrm_datasets (see `published_statistics`).
 
     Tables are drawn from a plausible family. `_calibrate_parameters` changes them as little as possible to meet the
-    published rows, pooling, reuse bins, access shares and unique rows. `_round_to_whole_rows` and `_repair_statistics`
+    published rows, pooling, reuse bins, access shares and unique rows. `_round_to_whole_rows` and `_undo_rounding`
     then make rows whole, so that a table's streams have exactly its histogram.
 
     How the properties of one table go together is not public, and is made up. A small pool meets the statistics as
@@ -63,7 +63,7 @@ def generate_pool(config: PoolConfig = PoolConfig()) -> tuple[Table, ...]:
         draw = _calibrate_parameters(_draw_parameters(rng, config.tables - n_empty), config.tables)
         rows_in_bin, unseen = _round_to_whole_rows(draw, rng)
         # Rounding shifts statistics, which single rows then correct.
-        _repair_statistics(rows_in_bin, unseen, config.tables)
+        _undo_rounding(rows_in_bin, unseen, config.tables)
     specs = [_rows_pooling_and_access(n, u, batch) for n, u in zip(rows_in_bin, unseen, strict=True)]
     specs += [(1, 0.0, Reuse(_EMPTY, batch))] * n_empty
     return tuple(
@@ -228,7 +228,7 @@ def _round_to_whole_rows(draw: torch.Tensor, rng: np.random.Generator) -> tuple[
     return torch.tensor(whole), torch.tensor(np.rint(unseen))
 
 
-def _repair_statistics(rows_in_bin: torch.Tensor, unseen: torch.Tensor, tables: int) -> None:
+def _undo_rounding(rows_in_bin: torch.Tensor, unseen: torch.Tensor, tables: int) -> None:
     """Undo the effect of rounding on the pool's statistics by moving single rows between bins of the histogram, in
     place.
 

@@ -18,7 +18,8 @@ from shardcore.step import access
 
 
 def draw_lookups(table: Table, batch: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Draw one batch of lookups in a table: row ids [L] int64 and offsets [V + 1] int64, for V distinct values.
+    """Draw one batch of lookups in a table: row ids [L] int64, and offsets [V + 1] int64 where the ids of each of V
+    bags begin.
 
     V is F · B for F features, or less if they are deduplicated (access.bag_count). Samples that repeat a value
     are then left out, so all rows of the batch are in the stream, but fewer times.

@@ -14,7 +14,7 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.composite import Composite, Links
 from shardcore.cost.model import at_confidence, price
 from shardcore.search.bound.lower_bound import prove_lower_bound
-from shardcore.search.decisions.memory_tiers import tiers_of_tables, with_load_factors
+from shardcore.search.decisions.memory_tiers import tier_of_each_table, with_load_factors
 from shardcore.step.lower import lower
 
 MODEL = AnalyticModel(Setting("made-up", 512))
@@ -35,7 +35,7 @@ def ms(of: Problem, model=MODEL) -> np.ndarray:
 
 
 def test_a_device_takes_as_much_longer_as_its_bytes_take_on_the_link():
-    link = [tier.link_bytes / 2e6 for tier in tiers_of_tables(TIERED)]
+    link = [tier.link_bytes / 2e6 for tier in tier_of_each_table(TIERED)]
     assert min(link[:2]) > 0 and link[2:] == [0, 0]
     assert ms(TIERED) - ms(PLAIN) == pytest.approx(link[:2])
     faster = replace(TIERED, topology=replace(TIERED.topology, memory=(Memory("host", 1 << 30, 4.0),)))

@@ -287,8 +287,8 @@ def test_repeats_stop_when_the_median_is_known(tables):
     [soon], [late] = (KernelBench(Setting("test", 8), "cpu", c).measure([request]) for c in (loose, tight))
     most = 30 if dataset.split_of_sample(late.id) == "train" else 30 * kernels.HELD_OUT_TIMES
     assert 6 <= soon.forward.repeats < 30 <= most == late.forward.repeats and late.relative_ci > 1e-9 >= 0
-    assert [KernelConfig().tolerance_for_device(device) for device in ("cpu", "cuda")] == [0.02, 0.01]
-    assert KernelConfig(tolerance=0.3).tolerance_for_device("cuda") == 0.3
+    assert [KernelConfig().timing_tolerance(device) for device in ("cpu", "cuda")] == [0.02, 0.01]
+    assert KernelConfig(tolerance=0.3).timing_tolerance("cuda") == 0.3
 
 
 def test_held_out_ops_run_more_often_as_their_noise_adds_to_the_errors_shown(tables):

@@ -70,7 +70,7 @@ class Reshard:
                 )
 
     @property
-    def has_limit(self) -> bool:
+    def limits_moves(self) -> bool:
         """True if the tables or bytes that may move are limited."""
         return self.tables is not None or self.bytes is not None
 

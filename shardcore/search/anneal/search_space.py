@@ -65,7 +65,8 @@ class SearchSpace:
         return self.cache.peak_bytes[self.fixed.shared[0]]
 
     def item_and_group(self, kind: str, devices: Group, table: Table) -> tuple[int, int]:
-        """Numbers of a table's item, and of the device group that shares the table by a kind."""
+        """Index of a table among the items that are searched, and of the device group over which a kind of sharding
+        divides it."""
         return self.cache.item_by_name[table.name], self.cache.groups.index(
             (layout_for_table(kind, table), devices)
         )
@@ -230,7 +231,7 @@ def limit_moves(space: SearchSpace, held: np.ndarray, reshard: Reshard, new: Seq
     The `new` tables may go anywhere. Row ranges stay: TorchRec runs them only on all devices.
     """
     free, cache, limits = {t.name for t in new}, space.cache, {}
-    if reshard.has_limit:
+    if reshard.limits_moves:
         # No limit is a limit that no plan reaches.
         most_tables, most_bytes = (
             np.iinfo(np.int64).max if x is None else x for x in (reshard.tables, reshard.bytes)

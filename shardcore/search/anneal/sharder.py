@@ -144,7 +144,7 @@ class Search:
                 [maker.start_from_reshard(replace(reshard, plan=parts.split_plan(plan)), space)]
             )
         # Fresh starts would move more than the limits.
-        fresh = not (reshard and reshard.has_limit)
+        fresh = not (reshard and reshard.limits_moves)
         if fresh:
             self._make_starts(space, maker)
         starts, by_columns = list[Start](), list[Start]()

@@ -124,7 +124,7 @@ class MemoryTiers(Decision):
                 )
                 for memory in problem.topology.memory
             },
-            "MB over the link": sum(tier.link_bytes for tier in tiers_of_tables(problem)) / 1e6,
+            "MB over the link": sum(tier.link_bytes for tier in tier_of_each_table(problem)) / 1e6,
         }
 
 
@@ -144,7 +144,7 @@ class Tier:
     link_bytes: float
 
 
-def tiers_of_tables(problem: Problem) -> list[Tier]:
+def tier_of_each_table(problem: Problem) -> list[Tier]:
     """Memory tier of each of a problem's tables, by its load factor, in the order of the tables."""
     return [_tier_of_table(table, problem) for table in problem.tables]
 
@@ -153,7 +153,7 @@ def least_link_ms(problem: Problem) -> float:
     """Lower bound on ms of a step in which rows cross the link to host memory: as if all devices had equal shares."""
     gbps = {memory.tier: memory.gbps for memory in problem.topology.memory}
     total = sum(
-        tier.link_bytes / gbps[tier.table.tier] for tier in tiers_of_tables(problem) if tier.link_bytes
+        tier.link_bytes / gbps[tier.table.tier] for tier in tier_of_each_table(problem) if tier.link_bytes
     )
     return total / len(problem.topology) / 1e6
 
@@ -181,7 +181,7 @@ def with_fastest_tiers(problem: Problem, more_bytes: float = 0, model: CostModel
     # From all rows on devices: load factors that the problem has would change what is counted.
     problem = with_all_rows_in_device_memory(problem)
     budget = device_bytes_for_tables(problem) + more_bytes
-    if sum(tier.device_bytes for tier in tiers_of_tables(problem)) <= budget:
+    if sum(tier.device_bytes for tier in tier_of_each_table(problem)) <= budget:
         return problem
     require(
         bool(problem.topology.memory),

@@ -26,8 +26,8 @@ from shardcore.search.decisions.memory_tiers import (
     fill_free_memory,
     least_link_ms,
     link_ms_savings,
+    tier_of_each_table,
     tier_options,
-    tiers_of_tables,
     with_fastest_tiers,
     with_load_factors,
 )
@@ -36,7 +36,7 @@ from shardcore.step.memory import require_fits
 
 
 def device_bytes(of: Problem) -> int:
-    return sum(tier.device_bytes for tier in tiers_of_tables(of))
+    return sum(tier.device_bytes for tier in tier_of_each_table(of))
 
 
 def simpler(of: Problem) -> Iterator[Problem]:
@@ -85,7 +85,7 @@ def test_state_of_rows_stays_in_device_memory():
     """As FBGEMM has it: nothing of it crosses the link."""
     plain, rowwise = (two_devices(18 << 20, optimizer) for optimizer in ("exact_sgd", "rowwise_adagrad"))
     plain, rowwise = (with_load_factors(p, {"flat": 0.25}) for p in (plain, rowwise))
-    without, having = (tiers_of_tables(p)[1] for p in (plain, rowwise))
+    without, having = (tier_of_each_table(p)[1] for p in (plain, rowwise))
     assert having.device_bytes - without.device_bytes == 4 * having.table.rows
     assert (having.host_bytes, having.link_bytes) == (without.host_bytes, without.link_bytes)
     assert having.host_bytes == having.table.bytes
@@ -167,7 +167,7 @@ def test_a_data_parallel_table_is_on_every_device_as_a_whole():
     asked = two_devices(36 << 20)
     asked = replace(asked, constraints=Constraints(kinds=(("hot", ("data_parallel",)),)))
     found = with_fastest_tiers(asked)
-    [hot] = [tier for tier in tiers_of_tables(found) if tier.table.name == "hot"]
+    [hot] = [tier for tier in tier_of_each_table(found) if tier.table.name == "hot"]
     assert (hot.table.load_factor, hot.device_bytes) == (1.0, 2 * hot.table.bytes)
     assert any(table.in_host_memory for table in found.tables) and device_bytes(
         found
