@@ -28,7 +28,7 @@ Part = TypeVar("Part", PolicyConfig, PolicyProblems)
 
 @dataclass(frozen=True)
 class TrainPolicyConfig(PolicyConfig, PolicyProblems):
-    """Training of a policy: PolicyConfig and PolicyProblems, and the policy.
+    """Training of a policy: PolicyConfig, PolicyProblems, and which policy is trained.
 
     algorithm: policy that `dvc repro train_policy` trains (docs/plan_policies.md). null: none
     """

@@ -28,7 +28,7 @@ from shardcore.plans.publisher import PublishConfig, Publisher
 from shardcore.report import history_pages, plan_page, published_report
 from shardcore.search import DEFAULT_SHARDER, LEARNED, SHARDERS
 from shardcore.search.budget import Budget
-from shardcore.stages.publish import publish, publish_one
+from shardcore.stages.publish import publish, publish_plan_of_problem
 from tasks import console, model_history, owned, paths, policy_registry, publish_claim, registry
 from tasks.artifacts import create_markdown_artifact
 from tasks.commit import git_commit
@@ -144,7 +144,7 @@ def publish_first_plan(problems: Sequence[Path], plans: str | Path, config: Publ
         by, publisher = _pricing_and_publisher(
             registry.connect_to_mlflow(), problem.topology.hardware, None, plans, config
         )
-        decision = publish_one(publisher, problem).decision
+        decision = publish_plan_of_problem(publisher, problem).decision
         get_run_logger().info(
             "a first plan, under %s: %s, %.2f ms a step; %s",
             by.origin_text,

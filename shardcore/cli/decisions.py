@@ -86,14 +86,14 @@ def read_offers_and_models(args: PlanOptions, path: Path) -> tuple[tuple[Offer, 
     Raises ShardCoreError for an output that would replace one of these files, too.
     """
     offers = read_offers(path)
-    sources = {offer.model_or_hardware: pricing_source_of_offer(path, offer) for offer in offers}
+    sources = {offer.model_or_hardware: cost_model_source_of_offer(path, offer) for offer in offers}
     require_writable_outputs(args, [Path(x) if isinstance(x, str) else x[0] for x in sources.values()])
     return offers, {
         name: at_confidence(load_cost_model(source), args.confidence) for name, source in sources.items()
     }
 
 
-def pricing_source_of_offer(path: Path, offer: Offer) -> str | list[Path]:
+def cost_model_source_of_offer(path: Path, offer: Offer) -> str | list[Path]:
     """Name of the profile, or folder of the trained model, that prices an offered cluster.
 
     path: file of offers, to which paths in the offer are relative.

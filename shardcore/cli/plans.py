@@ -84,7 +84,7 @@ def plan(args: PlanOptions) -> None:
             f"{decision.changes} that it is a plan of",
         )
     source = (
-        deciding.pricing_source_of_offer(args.offers, decisions[0].offers[0])
+        deciding.cost_model_source_of_offer(args.offers, decisions[0].offers[0])
         if args.offers and isinstance(decisions[0], Provision)
         else args.source
     )
@@ -121,7 +121,7 @@ def plan(args: PlanOptions) -> None:
         raise
     seconds = clock() - began
     if args.offers and isinstance(found.chosen_proposal, Cluster):
-        source = deciding.pricing_source_of_offer(args.offers, found.chosen_proposal.offer)
+        source = deciding.cost_model_source_of_offer(args.offers, found.chosen_proposal.offer)
         loaded = load_cost_model(source)
     provenance = {**found.plan.provenance, **_plan_provenance(args, source)}
     found = dataclasses.replace(found, plan=Plan(found.plan.placements, provenance))
@@ -160,7 +160,9 @@ def _plan_each_offer(args: PlanOptions, offers_file: Path, problem: Problem, sha
         )
     for i, (outcome, _) in enumerate(planned, 1):
         if args.out and (found := outcome.found):
-            of_offer = _plan_provenance(args, deciding.pricing_source_of_offer(offers_file, outcome.proposal))
+            of_offer = _plan_provenance(
+                args, deciding.cost_model_source_of_offer(offers_file, outcome.proposal)
+            )
             # By number, too: names of offers may differ in what no file name has.
             name = f"{i}-{found.problem.name}"
             files.write_problem(args.out / f"{name}.problem.json", found.problem)

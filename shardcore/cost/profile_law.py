@@ -284,7 +284,7 @@ def collective_terms(
 
 
 def _ring_shares(rates: Rates, collective: str, domains: np.ndarray, links: Sequence[Link]) -> list[Any]:
-    """[K] bytes on links of each level, over the bytes that a ring of all devices moves."""
+    """[K] bytes that a collective sends on links of each level, relative to those that a ring of all devices sends."""
     n, passes = domains.shape[1], 2 if collective == "all_reduce" else 1
     each = n / len(np.unique(domains[0]))
     moved = passes * (1 - 1 / n)

@@ -141,7 +141,7 @@ def _remove_replay_files(folder: Path) -> None:
 
 
 def _is_replay_file(path: Path) -> bool:
-    """Tell if `replay_or_reuse` wrote a file, by the file's name; a plan is also recognised by its schema."""
+    """Tell if `replay_or_reuse` wrote a file: judged by the name, and for a file of a plan by its schema, too."""
     if path.is_symlink() or not path.is_file():
         return False
     if path.suffix == ".json" and files.DIGEST.fullmatch(path.stem):

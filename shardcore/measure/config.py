@@ -20,7 +20,7 @@ from shardcore.core.validation import (
 
 @dataclass(frozen=True)
 class KernelConfig(Record):
-    """Settings of measured ops.
+    """Settings for measuring ops.
 
     arena_bytes: weights shared by all ops, and so the largest shard that can be measured.
     tolerance: relative confidence interval (95%) to reach for a median of forward + backward; default: 0.02 on cpu,

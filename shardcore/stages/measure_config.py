@@ -98,5 +98,5 @@ class MeasureConfig(Record):
 
     @property
     def exchange_config(self) -> CollectiveConfig:
-        """Config of exchanges, in which a rank waits for another at least as long as for an op."""
+        """Config of exchanges, with a rank's time limit for the others no shorter than that of an op."""
         return replace(self.exchanges, timeout_s=max(self.exchanges.timeout_s, self.hang_s))

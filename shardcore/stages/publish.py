@@ -134,7 +134,7 @@ def _publish_failure(path: Path, error: BaseException) -> ShardCoreError:
     return kind(message if message.startswith(str(path)) else f"{path}: {message}")
 
 
-def publish_one(publisher: Publisher, problem: Problem) -> Published:
+def publish_plan_of_problem(publisher: Publisher, problem: Problem) -> Published:
     """Search and publish a plan of one problem under the publisher's model. Raises as Publisher.publish."""
     model = publisher.model.for_problem(problem)
     problem.require_setting(model.setting)
@@ -158,14 +158,14 @@ def _publish_each(
         with ProcessPoolExecutor(count, get_context("spawn"), begin) as pool, ExitStack() as stack:
             # If this run is stopped, items that wait do not begin. One that was handed to a process may.
             stack.callback(pool.shutdown, wait=False, cancel_futures=True)
-            numbers = {pool.submit(publish_one, *item): i for i, item in items.items()}
+            numbers = {pool.submit(publish_plan_of_problem, *item): i for i, item in items.items()}
             # A future has no result if a process was killed.
             yield from ((numbers[x], x.exception() or x.result()) for x in as_completed(numbers))
         return
     for i, item in items.items():
         try:
             with report_to_listener(work.show_phase):
-                found = publish_one(*item)
+                found = publish_plan_of_problem(*item)
         except Exception as error:
             found = error
         yield i, found

@@ -361,7 +361,7 @@ def _allowed_kinds(c: ParameterConstraints) -> tuple[str, ...]:
 
 
 def sharded_kernel(c: ParameterConstraints) -> str:
-    """Compute kernel of a table that is sharded: the first in compute_kernels that is not dense, or fused."""
+    """Compute kernel of a sharded table: the first in compute_kernels that is not dense; fused if there is none."""
     return next((k for k in c.compute_kernels or () if k != "dense"), "fused")
 
 

@@ -634,7 +634,7 @@ def _found_tensors(reader: CheckedReader, wanted: set[str]) -> dict[str, dict[st
 
 
 def _read_ids(reader: CheckedReader, tensor: _Tensor) -> np.ndarray:
-    """Hot ids in a checkpoint."""
+    """Ids of the often looked-up rows (hot rows) that a checkpoint has in tables of their own."""
     key, of = tensor
     ids = torch.empty(of.size, dtype=torch.int64)
     # Each rank for itself, since all need them.

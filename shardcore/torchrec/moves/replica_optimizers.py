@@ -1,4 +1,4 @@
-"""Optimizers of a job whose tables move: the one of a table's replica, and its parameters exchanged."""
+"""Dense optimizers of a job whose tables move: which one trains a replica, and how its parameters are replaced."""
 
 from __future__ import annotations
 
