@@ -110,8 +110,8 @@ class PlanOptions(SearchOptions, _PricingOptions):
     link_gbps: GB/s between a device and its host's memory, which is not measured; default: that
       of the problem, or 25
     out_problem: write the problem of the plan, if decisions change it
-    survive: also prepare plans for the loss of each rank or host, in the folder PLAN.survive, which a restarted
-      job takes (ShardCorePlanner(prepared=))
+    survive: also plan for the loss of each rank or host
+    prepared: write these plans to this folder, from which a restarted job takes one (ShardCorePlanner(prepared=DIR))
     explain: show what bounds the plan, what other algorithms find, and what more memory or more devices would
       bring; each is searched with the same budget again
     """
@@ -148,7 +148,8 @@ class PlanOptions(SearchOptions, _PricingOptions):
     link_gbps: Annotated[PositiveFloat, Needs(("tiers",), "whose link it is")] | None = None
     out_problem: Annotated[ProblemFile, Output()] | None = None
     explain: bool = False
-    survive: Literal["rank", "host"] | None = None
+    survive: Annotated[Literal["rank", "host"], Needs(("prepared",), "where its plans go")] | None = None
+    prepared: Annotated[DatasetFolder, Output(()), Needs(("survive",), "whose plans it has")] | None = None
     out: Annotated[PlanFile, Output()] | None
 
 

@@ -129,13 +129,20 @@ def plan(args: PlanOptions) -> None:
         report(f"writing {args.out}", found.ms)
         deciding.write_plan_and_problem(args, found)
     _print_plan_summary(args, found, decisions, problem, loaded.for_problem(found.problem), seconds)
-    if args.survive and args.out:
+    if args.survive and args.prepared:
         with showing_progress("preparing for a loss"):
             prepared = list(
-                prepare_plans(found.plan, found.problem, loaded, args.survive, args.seed, args.budget())
+                prepare_plans(
+                    found.plan,
+                    found.problem,
+                    at_confidence(loaded, args.confidence),
+                    args.survive,
+                    args.seed,
+                    args.budget(),
+                )
             )
         for one in (one for one in prepared if one.plan):
-            write_prepared_plan(args.out.with_suffix(".survive"), one)
+            write_prepared_plan(args.prepared, one)
         print(f"\n{prepared_plans_text(prepared, found.ms)}")
     if args.clusters:
         deciding.write_clusters(args.clusters, outcomes, found.chosen_proposal)
@@ -290,14 +297,16 @@ def price(args: PriceOptions) -> None:
         print(rounded_json(body))
     else:
         sure = f" with {args.confidence:.0%} confidence in each op" if args.confidence else ""
-        error = known_errors.error_bands_text(model, workload)
         of = (
             f"; {describe_grouping(of_groups.grouping, whole)}: {body['step_ms']:.3f} ms in a group, and "
             f"{body['sync_ms']:.3f} ms to synchronise them, once in {of_groups.grouping.sync_every} steps"
             if of_groups
             else ""
         )
-        print(f"{args.plan}: {body['total_ms']:.3f} ms a step predicted{sure}{error}{of}")
+        print(
+            f"{args.plan}: {body['total_ms']:.3f} ms a step predicted{sure}"
+            f"{known_errors.error_bands_text(model, workload)}{of}"
+        )
         print(f"under {known_errors.model_label(model)}\n")
         print(plan_report.device_costs_text(Version(str(args.plan), found, cost, workload.memory_bytes), own))
     if args.out:

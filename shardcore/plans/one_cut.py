@@ -29,7 +29,7 @@ SAME: Mapping[str, Callable[[Layout], object]] = {
     "replicas": lambda layout: layout.dense_gradient,
     "kinds": lambda layout: layout.name,
 }
-"""What is the same on all machines, by name: what of a table's kind, besides its columns.
+"""Part of a table's kind that is the same on all machines, besides its columns, by name.
 
 columns: nothing. A checkpoint of torchrec.moves.checkpoints then loads on every machine, with the optimizer's state.
 replicas: whether it is replicated. A checkpoint of DCP alone then loads, too: it has the same tensors, whichever
@@ -41,7 +41,8 @@ GOOD_REGRET = 0.02
 BLOCKS = (1, 2, 4)
 """Blocks into which the differing tables of two cuts are divided, in turn. Each block is tried in the other's cut."""
 Cut = Mapping[str, tuple[object, tuple[int, ...]]]
-"""Of each table, by name: what is the same of its kind, and the first columns of all parts but the first."""
+"""Cut of each table, by name: the part of its kind that stays the same, and the first columns of all parts but the
+first."""
 
 
 def cut_of_plan(plan: Plan, problem: Problem, same: str, most: int | None = None) -> Cut:

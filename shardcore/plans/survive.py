@@ -89,12 +89,14 @@ def prepare_plans(
         except ShardCoreError as error:
             yield replace(prepared, reason=str(error))
         else:
-            parts = [device.parts for device in memory_by_part(found, now)]
             yield replace(
                 prepared,
                 plan=found,
                 moved_tables=len(diff_plans(old, found, now).moves),
-                read_bytes=max(of["weights"] + of["optimizer state"] for of in parts),
+                read_bytes=max(
+                    device.parts["weights"] + device.parts["optimizer state"]
+                    for device in memory_by_part(found, now)
+                ),
             )
 
 
@@ -130,7 +132,12 @@ def read_prepared_plan(folder: str | Path, problem: Problem, model: CostModel) -
     """The cheapest plan prepared in a folder that is valid for a problem, priced anew; None if there is none.
 
     Tables go by their names, and the plan has to be for as many devices. Its provenance has the file as `prepared`.
+
+    Raises ShardCoreError if there is no such folder.
     """
+    require(
+        Path(folder).is_dir(), f"prepared is {str(folder)!r}; it needs to be a folder of `plan --survive`"
+    )
     found: list[Plan] = []
     for path in sorted(Path(folder).glob(f"*{_PLAN}")):
         with suppress(ShardCoreError):

@@ -139,19 +139,21 @@ def balance_remarks(job: ReadJob) -> list[str]:
     what its own samples decide, and exchanges the mean of ids. Packing leaves out the padding of samples.
     """
     tables, step = job.problem.tables if job.problem else (), job.traced.steps[-1]
+    # Where a rank has none, nobody has checked that the others have all features.
+    ranks = job.lookups if len(job.lookups) == step.world_size else []
     features = [f for t in tables if t.sequence for f in job.features.get(t.name, ())]
-    ids = np.array([sum(len(rank[f][0]) for f in features) for rank in job.lookups], float)
-    if len(ids) < step.world_size or ids.max() <= _UNEVEN * ids.mean():
+    ids = np.array([sum(len(rank[f][0]) for f in features) for rank in ranks], float)
+    if not ids.any() or ids.max() <= _UNEVEN * ids.mean():
         return []
     own_ms, transfer_ms = (
         np.array([sum(rank.ms.get(part, 0.0) for part in parts) for rank in step.ranks])
         for parts in _OWN_PARTS
     )
     saved_ms = own_ms.max() - own_ms.mean() + transfer_ms.max() * (1 - ids.mean() / ids.max())
-    lengths = [rank[f][1] for rank in job.lookups for f in features]
-    padding = 1 - ids.sum() / sum(len(of) * of.max(initial=0) for of in lengths)
+    padded = sum(len(rank[f][1]) * rank[f][1].max(initial=0) for rank in ranks for f in features)
     return [
         f"sequences of a rank have {ids.min() / ids.mean():.2f} to {ids.max() / ids.mean():.2f} times the mean of ids: "
         f"shuffling samples between ranks would save at most {saved_ms:.1f} of {step.total_ms:.1f} ms. Padded to the "
-        f"longest of a rank, {padding:.0%} of them is padding, which packing would leave out of the dense part"
+        f"longest of a rank, {1 - ids.sum() / padded:.0%} of them is padding, which packing would leave out of the "
+        "dense part"
     ]

@@ -27,6 +27,6 @@ def prepared_plans_text(prepared: Sequence[PreparedPlan], before_ms: float) -> s
 
 
 def _losses_text(prepared: PreparedPlan) -> str:
-    """Names of losses that one plan is for: the first, and how many others."""
+    """Name of the first loss that a plan is for, and the number of others."""
     more = len(prepared.losses) - 1
-    return prepared.losses[0] + f" (or {more} others like it)" * (more > 0)
+    return prepared.losses[0] + f" (and {more} like it)" * (more > 0)

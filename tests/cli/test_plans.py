@@ -371,11 +371,12 @@ def test_several_faults_of_a_problem_file_are_named_at_once(stored, capsys):
 
 def test_plan_prepares_for_the_loss_of_a_rank(stored, capsys):
     problem, out = stored / "problem.json", stored / "plan.json"
-    asked = f"plan {problem} --hardware nvidia-h100-sxm --budget-evals 500 --out {out} --survive".split()
+    folder = stored / "lost"
+    options = f"--budget-evals 500 --out {out} --prepared {folder} --survive"
+    asked = f"plan {problem} --hardware nvidia-h100-sxm {options}".split()
     assert main([*asked, "rank"]) == 0
     output = capsys.readouterr().out
-    assert "GiB to read" in output and re.search(r"^rank 0 \(or \d+ others like it\) ", output, re.M)
-    folder = stored / "plan.survive"
+    assert "GiB to read" in output and re.search(r"^rank 0 \(and \d+ like it\) ", output, re.M)
     left = files.read_problem(folder / "without-rank-0.problem.json")
     assert len(left.topology) == len(files.read_problem(problem).topology) - 1
     files.read_valid_plan(folder / "without-rank-0.plan.json", left)
@@ -383,3 +384,8 @@ def test_plan_prepares_for_the_loss_of_a_rank(stored, capsys):
     assert "has one host; a job that loses it has none left" in capsys.readouterr().err
     assert main([*asked, "rank", "--groups", "2"]) == 1
     assert "--groups" in capsys.readouterr().err
+    alone = f"plan {problem} --hardware nvidia-h100-sxm --out {out} --survive rank".split()
+    assert main(alone) == 1 and "--survive rank needs --prepared" in capsys.readouterr().err
+    (stored / "file").write_text("")
+    assert main([*alone, "--prepared", str(stored / "file")]) == 1
+    assert "file" in capsys.readouterr().err

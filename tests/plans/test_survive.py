@@ -76,7 +76,7 @@ def test_a_loss_that_leaves_too_little_memory_has_the_reason_and_no_plan():
     problem = problem_on(Topology.of_hosts(1, 2, 0.75 * n_bytes / 2**30))
     _, [one] = prepared(problem, "rank")
     assert one.plan is None and "fit" in one.reason
-    assert "no plan without rank 0 (or 1 others like it): " in prepared_plans_text([one], 1.0)
+    assert "no plan without rank 0 (and 1 like it): " in prepared_plans_text([one], 1.0)
 
 
 def test_pins_to_devices_that_are_gone_go_with_them():
@@ -106,6 +106,8 @@ def test_a_restarted_job_reads_the_plan_for_its_devices(tmp_path):
     assert found.provenance["prepared"].endswith("without-rank-0.plan.json")
     places = {(p.shard.table.name, p.shard.col_lo, p.devices) for p in one.plan.placements}
     assert {(p.shard.table.name, p.shard.col_lo, p.devices) for p in found.placements} == places
+    with pytest.raises(ShardCoreError, match="absent'; it needs to be a folder of `plan --survive`"):
+        read_prepared_plan(tmp_path / "absent", three, MODEL.for_problem(three))
     two = Problem("model", tables, Topology.of_hosts(1, 2, 1.0), 2 * 128)
     other = replace(three, tables=(replace(TABLES[0], name="other"), *tables[1:]))
     for changed in (two, other):

@@ -6,6 +6,7 @@ import job_folders
 import numpy as np
 import pytest
 
+from shardcore.io import job_folder
 from shardcore.plans.traced_job import read_job_traces
 from shardcore.report.job_report import balance_remarks
 
@@ -54,3 +55,12 @@ def test_padding_is_counted_to_the_longest_sample_of_each_rank(tmp_path, monkeyp
 @pytest.mark.parametrize("lengths, sequence", [(([4], [4]), True), (([2], [6]), False)])
 def test_even_sequences_and_pooled_features_are_not_named(tmp_path, monkeypatch, lengths, sequence):
     assert balance_of_job(tmp_path, monkeypatch, lengths, sequence) == []
+
+
+def test_ranks_without_lookups_leave_nothing_to_say(tmp_path, monkeypatch):
+    """One rank has none, and the other lacks a feature."""
+    assert balance_of_job(tmp_path, monkeypatch, ([2], [6])) != []
+    [step] = tmp_path.glob("step-*")
+    (step / "rank-1.lookups.npz").unlink()
+    job_folder.write_rank_measurements(step, 0, None, {"f-t0": (np.zeros(2, int), np.full(1, 2))})
+    assert balance_remarks(read_job_traces(tmp_path)) == []
