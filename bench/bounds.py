@@ -32,12 +32,12 @@ from shardcore.search import SHARDERS
 from shardcore.search.bound.lower_bound import prove_lower_bound
 from shardcore.step import kinds
 from shardcore.step.id_bytes import received_id_bytes
-from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, possible_groups, shards_by_device
+from shardcore.step.kinds import SHARDING_KINDS, WHOLE_ROWS, possible_groups, shards_by_device
 from shardcore.step.lower import traffic_of_outputs
 from shardcore.step.shard_memory import exchanged_amounts
 from shardcore.tables.generate import generate_pool
 
-KINDS = tuple(LAYOUTS.values())
+KINDS = tuple(SHARDING_KINDS.values())
 SHARDERS_SHOWN = ("size_lookup_greedy", "neuroshard", "anneal_columns", "anneal")
 
 
@@ -62,18 +62,22 @@ def table_ways(table: Table, problem: Problem, model: CostModel) -> tuple[np.nda
     # All divisions of the table's blocks over devices, as counts of each.
     for way in combinations_with_replacement(range(n), len(of_columns)):
         held = np.bincount(way, minlength=n)
-        codes.append(np.zeros((n, len(LAYOUTS), of_columns.shape[1])))
+        codes.append(np.zeros((n, len(SHARDING_KINDS), of_columns.shape[1])))
         codes[-1][:, KINDS.index(WHOLE_ROWS)] = np.where(held[:, None] > 0, of_columns[held - 1], 0.0)
         id_bytes = np.where(held > 0, received_id_bytes(Shard.whole(table), problem), 0)
         sent.append(traffic_of_outputs({WHOLE_ROWS: of_block * held}, problem, {WHOLE_ROWS: id_bytes}))
-    for layout in kinds.kinds_on_all_devices(topology):
-        for group in possible_groups(layout, table.rows, topology, None):
+    for sharding_kind in kinds.kinds_on_all_devices(topology):
+        for group in possible_groups(sharding_kind, table.rows, topology, None):
             codes.append(np.zeros_like(codes[0]))
             sent.append(np.zeros_like(sent[0]))
-            for device, shard in shards_by_device(Placement(layout.name, Shard.whole(table), group)):
-                codes[-1][device, KINDS.index(layout)] = model.encode([shard], layout.op_batch(problem))[0]
-                ids, outputs = np.array(exchanged_amounts(layout, shard, problem)[:2])[:, None]
-                sent[-1][:, device] = traffic_of_outputs({layout: outputs}, problem, {layout: ids})[:, 0]
+            for device, shard in shards_by_device(Placement(sharding_kind.name, Shard.whole(table), group)):
+                codes[-1][device, KINDS.index(sharding_kind)] = model.encode(
+                    [shard], sharding_kind.op_batch(problem)
+                )[0]
+                ids, outputs = np.array(exchanged_amounts(sharding_kind, shard, problem)[:2])[:, None]
+                sent[-1][:, device] = traffic_of_outputs(
+                    {sharding_kind: outputs}, problem, {sharding_kind: ids}
+                )[:, 0]
     return np.stack(codes), np.stack(sent)
 
 

@@ -71,12 +71,12 @@ def read_exchanges(
     return dict(sorted(found.items(), key=lambda item: (item[0][2], *item[0][:2], item[0][3].between_gbit_s)))
 
 
-def scale_link_rates(rates: dict[str, np.ndarray], share: float) -> dict[str, np.ndarray]:
-    """Exchange rates for links between hosts of `share` times the fitted bandwidth."""
+def scale_link_rates(rates: dict[str, np.ndarray], fraction: float) -> dict[str, np.ndarray]:
+    """Exchange rates for links between hosts of `fraction` times the fitted bandwidth."""
     found = {name: law.copy() for name, law in rates.items()}
     for name, law in found.items():
         if name not in collective_model.OWN_WORK:
-            law[collective_model.FAR] /= share
+            law[collective_model.FAR] /= fraction
     return found
 
 
@@ -96,9 +96,9 @@ def topologies_of_links(shape: Shape, latency_ms: float) -> tuple[Topology, Topo
     )
 
 
-def measured_ms(samples: Sequence[CollectiveSample], way: str) -> np.ndarray:
+def measured_ms(samples: Sequence[CollectiveSample], direction: str) -> np.ndarray:
     """[S] measured ms of each exchange's last rank."""
-    return np.array([max(x.median_ms for x in getattr(s, way)) for s in samples])
+    return np.array([max(x.median_ms for x in getattr(s, direction)) for s in samples])
 
 
 def is_small_ring(sample: CollectiveSample) -> bool:
@@ -120,9 +120,9 @@ def print_errors(folders: Sequence[Path], again: Sequence[Path], latency_ms: flo
         where = "fitted" if shape[:3] in KNOWN and gbit_s == slowest else "asked"
         for (c, row), small in itertools.product(COLLECTIVES.items(), (False, True)):
             of = [s for s in samples if s.request.collective == c and is_small_ring(s) == small]
-            for way in row.ways if of else ():
-                what = f"{c} {way}{', small' * small}"
-                predicted, took = collective_fit.predicted_and_measured_ms(own, of, way)
+            for direction in row.directions if of else ():
+                what = f"{c} {direction}{', small' * small}"
+                predicted, took = collective_fit.predicted_and_measured_ms(own, of, direction)
                 errors = (
                     mape(predicted, took),
                     # Of each exchange's last rank, by the explicit link model. Nothing was fitted.
@@ -131,7 +131,9 @@ def print_errors(folders: Sequence[Path], again: Sequence[Path], latency_ms: flo
                             np.array(
                                 [
                                     collective_model.channel_terms({}, Channel(c), on)
-                                    .transfer_ms_by_direction(collective_fit.rank_bytes(s), np.zeros(()))[way]
+                                    .transfer_ms_by_direction(collective_fit.rank_bytes(s), np.zeros(()))[
+                                        direction
+                                    ]
                                     .max()
                                     for s in of
                                 ]
@@ -191,9 +193,9 @@ def repeat_differences(
     again = {s.id: s for samples in second.values() for s in samples}
     apart: dict[str, list[float]] = defaultdict(list)
     for s in (s for samples in first.values() for s in samples if s.id in again):
-        for way in s.request.definition.ways:
-            a, b = (measured_ms([x], way)[0] for x in (s, again[s.id]))
-            apart[f"{s.request.collective} {way}{', small' * is_small_ring(s)}"].append(
+        for direction in s.request.definition.directions:
+            a, b = (measured_ms([x], direction)[0] for x in (s, again[s.id]))
+            apart[f"{s.request.collective} {direction}{', small' * is_small_ring(s)}"].append(
                 200 * abs(a - b) / (a + b)
             )
     return {kind: float(np.median(found)) for kind, found in apart.items()}

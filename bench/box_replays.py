@@ -155,10 +155,10 @@ def random_plans(problem: Problem, *_: CostModel | Budget) -> list[tuple[str, Pl
     return [(f"{i}: {names}", plan) for i, (names, plan) in enumerate(of_kinds)]
 
 
-def replay_summary(rows: Sequence[replay_metrics.ReplayRecord]) -> str:
+def replay_summary(replays: Sequence[replay_metrics.PlanReplay]) -> str:
     """Text on the replayed cost of our plans relative to rivals' plans, and by domain of row-wise sharding."""
     of: dict[str, dict[str, float]] = {}
-    for row in rows:
+    for row in replays:
         of.setdefault(row.problem, {})[row.algorithm] = row.replayed_ms
     lines = []
     for ours in OURS:

@@ -149,7 +149,7 @@ def draw_offers(i: int) -> list[Offer]:
 
 
 def one_cut_regrets(i: int, budget: Budget, same: str) -> dict[str, Any]:
-    """Regret of one cut on each drawn machine. same: see one_cut.SAME."""
+    """Regret of one cut on each drawn machine. same: see one_cut.MUST_MATCH."""
     problem = replace(draw_problem_with_memory(i), global_batch=65_536, optimizer="rowwise_adagrad")
     offers, found = draw_offers(i), []
     models = {offer.hardware: load_profile(offer.hardware).cost_model() for offer in offers}

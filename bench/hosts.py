@@ -26,7 +26,7 @@ from typing import Annotated
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.validation import Record, number_within, require
 from shardcore.io.measurements import LINK_GBIT_S, EmulatedLinks
-from shardcore.measure.hosts import CLONE_NEWNET, INTERFACE, Place, call_libc, run_in_thread
+from shardcore.measure.hosts import CLONE_NEWNET, INTERFACE, EmulatedHost, call_libc, run_in_thread
 
 _BRIDGE = "bridge0"
 _GBIT = 1e9
@@ -91,7 +91,7 @@ class Box(Record, noun="box"):
 
 
 @contextmanager
-def emulated_hosts(config: Box) -> Iterator[list[Place]]:
+def emulated_hosts(config: Box) -> Iterator[list[EmulatedHost]]:
     """Emulate hosts while the context lasts. Yields the place of each rank, host by host.
 
     Needs root, and Linux' ip, tc and tbf. Raises ShardCoreError where one is missing.
@@ -111,7 +111,9 @@ def emulated_hosts(config: Box) -> Iterator[list[Place]]:
         # Processes of any parent can open these, as long as this process has them open.
         switch, *of_hosts = (f"/proc/{os.getpid()}/fd/{network}" for network in networks)
         _connect_hosts(config, switch, of_hosts)
-        places = [Place(i, _host_address(i), namespace, config.links) for i, namespace in enumerate(of_hosts)]
+        places = [
+            EmulatedHost(i, _host_address(i), namespace, config.links) for i, namespace in enumerate(of_hosts)
+        ]
         yield [place for place in places for _ in range(config.ranks_per_host)]
     # Closing the last file of a network removes it with its links.
     finally:

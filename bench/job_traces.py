@@ -327,7 +327,7 @@ def main() -> None:
             f"a model of another machine, emulated (lookups x {args.other:g}, exchanges / {args.other:g})": (
                 model.corrected_by(
                     {
-                        q: traced_factors.Factor(
+                        q: traced_factors.CorrectionFactor(
                             args.other if q.family == traced_factors.COMPUTE else 1 / args.other, 0.0, 0
                         )
                         for q in QUANTITIES

@@ -29,7 +29,7 @@ from shardcore.cost.fit_config import MIN_COMPUTE
 from shardcore.cost.metrics import mape
 from shardcore.cost.neural import NeuralModel
 from shardcore.io import dataset
-from shardcore.io.measurements import CollectiveSample, Spread
+from shardcore.io.measurements import CollectiveSample, TimingSpread
 
 WAYS = ("own", "one factor", "lending", "exchanges: own", "exchanges: lending")
 
@@ -46,7 +46,7 @@ def slowed_measurements(
 
 
 def slowed_exchange(sample: CollectiveSample, factor: float) -> CollectiveSample:
-    def slowed_spreads(spreads: tuple[Spread, ...] | None) -> tuple[Spread, ...] | None:
+    def slowed_spreads(spreads: tuple[TimingSpread, ...] | None) -> tuple[TimingSpread, ...] | None:
         return spreads and tuple(x.scaled_by(factor) for x in spreads)
 
     return dataclasses.replace(
@@ -67,7 +67,7 @@ def errors_with_auxiliary_samples(
         pairs = (
             collective_fit.predicted_and_measured_ms(model.weights, [s], way)
             for s in test.comm
-            for way in s.request.definition.ways
+            for way in s.request.definition.directions
         )
         return float(100 * np.mean(np.concatenate([np.abs(ms / took - 1) for ms, took in pairs])))
 

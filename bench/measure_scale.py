@@ -32,11 +32,11 @@ from bench import common
 from shardcore import report
 from shardcore.core.types import Setting
 from shardcore.io import dataset
-from shardcore.io.measurements import ComputeRequest, ComputeSample, Spread
+from shardcore.io.measurements import ComputeRequest, ComputeSample, TimingSpread
 from shardcore.measure import supervise
 from shardcore.measure.device_bench import BenchSpec, Counts
 from shardcore.measure.sampling.groups import GroupConfig
-from shardcore.stages.measure import Wanted, measure_groups
+from shardcore.stages.measure import WantedSamples, measure_groups
 from shardcore.stages.measure_config import MeasureConfig
 from shardcore.tables.generate import PoolConfig, generate_pool
 from tasks import owned, ray_cluster, ray_transport
@@ -49,7 +49,7 @@ SLOW, SLOW_TIMES = ("device 1", "device 2"), 3.0
 STRAY_SHARE, STRAY_TIMES = 0.01, 10.0
 """Share of groups that take long, and how many times as long they take."""
 KILL_EVERY_S = 15.0
-TIMED = Spread(0.5, 0.5, 0.5, 6)
+TIMED = TimingSpread(0.5, 0.5, 0.5, 6)
 """Timing of each emulated sample."""
 
 
@@ -108,7 +108,7 @@ class EmulatedWorker(RayWorker):
             answer: Any = ray.get(self.ongoing)
         except RayError as error:
             self.ended_s = time.monotonic()
-            raise supervise.Ended(ray_transport.failure_reason(error)) from None
+            raise supervise.WorkerEnded(ray_transport.failure_reason(error)) from None
         if self._requests is None:
             self.process = answer
             self.began_s = self.began_s or time.monotonic()
@@ -229,7 +229,7 @@ def measured_rows(n: int, minutes: float, mean_s: float) -> list[tuple[str, obje
     groups = GroupConfig(max_shards=2, planned=0.0)
     config = MeasureConfig(compute_samples=wanted_n, actors=n, groups=groups)
     transport = EmulatedTransport(mean_s)
-    wanted = Wanted(generate_pool(PoolConfig(40)), SETTING, config, transport)
+    wanted = WantedSamples(generate_pool(PoolConfig(40)), SETTING, config, transport)
     strikes = Strikes(cluster, transport, share)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -23,7 +23,7 @@ from shardcore.core.types import Plan, Problem
 from shardcore.cost import neural
 from shardcore.cost.model import CostModel, price_plan
 from shardcore.io import files
-from shardcore.plans.decisions import Version
+from shardcore.plans.decisions import PlanVersion
 from shardcore.plans.what_if import price_single_moves
 from shardcore.report import plan_page
 from shardcore.search import DEFAULT_SHARDER, SHARDERS, Budget
@@ -89,7 +89,7 @@ def main() -> None:
             began = time.perf_counter()
             known = price_single_moves(priced, problem, model)
             moves = f"{len(known.best) + sum(map(len, known.of_table.values()))} in {time.perf_counter() - began:.1f} s"
-            version = Version("plan", plan, priced.cost, priced.workload.memory_bytes, known)
+            version = PlanVersion("plan", plan, priced.cost, priced.workload.memory_bytes, known)
             page.write_text(plan_page.unpublished_plan_page(problem, version))
             evaluate, size = open_in_browser(page, chrome), f"{len(problem.tables)} × {len(problem.topology)}"
             load = evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd")

@@ -48,7 +48,7 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import PRECISION_BYTES, Plan, Problem, Setting, Shard, Table
 from shardcore.cost import metrics, neural, replay_metrics
 from shardcore.cost.neural import NeuralModel
-from shardcore.cost.replay_metrics import OURS, ReplayRecord
+from shardcore.cost.replay_metrics import OURS, PlanReplay
 from shardcore.io import dataset, model_files, replays, writing
 from shardcore.measure.replay import ReplayConfig, replay_all
 from shardcore.measure.sampling.problems import DIMS
@@ -385,7 +385,7 @@ def replayed_report(args: argparse.Namespace, model: NeuralModel) -> str:
 
 
 def replayed_arms(
-    records: Sequence[ReplayRecord],
+    records: Sequence[PlanReplay],
     problem: str,
     names: Sequence[str],
     seconds: Mapping[tuple[str, str], float],

@@ -148,7 +148,7 @@ def torchrec_planner_us(timing: Timing) -> float:
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class PredictedTiming:
     """A published timing, with the predictions of hardware profiles.
 
     card: name of the profile, and of the network if it is another than the profile's.
@@ -180,7 +180,7 @@ def profile_errors(
     networks: Mapping[str, Network],
     timings: Sequence[Timing],
     sources: Sequence[str] = ASKED,
-) -> list[Asked]:
+) -> list[PredictedTiming]:
     """Prediction errors of hardware profiles and networks on published timings.
 
     sources: parts of the names of sources that were not fitted.
@@ -197,7 +197,7 @@ def profile_errors(
         )
         for t, us, band in zip(own, predictor.times_us(profile.rate_values), bands, strict=True):
             asked.append(
-                Asked(
+                PredictedTiming(
                     timing=t,
                     card=f"{card} on {network}" if network else card,
                     part="asked" if any(words in t.source for words in sources) else "fitted",
@@ -212,24 +212,26 @@ def profile_errors(
 HEADERS = ("", "rows", "mean", "worst", "bias", "in the band", "TorchRec's constants")
 
 
-def summary_cells(title: str, some: Sequence[Asked]) -> tuple[str, ...]:
+def summary_cells(title: str, timings: Sequence[PredictedTiming]) -> tuple[str, ...]:
     """Summary row of prediction errors, with the columns of HEADERS."""
-    errors = np.array([a.error for a in some])
+    errors = np.array([a.error for a in timings])
     return (
         title,
-        str(len(some)),
+        str(len(timings)),
         f"{abs(errors).mean():.1%}",
         f"{abs(errors).max():.0%}",
         f"{errors.mean():+.1%}",
-        f"{np.mean([abs(np.log1p(a.error)) <= a.band for a in some]):.0%}",
-        f"{np.mean([abs(a.torchrec) for a in some]):.0%}",
+        f"{np.mean([abs(np.log1p(a.error)) <= a.band for a in timings]):.0%}",
+        f"{np.mean([abs(a.torchrec) for a in timings]):.0%}",
     )
 
 
-def summaries_by(some: Iterable[Asked], *keys: Callable[[Asked], str]) -> Iterator[tuple[str, ...]]:
+def summaries_by(
+    timings: Iterable[PredictedTiming], *keys: Callable[[PredictedTiming], str]
+) -> Iterator[tuple[str, ...]]:
     """Summary rows of prediction errors, one per combination of keys."""
-    groups: dict[str, list[Asked]] = {}
-    for a in some:
+    groups: dict[str, list[PredictedTiming]] = {}
+    for a in timings:
         groups.setdefault(" | ".join(key(a) for key in keys), []).append(a)
     for title, group in sorted(groups.items()):
         yield summary_cells(title, group)
@@ -243,7 +245,7 @@ def _range_text(values: Sequence[float], edges: Sequence[float]) -> str:
     return f"{low or 0:,g} to {high - 1:,g}" if high else f"{low:,g} and more"
 
 
-RANGES: Mapping[str, Callable[[Asked], str]] = {
+RANGES: Mapping[str, Callable[[PredictedTiming], str]] = {
     "batch": lambda a: f"B {_range_text([a.timing.batch], (4096, 65536, 1 << 20))}",
     "width": lambda a: f"D {_range_text([s.width for s in a.timing.shards], (32, 128, 256, 512))}",
     "pooling": lambda a: f"L {_range_text([s.table.pooling for s in a.timing.shards], (2, 16, 32))}",
@@ -251,9 +253,9 @@ RANGES: Mapping[str, Callable[[Asked], str]] = {
 }
 
 
-def error_tables(asked: Sequence[Asked]) -> Iterator[tuple[str, str]]:
+def error_tables(timings: Sequence[PredictedTiming]) -> Iterator[tuple[str, str]]:
     """Titles and Markdown of the tables of prediction errors."""
-    good = [a for a in asked if a.timing.quality in QUALITIES]
+    good = [a for a in timings if a.timing.quality in QUALITIES]
 
     def error_table(rows: Iterable[tuple[str, ...]]) -> str:
         return report.markdown_table(HEADERS, list(rows))
@@ -289,16 +291,16 @@ def error_tables(asked: Sequence[Asked]) -> Iterator[tuple[str, str]]:
         "Rows of quality C: not fitted",
         error_table(
             summaries_by(
-                (a for a in asked if a.timing.quality == "C"), lambda a: a.card, lambda a: a.op_or_size_text
+                (a for a in timings if a.timing.quality == "C"), lambda a: a.card, lambda a: a.op_or_size_text
             )
         ),
     )
 
 
-def calibration_rows(asked: Sequence[Asked]) -> Iterator[tuple[str, ...]]:
+def calibration_rows(timings: Sequence[PredictedTiming]) -> Iterator[tuple[str, ...]]:
     """Calibration of bands by class of ops and collectives: share of errors within one band and within the 90% band."""
-    groups: dict[str, list[Asked]] = {}
-    for a in asked:
+    groups: dict[str, list[PredictedTiming]] = {}
+    for a in timings:
         links = ("between hosts, " if a.timing.hosts > 1 else "within a host, ") * (a.timing.op in EXCHANGES)
         words = links + a.op_or_size_text.removeprefix("collectives, ")
         if a.timing.quality in QUALITIES:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardcore.cost.profile import PROFILED_COLLECTIVES, RATES, SPEC, Network, Profile, Rate
+from shardcore.cost.profile import PROFILED_COLLECTIVES, RATES, SPEC, Network, Profile, ProfileRate
 from shardcore.cost.profile_fit import QUALITIES, Timing, fit_profile, network_rates, scale_profile
 from shardcore.cost.profile_law import FAR, NEAR
 
@@ -350,7 +350,10 @@ def base_profile() -> Profile:
         "base",
         (),
         80 * GB,
-        {n: Rate(float(value), sure, RATES[n][0], source) for n, (value, sure, source) in BASE.items()},
+        {
+            n: ProfileRate(float(value), sure, RATES[n][0], source)
+            for n, (value, sure, source) in BASE.items()
+        },
     )
 
 
@@ -394,7 +397,9 @@ def fitted_profiles(timings: Sequence[Timing]) -> dict[str, Profile]:
             start = dataclasses.replace(
                 start, rates={**start.rates, **{n: exchanges[n] for n in EXCHANGE_RATES}}
             )
-        given = {n: Rate(float(v), sure, RATES[n][0], source) for n, (v, sure, source) in card.rates.items()}
+        given = {
+            n: ProfileRate(float(v), sure, RATES[n][0], source) for n, (v, sure, source) in card.rates.items()
+        }
         start = dataclasses.replace(start, rates={**start.rates, **given})
         own = [t for t in good if card_of_timing(t) == name and not network_of_timing(t)]
         made[name] = fit_profile(own, start, card.error, _OF_NETWORK) if own else start
@@ -407,7 +412,7 @@ def fitted_profiles(timings: Sequence[Timing]) -> dict[str, Profile]:
 
 
 def fitted_networks(timings: Sequence[Timing], profiles: Mapping[str, Profile]) -> dict[str, Network]:
-    """Networks fitted to published timings, and those that no timing is of, by their data sheets."""
+    """Rates of interconnects: fitted to published timings, or from data sheets where nobody published timings."""
     made = {}
     for name, sheet in NETWORKS.items():
         own = [t for t in timings if t.quality in QUALITIES and _is_of_network(t, sheet)]
@@ -419,7 +424,7 @@ def fitted_networks(timings: Sequence[Timing], profiles: Mapping[str, Profile]) 
     return made
 
 
-def _widened(rates: Mapping[str, Rate], more: Mapping[str, float]) -> dict[str, Rate]:
+def _widened(rates: Mapping[str, ProfileRate], more: Mapping[str, float]) -> dict[str, ProfileRate]:
     """Rates with wider uncertainty, as users' clusters differ from those that were fitted.
 
     more: uncertainty that is added, by the end of a rate's name.

@@ -67,8 +67,8 @@ def draw_problems(
     return [dataclasses.replace(_with_sequences(p, sequences), job=job or p.job) for p in drawn]
 
 
-def _with_sequences(drawn: Problem, share: float) -> Problem:
-    n = round(share * len(drawn.tables))
+def _with_sequences(drawn: Problem, fraction: float) -> Problem:
+    n = round(fraction * len(drawn.tables))
     if not n:
         return drawn
     dim = min(t.dim for t in drawn.tables[:n])
@@ -105,11 +105,12 @@ def plans_by_name(problem: Problem, model: neural.NeuralModel) -> list[tuple[str
     return [*found.items(), *(("random", SHARDERS["random"](problem, model, seed=seed)) for seed in range(3))]
 
 
-def report_text(rows: Sequence[replay_metrics.ReplayRecord], head: str) -> str:
+def report_text(replays: Sequence[replay_metrics.PlanReplay], head: str) -> str:
     """Markdown report of replays, with two tables and linked plots."""
-    found = replay_metrics.quality_by_problem(rows, replay_metrics.OURS)
+    found = replay_metrics.quality_by_problem(replays, replay_metrics.OURS)
     kinds = [
-        (name, [r for r in rows if r.algorithm == name]) for name in dict.fromkeys(r.algorithm for r in rows)
+        (name, [r for r in replays if r.algorithm == name])
+        for name in dict.fromkeys(r.algorithm for r in replays)
     ]
     held = [
         (
@@ -122,7 +123,7 @@ def report_text(rows: Sequence[replay_metrics.ReplayRecord], head: str) -> str:
                 )
             ),
         )
-        for name, own in [("all plans", replay_metrics.distinct_plans(rows)), *kinds]
+        for name, own in [("all plans", replay_metrics.distinct_plans(replays)), *kinds]
     ]
     return "\n\n".join(
         [
@@ -143,7 +144,7 @@ def report_text(rows: Sequence[replay_metrics.ReplayRecord], head: str) -> str:
             )
             + ".",
             f"## Cost against {replay_metrics.OURS}'s",
-            _rivals_table(replay_metrics.compare_sharders(rows)),
+            _rivals_table(replay_metrics.compare_sharders(replays)),
             f"Losses: problems on which {replay_metrics.OURS}'s plan took longer, beyond the noise of the two "
             f"replays (95%: one in 40 is by chance); of them, those by more than {LOSS:.0%}.\n",
         ]
@@ -178,10 +179,10 @@ def _rivals_table(rivals: dict[str, replay_metrics.SharderComparison]) -> str:
 
 
 def write_report(
-    folder: Path, kept: Sequence[replays.ReplaySet], model: neural.NeuralModel, head: str
+    folder: Path, replay_sets: Sequence[replays.ReplaySet], model: neural.NeuralModel, head: str
 ) -> str:
     """Write the report, plots and records of replays to a folder. Returns the report."""
-    rows = replay_metrics.judge_replays(kept, model)
+    rows = replay_metrics.judge_replays(replay_sets, model)
     writing.write_csv(folder / "replays.csv", replay_metrics.csv_rows(rows))
     common.write_png(folder / "predicted.png", model_report.replay_scatter_figure(rows, "Replayed plans"))
     page = report_text(rows, head)
@@ -241,14 +242,14 @@ def main() -> None:
 
 
 def _report_head(
-    args: argparse.Namespace, kept: Sequence[replays.ReplaySet], model: neural.NeuralModel
+    args: argparse.Namespace, replay_sets: Sequence[replays.ReplaySet], model: neural.NeuralModel
 ) -> str:
-    noise = np.median([r.noise_ms / r.replayed_ms for r in replay_metrics.judge_replays(kept, model)])
+    noise = np.median([r.noise_ms / r.replayed_ms for r in replay_metrics.judge_replays(replay_sets, model)])
     dense = f", a dense part of {sum(args.dense_ms):g} ms" if args.dense_ms else ""
     dense += f", {args.sequences:.0%} of the tables not pooled" if args.sequences else ""
-    shared = any(cost.oversubscribed for one in kept for cost in one.costs.values())
+    shared = any(cost.oversubscribed for one in replay_sets for cost in one.costs.values())
     return (
-        f"{model.setting}; {len(kept)} problems, 2 processes{' on fewer cores' * shared}, {args.repeats} "
+        f"{model.setting}; {len(replay_sets)} problems, 2 processes{' on fewer cores' * shared}, {args.repeats} "
         f"steps of each plan in alternation, seed {args.seed}, dims up to {args.max_dim}{dense}; a "
         f"replay is known to ±{noise:.1%} (median, 95%)."
     )

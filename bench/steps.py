@@ -48,7 +48,7 @@ from shardcore.core.types import PRECISION_BYTES, Plan, Problem, Setting
 from shardcore.cost import metrics, neural, replay_metrics
 from shardcore.io import dataset, files, replays, schema, writing
 from shardcore.io.dataset import ReferenceOp
-from shardcore.io.measurements import Spread
+from shardcore.io.measurements import TimingSpread
 from shardcore.measure import local_ranks
 from shardcore.step.lower import lower
 from shardcore.torchrec.sharding_plan import to_torchrec
@@ -69,10 +69,10 @@ class Trained:
 # --- all ranks ----------------------------------------------------------------------------------------------
 
 
-def trained_plans(kept: replays.ReplaySet) -> dict[str, Plan]:
+def trained_plans(replay_set: replays.ReplaySet) -> dict[str, Plan]:
     """Distinct plans among a problem's replays, by digest. TorchRec trains under each."""
-    found = {name: kept.plans[name] for algorithm, name in kept.made if algorithm in ALGORITHMS}
-    return {name: plan for name, plan in found.items() if _is_trainable(plan, kept.problem)}
+    found = {name: replay_set.plans[name] for algorithm, name in replay_set.made if algorithm in ALGORITHMS}
+    return {name: plan for name, plan in found.items() if _is_trainable(plan, replay_set.problem)}
 
 
 def _is_trainable(plan: Plan, problem: Problem) -> bool:
@@ -142,32 +142,38 @@ def _train_problems(
                 done += 1
 
 
-def _steps_line(kept: replays.ReplaySet, steps: dict[str, Steps]) -> str:
+def _steps_line(replay_set: replays.ReplaySet, steps: dict[str, Steps]) -> str:
     name, own = next(iter(steps.items()))
     return (
-        f"{kept.problem.name}, {len(steps)} plans; the first {kept.costs[name].total_ms:.1f} ms "
+        f"{replay_set.problem.name}, {len(steps)} plans; the first {replay_set.costs[name].total_ms:.1f} ms "
         f"replayed, in TorchRec {own.embedding.median_ms:.1f} ± "
         f"{replay_metrics.median_noise_ms(own.embedding):.1f} of {own.whole.median_ms:.1f}"
     )
 
 
-def _steps_path(out: Path, kept: replays.ReplaySet) -> Path:
-    return out / f"{kept.problem.name}.json"
+def _steps_path(out: Path, replay_set: replays.ReplaySet) -> Path:
+    return out / f"{replay_set.problem.name}.json"
 
 
-def _run_settings(kept: replays.ReplaySet, rounds: int) -> dict[str, Any]:
-    return {"problem": files.json_digest(files.problem_to_json(kept.problem)), "rounds": rounds, "turn": TURN}
+def _run_settings(replay_set: replays.ReplaySet, rounds: int) -> dict[str, Any]:
+    return {
+        "problem": files.json_digest(files.problem_to_json(replay_set.problem)),
+        "rounds": rounds,
+        "turn": TURN,
+    }
 
 
-def _read_earlier_steps(out: Path, kept: replays.ReplaySet, rounds: int) -> dict[str, Steps] | None:
+def _read_earlier_steps(out: Path, replay_set: replays.ReplaySet, rounds: int) -> dict[str, Steps] | None:
     """Read a problem's stored steps. None unless measured for the same plans in the same way."""
-    path = _steps_path(out, kept)
+    path = _steps_path(out, replay_set)
     written = schema.read_json(path) if path.exists() else {}
-    asked = _run_settings(kept, rounds)
-    same = {k: written.get(k) for k in asked} == asked and set(written["plans"]) == set(trained_plans(kept))
+    asked = _run_settings(replay_set, rounds)
+    same = {k: written.get(k) for k in asked} == asked and set(written["plans"]) == set(
+        trained_plans(replay_set)
+    )
     return (
         {
-            name: Steps(Spread(**s["embedding"]), Spread(**s["whole"]), s["share"])
+            name: Steps(TimingSpread(**s["embedding"]), TimingSpread(**s["whole"]), s["share"])
             for name, s in written["plans"].items()
         }
         if same
@@ -179,8 +185,8 @@ def _read_earlier_steps(out: Path, kept: replays.ReplaySet, rounds: int) -> dict
 
 
 def records_with_step_times(
-    trained: Sequence[Trained], replayed: Sequence[replay_metrics.ReplayRecord], part: str
-) -> list[replay_metrics.ReplayRecord]:
+    trained: Sequence[Trained], replayed: Sequence[replay_metrics.PlanReplay], part: str
+) -> list[replay_metrics.PlanReplay]:
     """Replay records with measured TorchRec step times in place of replayed times.
 
     part: of the step, "embedding" or "whole".
@@ -196,9 +202,9 @@ def records_with_step_times(
 
 
 def report_text(
-    replayed: Sequence[replay_metrics.ReplayRecord],
-    embedding: Sequence[replay_metrics.ReplayRecord],
-    whole: Sequence[replay_metrics.ReplayRecord],
+    replayed: Sequence[replay_metrics.PlanReplay],
+    embedding: Sequence[replay_metrics.PlanReplay],
+    whole: Sequence[replay_metrics.PlanReplay],
     head: str,
 ) -> str:
     """Markdown report of TorchRec steps, with two tables and a linked plot."""
@@ -267,18 +273,18 @@ def report_text(
 
 
 def steps_against_replays(
-    rows: Sequence[replay_metrics.ReplayRecord], replayed: Sequence[replay_metrics.ReplayRecord]
-) -> list[replay_metrics.ReplayRecord]:
+    replays: Sequence[replay_metrics.PlanReplay], replayed: Sequence[replay_metrics.PlanReplay]
+) -> list[replay_metrics.PlanReplay]:
     """Records of TorchRec steps with replayed times as predictions."""
     ms = {(r.problem, r.plan): r.replayed_ms for r in replayed}
-    return [replace(r, predicted_ms=ms[r.problem, r.plan]) for r in rows]
+    return [replace(r, predicted_ms=ms[r.problem, r.plan]) for r in replays]
 
 
 def _report_head(
-    trained: Sequence[Trained], rows: Sequence[replay_metrics.ReplayRecord], setting: Setting
+    trained: Sequence[Trained], replays: Sequence[replay_metrics.PlanReplay], setting: Setting
 ) -> str:
-    """Head of the report. rows: result of `steps_against_replays`."""
-    plans, ranks = replay_metrics.distinct_plans(rows), len(trained[0].kept.problem.topology)
+    """Head of the report. replays: result of `steps_against_replays`."""
+    plans, ranks = replay_metrics.distinct_plans(replays), len(trained[0].kept.problem.topology)
     ratio = np.array([r.replayed_ms / r.predicted_ms for r in plans])
     share = np.median([s.share for t in trained for s in t.steps.values()])
     noise = np.median([r.noise_ms / r.replayed_ms for r in plans])
@@ -293,20 +299,20 @@ def _report_head(
 
 
 def plot_steps(
-    rows: Sequence[replay_metrics.ReplayRecord],
+    replays: Sequence[replay_metrics.PlanReplay],
     by_part: dict[str, dict[str, replay_metrics.SharderComparison]],
 ) -> Figure:
     """Plot of replayed against TorchRec step times, and each algorithm's cost relative to ours.
 
-    rows: result of `steps_against_replays`.
+    replays: result of `steps_against_replays`.
     """
     figure = Figure(figsize=(11, 4.8), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for problem in dict.fromkeys(r.problem for r in rows):
-        own = sorted((r.predicted_ms, r.replayed_ms) for r in rows if r.problem == problem)
+    for problem in dict.fromkeys(r.problem for r in replays):
+        own = sorted((r.predicted_ms, r.replayed_ms) for r in replays if r.problem == problem)
         left.plot(*np.array(own).T, color="0.8", linewidth=0.7, zorder=1)
     for i, name in enumerate(ALGORITHMS):
-        if own := [(r.predicted_ms, r.replayed_ms, r.noise_ms) for r in rows if r.algorithm == name]:
+        if own := [(r.predicted_ms, r.replayed_ms, r.noise_ms) for r in replays if r.algorithm == name]:
             x, y, noise = np.array(own).T
             left.errorbar(
                 x,

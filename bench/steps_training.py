@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from shardcore.core.catalog import OPTIMIZERS, PRECISIONS
 from shardcore.core.types import Plan, Problem, Setting
 from shardcore.io.dataset import ReferenceOp
-from shardcore.io.measurements import Spread
+from shardcore.io.measurements import TimingSpread
 from shardcore.measure import local_ranks, own_core
 from shardcore.measure.kernels import KernelBench, KernelConfig
 from shardcore.measure.timing import timing_spread
@@ -50,8 +50,8 @@ class Steps:
     share: median share of the embedding part in the whole step.
     """
 
-    embedding: Spread
-    whole: Spread
+    embedding: TimingSpread
+    whole: TimingSpread
     share: float
 
 

@@ -13,7 +13,7 @@ from shardcore.cost.accuracy import accuracy_summary
 from shardcore.cost.replay_metrics import describe_accuracy
 from shardcore.io import files
 from shardcore.stages import evaluate as stage
-from shardcore.stages.evaluate import Candidate, EvaluateConfig
+from shardcore.stages.evaluate import CandidateModel, EvaluateConfig
 from tasks import console, params, paths
 from tasks.progress import RunProgress
 from tasks.ray_cluster import ray_cluster
@@ -31,7 +31,7 @@ def ray_transport() -> Iterator[RayTransport]:
 def evaluate_model(config: EvaluateConfig) -> dict[str, dict[str, float]]:
     """Evaluate the trained cost model. Returns the metrics by section."""
     model, pool = neural.load(paths.MODEL), files.read_pool(paths.POOL)
-    candidate = Candidate(model, pool, paths.MEASUREMENTS, config, RunProgress())
+    candidate = CandidateModel(model, pool, paths.MEASUREMENTS, config, RunProgress())
     return stage.evaluate(candidate, paths.EVALUATION, ray_transport)
 
 

@@ -14,7 +14,7 @@ from shardcore.cost import composite, traced_factors, traced_training
 from shardcore.cost.known_errors import profile_of_model
 from shardcore.cost.model import predicted_total_ms
 from shardcore.cost.profile import write_profile
-from shardcore.cost.traced_training import Corrected
+from shardcore.cost.traced_training import CorrectedModel
 from shardcore.io import files, job_folder, traced_samples, writing
 from shardcore.io.model_files import model_folders
 from shardcore.io.traced_samples import TracedSample
@@ -58,7 +58,9 @@ class JobSteps:
 
 @task(task_run_name="read-traces")
 @registry.one_line_errors()
-def read_traces(folder: Path, out: Path, wanted: SettingConfig, traced: Path = paths.TRACED) -> JobSteps:
+def read_traces(
+    folder: Path, out: Path, setting_config: SettingConfig, traced: Path = paths.TRACED
+) -> JobSteps:
     """Read a job's new traced steps, and correct the champion cost model by all its traced steps.
 
     The steps are added to a dataset of traced steps. The corrected model is written to `out`, or without a champion the
@@ -71,7 +73,7 @@ def read_traces(folder: Path, out: Path, wanted: SettingConfig, traced: Path = p
     if not steps:
         raise ShardCoreError(f"{folder} has no traced step of all ranks; ShardCoreProfiler writes them there")
     name = folder.resolve().name
-    by = choose_pricing(client, wanted.dataset_or_local_setting(paths.MEASUREMENTS).hardware)
+    by = choose_pricing(client, setting_config.dataset_or_local_setting(paths.MEASUREMENTS).hardware)
     new: dict[int, tuple[ReadJob, CheckedJob]] = {}
     errors = []
     with registry.tagged_run(
@@ -119,7 +121,7 @@ def _newest_samples(model: object, name: str, traced: Path) -> list[TracedSample
     return [s for s in samples if traced_training.is_model_for(model, s)][-MOST_STEPS:]
 
 
-def _write_corrected_model(out: Path, by: Pricing, corrected: Corrected) -> Path | None:
+def _write_corrected_model(out: Path, pricing: Pricing, corrected: CorrectedModel) -> Path | None:
     """Write a cost model corrected by traces. Returns its folder if the promotion gate should judge the model."""
     if profile := profile_of_model(corrected.model):
         write_profile(out / PROFILE_JSON, profile)
@@ -132,7 +134,7 @@ def _write_corrected_model(out: Path, by: Pricing, corrected: Corrected) -> Path
 def _log_step(
     client: mlflow.MlflowClient,
     step: Path,
-    by: Pricing,
+    pricing: Pricing,
     predicted_ms: float,
     job: ReadJob,
     checked: CheckedJob,
@@ -148,8 +150,8 @@ def _log_step(
             if f.units
         },
     }
-    if by.champion:
-        metrics["model_version"] = float(by.version)
+    if pricing.champion:
+        metrics["model_version"] = float(pricing.version)
     _log_metrics(client, metrics, job_folder.step_number(step), _traced_at_ms(step))
     mlflow.log_text(job_report.traced_step_text(job.traced), f"{job.name}/parts.txt")
     correction = {"around_ms": checked.correction.around_ms, **checked.correction.to_json()}
@@ -158,25 +160,31 @@ def _log_step(
     return f"{job.name}: {headline}. {job_report.bottleneck_sentence(job.traced.steps[-1])}"
 
 
-def _predicted_step_ms(out: Path, by: Pricing, checked: CheckedJob) -> float:
+def _predicted_step_ms(out: Path, pricing: Pricing, checked: CheckedJob) -> float:
     """Predicted ms of a traced step, with the dense part taken from earlier steps if known."""
     if not (out / PROBLEM_JSON).exists():
         return checked.before.cost.total_ms
     around_ms = files.read_problem(out / PROBLEM_JSON).job.dense_ms
     problem = traced_factors.with_dense_ms(checked.problem, around_ms)
-    return predicted_total_ms(lower(checked.after.plan, problem, fits=False), by.model.for_problem(problem))
+    return predicted_total_ms(
+        lower(checked.after.plan, problem, fits=False), pricing.model.for_problem(problem)
+    )
 
 
 @task(task_run_name="keep-problem")
 @registry.one_line_errors()
-def write_job_problem(folder: Path, out: Path, wanted: SettingConfig, traced: Path = paths.TRACED) -> Path:
+def write_job_problem(
+    folder: Path, out: Path, setting_config: SettingConfig, traced: Path = paths.TRACED
+) -> Path:
     """Write a traced job's problem. The dense part is step time beyond the champion's predicted embedding time.
 
     Call it after the gate, which may have changed the champion. Returns the file.
     """
     client, name = registry.connect_to_mlflow(), folder.resolve().name
     by = choose_pricing(
-        client, wanted.dataset_or_local_setting(paths.MEASUREMENTS).hardware, corrected_profile_path(out)
+        client,
+        setting_config.dataset_or_local_setting(paths.MEASUREMENTS).hardware,
+        corrected_profile_path(out),
     )
     samples = _newest_samples(by.model, name, traced)
     if not samples:  # the champion has changed meanwhile

@@ -18,7 +18,7 @@ from ray.util.metrics import Counter, Gauge
 from shardcore.io import files
 from shardcore.measure.tally import Tally
 from shardcore.stages import measure as run
-from shardcore.stages.measure import Wanted, estimate_measuring_time
+from shardcore.stages.measure import WantedSamples, estimate_measuring_time
 from shardcore.stages.measure_config import MeasureConfig
 from tasks import console, params, paths, services
 from tasks.artifacts import create_progress_artifact, update_progress_artifact
@@ -96,7 +96,7 @@ def measure_missing_samples(
     Returns the number of samples of each kind that were lacking.
     """
     with RayTransport() as transport:
-        wanted = Wanted(files.read_pool(pool), setting.setting(transport.hardware), config, transport)
+        wanted = WantedSamples(files.read_pool(pool), setting.setting(transport.hardware), config, transport)
         get_run_logger().info("setting: %s", wanted.setting)
         return run.measure(wanted, folder, MeasureProgress())
 
@@ -120,7 +120,7 @@ def dry_run() -> None:
     with ray_cluster(), RayTransport() as transport:
         # Without a device, the hardware is the dataset's, or else this machine's.
         at_hand = setting.dataset_or_local_setting(paths.MEASUREMENTS)
-        wanted = Wanted(files.read_pool(paths.POOL), at_hand, config, transport)
+        wanted = WantedSamples(files.read_pool(paths.POOL), at_hand, config, transport)
         for line in estimate_measuring_time(wanted, paths.MEASUREMENTS):
             console.show("text", line)
 

@@ -87,14 +87,14 @@ def auxiliary_folders(setting: Setting) -> list[Path]:
 @task(task_run_name="train-model")
 @registry.one_line_errors()
 def train_model(
-    measurements: Path, wanted: SettingConfig, config: TrainConfig, folder: Path
+    measurements: Path, setting_config: SettingConfig, config: TrainConfig, folder: Path
 ) -> dict[str, float]:
     """Train a cost model on measurements, and log the run to MLflow. Returns the metrics on the test split.
 
     Writes the model's files to `folder`, and curves.csv and card.md beside it.
     """
     client, progress = registry.connect_to_mlflow(), RunProgress()
-    setting = wanted.dataset_setting(measurements)
+    setting = setting_config.dataset_setting(measurements)
     shipped = auxiliary_folders(setting) if config.datasets is None else list(map(Path, config.datasets))
     data = training.read_training_data(measurements, setting, shipped)
     with registry.tagged_run(run_name=f"train-{setting.hardware}") as run:

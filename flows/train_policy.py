@@ -17,7 +17,7 @@ from shardcore.cost import neural
 from shardcore.io import files, model_files, writing
 from shardcore.search.learned.policy import NETS, POLICY_JSON, write_policy
 from shardcore.search.learned.training import PolicyConfig, PolicyProblems, make_policy
-from shardcore.stages.progress import Work
+from shardcore.stages.progress import StageWork
 from tasks import console, params, paths, policy_registry, registry
 from tasks.commit import git_commit
 from tasks.progress import RunProgress
@@ -62,7 +62,7 @@ def train_against_cost_model(
         progress.info("no policy is trained: train_policy.algorithm in params.yaml is null")
         return {}
     model, digest = neural.load(model_folder), model_files.model_digest(model_folder)
-    client, work = registry.connect_to_mlflow(), Work(progress, "rounds", config.rounds)
+    client, work = registry.connect_to_mlflow(), StageWork(progress, "rounds", config.rounds)
 
     def show_round(round_: int, values: dict[str, float]) -> None:
         work.show_done(round_, ", ".join(f"{k} {v:.4g}" for k, v in values.items() if k != "round"))

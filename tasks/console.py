@@ -46,7 +46,7 @@ _DRAWN_PER_S = 2.0
 
 
 class _Display(Protocol):
-    def show(self, kind: str, message: str, share: float = 0.0) -> None: ...
+    def show(self, kind: str, message: str, fraction: float = 0.0) -> None: ...
 
 
 _display: _Display | None = None
@@ -55,24 +55,24 @@ _display: _Display | None = None
 # --- what flows and tasks show ------------------------------------------------------------------------------
 
 
-def show(kind: str, message: str, share: float = 0.0) -> None:
+def show(kind: str, message: str, fraction: float = 0.0) -> None:
     """Show a line of a flow run on the screen.
 
     kind: "stage", "progress", "result", "warning" or "text".
     message: the line.
-    share: progress, 0 to 1.
+    fraction: progress, 0 to 1.
     """
     if _display:
-        _display.show(kind, message, share)
+        _display.show(kind, message, fraction)
 
 
-def show_progress(share: float, message: str) -> None:
+def show_progress(fraction: float, message: str) -> None:
     """Show the progress of long work on the screen.
 
-    share: share that is done, 0 to 1.
+    fraction: share that is done, 0 to 1.
     message: description of the work.
     """
-    show("progress", message, share)
+    show("progress", message, fraction)
 
 
 # --- who shows it -------------------------------------------------------------------------------------------
@@ -144,9 +144,9 @@ class Screen:
         terminal = out.isatty() and os.environ.get("TERM") != "dumb"
         self._terminal = _Terminal(file=cast(TextIO, self._out), force_terminal=True) if terminal else None
 
-    def show(self, kind: str, message: str, share: float = 0.0) -> None:
+    def show(self, kind: str, message: str, fraction: float = 0.0) -> None:
         if kind == "progress":
-            self._show_progress(message, share)
+            self._show_progress(message, fraction)
             return
         if kind == "result":
             message = f"  {message} ({duration_text(self._clock() - self._began)})"
@@ -188,14 +188,14 @@ class Screen:
         live.start()
         return live
 
-    def _show_progress(self, message: str, share: float) -> None:
+    def _show_progress(self, message: str, fraction: float) -> None:
         if self._terminal:
             live = self._live or self._start_live_line(self._terminal)
             # Without a total the bar pulses: nothing is done yet.
-            live.update(live.task_ids[0], total=1.0 if share else None, completed=share, doing=message)
+            live.update(live.task_ids[0], total=1.0 if fraction else None, completed=fraction, doing=message)
         elif self._clock() - self._shown_s >= _LINE_EVERY_S:
             self._shown_s = self._clock()
-            self._print_line(f"  {100 * share:3.0f}%  {message}")
+            self._print_line(f"  {100 * fraction:3.0f}%  {message}")
 
     def _print_line(self, text: str) -> None:
         if self._terminal:
@@ -208,8 +208,8 @@ class Screen:
 class _Relay:
     """Display that prints marked lines, for the parent process to show."""
 
-    def show(self, kind: str, message: str, share: float = 0.0) -> None:
-        print(_MARK + json.dumps([kind, message, share]), flush=True)
+    def show(self, kind: str, message: str, fraction: float = 0.0) -> None:
+        print(_MARK + json.dumps([kind, message, fraction]), flush=True)
 
 
 def show_if_marked(line: str) -> bool:

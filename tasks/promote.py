@@ -194,25 +194,25 @@ def promote_policy(folder: Path) -> str | None:
 
 
 def _log_replay_metrics(
-    client: mlflow.MlflowClient, version: ModelVersion, rows: Sequence[replay_metrics.ReplayRecord]
+    client: mlflow.MlflowClient, version: ModelVersion, replays: Sequence[replay_metrics.PlanReplay]
 ) -> None:
     """Log replay metrics (replays/*) and a plot to the MLflow run of a model version, once for each set of replays."""
-    known = files.json_digest(replay_metrics.csv_rows(rows))
+    known = files.json_digest(replay_metrics.csv_rows(replays))
     if version.tags.get(_REPLAYS_TAG) == known or version.run_id is None:
         return
     now_ms = int(1000 * time.time())
     client.log_batch(
         version.run_id,
-        [Metric(f"replays/{k}", v, now_ms, 0) for k, v in replay_metrics.flat_metrics(rows).items()],
+        [Metric(f"replays/{k}", v, now_ms, 0) for k, v in replay_metrics.flat_metrics(replays).items()],
     )
     client.log_figure(
-        version.run_id, model_report.replay_scatter_figure(rows, "Replayed plans"), "replays.png"
+        version.run_id, model_report.replay_scatter_figure(replays, "Replayed plans"), "replays.png"
     )
     client.set_model_version_tag(version.name, version.version, _REPLAYS_TAG, known)
 
 
 @dataclass(frozen=True)
-class Score:
+class ModelScore:
     """A challenger's error on held-out samples, and the way to judge a champion by the same samples.
 
     error: error of the challenger, percent.
@@ -229,7 +229,7 @@ class Score:
 
 def _score_by_traces(
     client: mlflow.MlflowClient, whole: Any, held_out: Sequence[TracedSample], challenger: ModelVersion
-) -> Score:
+) -> ModelScore:
     """Score of a challenger model on held-out traced steps of running jobs."""
     jobs = " and ".join(dict.fromkeys(sample.job for sample in held_out))
     error = traced_training.mean_percent_error(whole, held_out)
@@ -240,12 +240,12 @@ def _score_by_traces(
             return None
         return traced_training.mean_percent_error(champion, held_out), champion
 
-    return Score(error, f"error {error:.2f}% on held-out traces of {jobs}", whole, judge_champion)
+    return ModelScore(error, f"error {error:.2f}% on held-out traces of {jobs}", whole, judge_champion)
 
 
 def _score_by_measurements(
     client: mlflow.MlflowClient, model: neural.NeuralModel, measurements: Path, challenger: ModelVersion
-) -> Score:
+) -> ModelScore:
     """Score of a challenger model on held-out measurements, also recorded as a tag of the model version."""
     known = training.read_held_out_samples(model, measurements)
     found = study.judge_test_split(model, known)
@@ -264,14 +264,17 @@ def _score_by_measurements(
         return like and (score_of_metrics(training.judge_model(like, known)), like)
 
     text = f"score {error:.2f}% (mean error on this machine's held-out groups and exchanges)"
-    return Score(error, text, model, judge_champion)
+    return ModelScore(error, text, model, judge_champion)
 
 
 def _gate_verdict(
-    new: Score, kept: Sequence[replays.ReplaySet], before: ModelVersion | None, config: PromoteConfig
+    new: ModelScore,
+    replay_sets: Sequence[replays.ReplaySet],
+    before: ModelVersion | None,
+    config: PromoteConfig,
 ) -> tuple[bool, str]:
     """Verdict of the promotion gate on a challenger, and its reason."""
-    rows = replay_metrics.judge_replays(kept, new.model)
+    rows = replay_metrics.judge_replays(replay_sets, new.model)
     found = replay_metrics.flat_metrics(rows) if rows else None
     if found and replay_metrics.unexplained_error(found) > config.may_lose:
         return False, f"errs on replayed plans: {replay_metrics.describe_accuracy(found)}"
@@ -288,8 +291,8 @@ def _gate_verdict(
     old_error, old_model = judged
     if new.error > old_error + config.may_lose:
         return False, f"lost by {new.error - old_error:.2f} points: {new.text} against {old_error:.2f}%"
-    if lost := kept and replay_metrics.challenger_rejection(
-        rows, replay_metrics.judge_replays(kept, old_model)
+    if lost := replay_sets and replay_metrics.challenger_rejection(
+        rows, replay_metrics.judge_replays(replay_sets, old_model)
     ):
         return False, f"lost by replayed plans: {lost}"
     return True, f"{new.text} against {old_error:.2f}% of champion {before.version}"

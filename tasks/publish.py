@@ -42,7 +42,7 @@ from tasks.setting import SettingConfig
 def publish_plans(
     problems: Sequence[Path],
     plans: str | Path,
-    wanted: SettingConfig,
+    setting_config: SettingConfig,
     config: PublishConfig,
     everything: bool = False,
     profile: Path | None = None,
@@ -60,7 +60,7 @@ def publish_plans(
     if a disk or service did not answer; the champion then does not count as published.
     """
     client, progress = registry.connect_to_mlflow(), RunProgress()
-    here = wanted.dataset_or_local_setting(paths.MEASUREMENTS).hardware
+    here = setting_config.dataset_or_local_setting(paths.MEASUREMENTS).hardware
     priced = cache(lambda hardware: _pricing_and_publisher(client, hardware, profile, plans, config))
     by, _ = priced(here)
     name = registry.registered_model_name(here)
@@ -197,13 +197,13 @@ def _last_decisions(plans: str | Path) -> dict[str, Decision | None]:
     return decisions
 
 
-def _plan_provenance(by: Pricing, config: PublishConfig) -> dict[str, Any]:
+def _plan_provenance(pricing: Pricing, config: PublishConfig) -> dict[str, Any]:
     """Provenance of plans: the cost model, its training data, the code version and the search settings."""
     return {
-        "model": by.name,
-        "model_version": by.version,
-        "setting": str(by.model.setting),
-        **(_training_provenance(by.model) if by.champion else {"profile": NOT_MEASURED}),
+        "model": pricing.name,
+        "model_version": pricing.version,
+        "setting": str(pricing.model.setting),
+        **(_training_provenance(pricing.model) if pricing.champion else {"profile": NOT_MEASURED}),
         "git_commit": git_commit(),
         "algorithm": config.algorithm,
         "budget_evals": config.budget_evals,

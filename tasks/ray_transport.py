@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from shardcore.core.errors import ShardCoreError
 from shardcore.measure import hardware, hosts, local_ranks
 from shardcore.measure.device_bench import BenchSpec, Counts, DeviceBench
-from shardcore.measure.supervise import START_S, Ended, Refused
+from shardcore.measure.supervise import START_S, WorkerEnded, WorkerRefused
 from shardcore.measure.transport import Host, NoRoom, Transport
 from tasks import services
 
@@ -188,7 +188,7 @@ def _call_outcome(call: Any) -> tuple[str, str | None]:
     try:
         ray.get(call)
     except RayError as error:
-        is_lost = isinstance(getattr(error, "cause", None), local_ranks.Lost)
+        is_lost = isinstance(getattr(error, "cause", None), local_ranks.RankLost)
         return "lost" if is_lost else "failed", failure_reason(error)
     return "done", None
 
@@ -231,7 +231,9 @@ class RayWorker:
             value, self.counts = ray.get(self.ongoing)
             return value
         except RayError as error:
-            raise (Refused if "ShardCoreError: " in str(error) else Ended)(failure_reason(error)) from None
+            raise (WorkerRefused if "ShardCoreError: " in str(error) else WorkerEnded)(
+                failure_reason(error)
+            ) from None
 
     def update_counts(self) -> None:
         with suppress(RayError):  # it is stuck, or has died, which its call reports

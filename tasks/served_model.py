@@ -28,7 +28,7 @@ from shardcore.core.validation import MOST_BATCH, MOST_ROWS, Record, Rule, numbe
 from shardcore.cost import composite
 from shardcore.cost.neural import NeuralModel
 from shardcore.io import files, schema
-from shardcore.step.kinds import CHANNELS, layout_on_one_device
+from shardcore.step.kinds import CHANNELS, kind_on_one_device
 from shardcore.step.lower import Op, Workload, is_sequence_op
 
 CONFIDENCE = 0.9
@@ -90,7 +90,7 @@ def _predict_group(
         float(model.at_confidence(level).op_ms(sums))
         for level in ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2)
     )
-    ops = (Op(layout_on_one_device(shards[0].table).name, shards, batch),) if shards else ()
+    ops = (Op(kind_on_one_device(shards[0].table).name, shards, batch),) if shards else ()
     # out_of_range takes a workload, so the group gets a made-up device.
     device = Topology((Device(1),), model.setting.hardware)
     alone = Workload((ops,), np.zeros((len(CHANNELS), 1)), (0,), device, batch)

@@ -26,7 +26,7 @@ from shardcore.cost.move_rates import MoveRates, write_move_rates
 from shardcore.cost.profile import load_network, load_profile, write_profile
 from shardcore.io import dataset, files, job_folder, replays, traced_samples
 from shardcore.io.hot_ids import HotIds, write_hot_ids
-from shardcore.io.measurements import Spread, StepSample
+from shardcore.io.measurements import StepSample, TimingSpread
 from shardcore.io.row_counts import RowCounts, write_row_counts
 from shardcore.measure.replay import ReplayConfig
 from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
@@ -138,7 +138,7 @@ def make(folder: Path) -> None:
     took = StepSample(
         **{part: getattr(cost, part) for part in PARTS},
         oversubscribed=False,
-        step=Spread(cost.total_ms, cost.total_ms, cost.total_ms, 3),
+        step=TimingSpread(cost.total_ms, cost.total_ms, cost.total_ms, 3),
     )
     replays.replay_or_reuse(
         folder / "replays", problem, [("dealt", plan)], setting, ReplayConfig(), lambda _: [took]
@@ -250,7 +250,7 @@ def _write_job(folder: Path, problem: Problem, plan: Plan) -> None:
     job_folder.write_facts(step, job_folder.JobFacts(2, features, {"torch": "2"}), problem, plan)
     for rank in range(2):
         lookups = {f"f-{t.name}": (rng.integers(0, t.rows, 12), np.full(4, 3)) for t in problem.tables}
-        job_folder.write_rank_measurements(step, rank, Spread(18.0, 17.0, 19.0, 900), lookups)
+        job_folder.write_rank_measurements(step, rank, TimingSpread(18.0, 17.0, 19.0, 900), lookups)
         columns = sum(p.shard.width for p in plan.placements if p.devices == (rank,))
         outputs = problem.global_batch * columns  # traces of another plan correct nothing
         write(step, rank, gloo_step(late_ms=3.0 * rank, entered=outputs), zipped=bool(rank))

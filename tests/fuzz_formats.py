@@ -254,7 +254,7 @@ def use_measurements(folder: Path, sound: Sound) -> None:
                 "what was measured cannot be priced"
             )
         for s in dataset.read_collective_samples(where, setting):
-            ways = s.request.definition.ways
+            ways = s.request.definition.directions
             times_ms = [] if s.error else [x.median_ms for way in ways for x in getattr(s, way)]
             assert s.error or _is_cost(times_ms, s.waiting_ms), "an exchange's time is none"
     dataset.disturbed_sample_ids(where, 0.02)

@@ -9,7 +9,7 @@ import numpy as np
 
 from shardcore.core.types import Plan, Problem, Shard
 from shardcore.step.id_bytes import id_bytes_per_lookup, stride_bytes
-from shardcore.step.kinds import Layout, layout_for_table, merged_placements, shards_by_device
+from shardcore.step.kinds import ShardingKind, merged_placements, sharding_kind_for_table, shards_by_device
 
 COUNT_BYTES = 8
 """Bytes of a number by which a device announces what it sends."""
@@ -54,8 +54,8 @@ def count_bytes(plan: Plan, problem: Problem) -> int:
     return COUNT_BYTES * len(problem.topology) * sum(numbers.values())
 
 
-def _inputs(plan: Plan) -> Iterator[tuple[Layout, int, Shard]]:
+def _inputs(plan: Plan) -> Iterator[tuple[ShardingKind, int, Shard]]:
     """Runs and devices that ids go to, with the shard."""
     for placement in merged_placements(plan.placements):
-        run = layout_for_table(placement.kind, placement.shard.table)
+        run = sharding_kind_for_table(placement.kind, placement.shard.table)
         yield from ((run, device, shard) for device, shard in shards_by_device(placement) if run.ids)

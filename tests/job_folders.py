@@ -9,7 +9,7 @@ from shardcore.core.access_statistics import Zipf
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Table
 from shardcore.io import job_folder
-from shardcore.io.measurements import Spread
+from shardcore.io.measurements import TimingSpread
 
 TABLES = tuple(Table(f"t{i}", 4_000, 16, 5.0, Zipf(1.0)) for i in range(6))
 PROBLEM = Problem("job", TABLES, Topology((Device(1 << 30),) * 2), SETTING.batch)
@@ -30,7 +30,7 @@ def traced_step(folder, step=1000, ranks=(0, 1), entered=1.0):
     job_folder.write_facts(where, job_folder.JobFacts(2, FEATURES, {"torch": "2.13.0"}), PROBLEM, UNEVEN)
     for rank in ranks:
         job_folder.write_rank_measurements(
-            where, rank, Spread(18.0, 17.0, 19.0, 900), lookups(rank, np.random.default_rng(rank))
+            where, rank, TimingSpread(18.0, 17.0, 19.0, 900), lookups(rank, np.random.default_rng(rank))
         )
         columns = sum(p.shard.table.dim for p in UNEVEN.placements if p.devices == (rank,))
         outputs = round(entered * PROBLEM.global_batch * columns)

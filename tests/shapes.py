@@ -9,7 +9,7 @@ import numpy as np
 
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
-from shardcore.step.kinds import CHANNELS, ID_CHANNELS, Channel, Layout
+from shardcore.step.kinds import CHANNELS, ID_CHANNELS, Channel, ShardingKind
 from shardcore.step.lower import lower
 from shardcore.step.memory import memory_account
 from shardcore.step.scopes import WORLD
@@ -72,7 +72,7 @@ def replica(table: Table, topology: Topology) -> Placement:
     return Placement("data_parallel", Shard.whole(table), topology.ranks)
 
 
-def arriving(plan: Plan, problem: Problem) -> dict[Layout, np.ndarray]:
+def arriving(plan: Plan, problem: Problem) -> dict[ShardingKind, np.ndarray]:
     """For each run of a plan that exchanges ids [D] bytes that each device receives in a step."""
     work = lower(plan, problem, fits=False)
     return {run: work.entering_bytes(run, run.ids) for run in work.traffic_slots if run.ids}

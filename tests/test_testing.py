@@ -75,7 +75,7 @@ def test_a_broken_model_is_noticed():
             return Dear(small_problem_model(self.problem()).setting)
 
     with pytest.raises(AssertionError):
-        Suite().test_heads_of_many_ops_and_of_one_agree_compiled_too()
+        Suite().test_op_times_agree_for_one_op_many_ops_and_compiled_code()
 
 
 class Cheaper(ProfileModel):

@@ -7,7 +7,7 @@ from shapes import column, row
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem
 from shardcore.cost.model import price
-from shardcore.cost.traced_factors import COMPUTE, QUANTITIES, Factor, with_dense_ms
+from shardcore.cost.traced_factors import COMPUTE, QUANTITIES, CorrectionFactor, with_dense_ms
 from shardcore.io.traced_samples import TracedSample
 from shardcore.io.traced_steps import RankStep, TracedExchange, TracedStep
 from shardcore.step.kinds import Channel
@@ -32,7 +32,7 @@ def by_rows(given):
 
 
 def factors_of(compute=1.0, exchange=1.0):
-    return {q: Factor(compute if q.family == COMPUTE else exchange, 0.0, 1) for q in QUANTITIES}
+    return {q: CorrectionFactor(compute if q.family == COMPUTE else exchange, 0.0, 1) for q in QUANTITIES}
 
 
 def traced(workload, truth, noise=(1.0, 1.0)):

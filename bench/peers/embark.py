@@ -53,10 +53,10 @@ from shardcore.search.budget import Budget, Meter
 from shardcore.search.greedy import looked_up_elements
 from shardcore.search.state.feasible import feasible_shards, find_fitting_plan
 from shardcore.search.state.shards import cheapest_plan, priced_plan
-from shardcore.step.kinds import Layout, even_row_ranges, kinds_on_all_devices, layout_for_table
+from shardcore.step.kinds import ShardingKind, even_row_ranges, kinds_on_all_devices, sharding_kind_for_table
 from shardcore.step.memory import peak_bytes_function, plan_fits
 from shardcore.step.ways import (
-    Bundle,
+    ShardBundle,
     allowed_devices_of_shard,
     bundle_shards,
     placements_of_bundles,
@@ -100,7 +100,7 @@ class _Pass:
     """
 
     cost: float
-    chosen: tuple[Bundle, ...] = ()
+    chosen: tuple[ShardBundle, ...] = ()
     devices: tuple[int, ...] = ()
     stuck: Table | None = None
 
@@ -172,29 +172,33 @@ def _exchange_to_lookup_ratio(problem: Problem, model: CostModel) -> float:
     return exchange / lookup if lookup > 0 and exchange > 0 else 1.0
 
 
-def _replicated_tables(problem: Problem, share: float) -> list[Table]:
+def _replicated_tables(problem: Problem, fraction: float) -> list[Table]:
     """Tables to replicate: unconstrained, with few rows (share × batch). [] if replicas do not fit."""
     if len(problem.topology) == 1:
         return []
     small = [
         t
         for t in searched_tables(problem)
-        if t.rows < share * problem.global_batch
+        if t.rows < fraction * problem.global_batch
         and t.name not in problem.uncut_tables
         and t.name not in problem.pinned_devices
     ]
     return small if sum(_replica_bytes(t, problem) for t in small) <= min(free_bytes(problem)) else []
 
 
-def replicated_layout(problem: Problem) -> Layout:
-    """Sharding layout that keeps a replica of a table on every device."""
-    return next(layout for layout in kinds_on_all_devices(problem.topology) if not layout.divides_rows)
+def replicated_kind(problem: Problem) -> ShardingKind:
+    """Kind of sharding that keeps a replica of a table on every device."""
+    return next(
+        sharding_kind
+        for sharding_kind in kinds_on_all_devices(problem.topology)
+        if not sharding_kind.divides_rows
+    )
 
 
 def _replica_bytes(table: Table, problem: Problem) -> int:
     """Bytes of a replica of a table."""
     return peak_bytes_function(problem)(
-        layout_for_table(replicated_layout(problem).name, table), Shard.whole(table)
+        sharding_kind_for_table(replicated_kind(problem).name, table), Shard.whole(table)
     )
 
 
@@ -207,8 +211,7 @@ class _Search:
         self.problem, self.ratio, self.narrowest, self.meter = problem, ratio, narrowest, meter
         self.speed = np.array([d.speed for d in problem.topology.devices])
         self.replicas = [
-            Placement(replicated_layout(problem).name, Shard.whole(t), problem.topology.ranks)
-            for t in replicas
+            Placement(replicated_kind(problem).name, Shard.whole(t), problem.topology.ranks) for t in replicas
         ]
         taken = sum(_replica_bytes(t, problem) for t in replicas)
         self.free = [f - taken for f in free_bytes(problem)]

@@ -46,7 +46,7 @@ from shardcore.search.state.feasible import feasible_shards, find_fitting_plan
 from shardcore.search.state.shards import cheapest_plan, priced_plan
 from shardcore.step.memory import plan_fits
 from shardcore.step.ways import (
-    Bundle,
+    ShardBundle,
     allowed_devices_of_shard,
     bundle_shards,
     cut_into_equal_parts,
@@ -183,14 +183,14 @@ def milp(
 
 
 def _split_costly_shards(
-    shards: Sequence[Shard], share: float, problem: Problem, model: CostModel
+    shards: Sequence[Shard], fraction: float, problem: Problem, model: CostModel
 ) -> list[Shard]:
     """Shards, with costly whole-row shards halved by columns until each costs at most a limit.
 
     The limit is a share of a device's mean load. A shard counts at its cost alone.
     """
     total_speed = sum(d.speed for d in problem.topology.devices)
-    limit = share * float(model.op_ms(model.encode(shards)).sum()) / total_speed
+    limit = fraction * float(model.op_ms(model.encode(shards)).sum()) / total_speed
     done, waiting = [], list(shards)
     while waiting:
         costs = model.op_ms(model.encode(waiting))
@@ -289,7 +289,9 @@ class _Program:
         return bool((room.left >= np.minimum(self.free, 0)).all())
 
 
-def _surrogate_ms(chosen: Sequence[Bundle], model: CostModel, surrogate: str, n_devices: int) -> np.ndarray:
+def _surrogate_ms(
+    chosen: Sequence[ShardBundle], model: CostModel, surrogate: str, n_devices: int
+) -> np.ndarray:
     """Surrogate ms [B] of bundles at speed 1, additive over the bundles of a device.
 
     Row ranges count as if they ran in one op with the rest.

@@ -27,7 +27,7 @@ from bench.peers.room import free_bytes
 from shardcore.core.types import Placement, Problem, Shard, Table
 from shardcore.search.decisions.memory_tiers import with_load_factors
 from shardcore.step import access
-from shardcore.step.kinds import WHOLE_ROWS, layout_for_table, layout_of_torchrec
+from shardcore.step.kinds import WHOLE_ROWS, kind_of_torchrec_type, sharding_kind_for_table
 from shardcore.step.memory import host_tier_bytes, peak_bytes_function
 from shardcore.tables.heat import heat_of_tables
 from shardcore.torchrec.placements import placements_from_torchrec
@@ -77,12 +77,12 @@ class OurStorage:
         for option in sharding_options:
             factor = KERNELS.get(option.compute_kernel, option.cache_load_factor)
             table = replace(self.tables[option.name], load_factor=1.0 if factor is None else factor)
-            layout = layout_of_torchrec(option.sharding_type, self.problem.topology) or WHOLE_ROWS
+            sharding_kind = kind_of_torchrec_type(option.sharding_type, self.problem.topology) or WHOLE_ROWS
             for theirs in option.shards:
                 (row, column), (rows, columns) = theirs.offset, theirs.size
                 ours = Shard(table, row, row + rows, column, column + columns) if rows and columns else None
                 theirs.storage = Storage(
-                    hbm=bytes_of(layout_for_table(layout.name, table), ours) if ours else 0,
+                    hbm=bytes_of(sharding_kind_for_table(sharding_kind.name, table), ours) if ours else 0,
                     ddr=host_tier_bytes(ours, self.problem) if ours else 0,
                 )
 
@@ -155,19 +155,19 @@ def torchrec_plan(
     kernels: Sequence[str],
     types: Sequence[str],
     factor: float,
-    share: float,
+    fraction: float,
 ) -> tuple[Problem, list[Placement]] | None:
     """Problem with cache load factors chosen by TorchRec's planner, and its placements. None if infeasible.
 
     factor: load factor of caches that it starts from, or offers.
-    share: of the devices' memory.
+    fraction: of the devices' memory.
     """
     names, [memory] = {f"t{i}": table for i, table in enumerate(problem.tables)}, problem.topology.memory
     n = len(problem.topology)
     topology = Topology(
         n,
         "cuda",
-        hbm_cap=int(share * min(free_bytes(problem))),
+        hbm_cap=int(fraction * min(free_bytes(problem))),
         ddr_cap=memory.bytes // n,
         local_world_size=n,
         hbm_to_ddr_mem_bw=memory.gbps * 1e6,

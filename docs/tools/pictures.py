@@ -30,10 +30,10 @@ from shardcore import (
 from shardcore.core.topology import default_reserved_bytes
 from shardcore.io.files import read_problem
 from shardcore.io.writing import write_atomic
-from shardcore.plans.decisions import Version
+from shardcore.plans.decisions import PlanVersion
 from shardcore.report.device_figures import device_figure
 from shardcore.report.figures import svg_text
-from shardcore.step.kinds import CHANNELS, ID_CHANNELS, LAYOUTS
+from shardcore.step.kinds import CHANNELS, ID_CHANNELS, SHARDING_KINDS
 from shardcore.tables.public import public_optimizer, public_pool
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def step() -> Figure:
     ):
         workload = lower(plan, problem)
         cost = price(workload, model)
-        shown.append(Version(f"{words}, {cost.total_ms:.1f} ms", plan, cost, workload.memory_bytes))
+        shown.append(PlanVersion(f"{words}, {cost.total_ms:.1f} ms", plan, cost, workload.memory_bytes))
     return device_figure(problem, shown)
 
 
@@ -113,8 +113,8 @@ def _kind(axes: Axes, name: str, problem: Problem, plan: Plan) -> None:
     axes.set(xlim=(0, 10), ylim=(0, 20))
     axes.axis("off")
     first = plan.placements[0]
-    layout = LAYOUTS[first.kind]
-    theirs = "column_wise" if name == "cut by columns" else layout.torchrec[0]
+    sharding_kind = SHARDING_KINDS[first.kind]
+    theirs = "column_wise" if name == "cut by columns" else sharding_kind.torchrec[0]
     axes.text(5, 19.2, name, ha="center", weight="bold")
     axes.text(5, 18.3, f"TorchRec: {theirs}", ha="center", fontsize=8, color="#555")
     # The table: 8 wide, 6 high, in the colors of its devices.
@@ -124,7 +124,7 @@ def _kind(axes: Axes, name: str, problem: Problem, plan: Plan) -> None:
             axes.add_patch(
                 Rectangle((1 + 8 * x, 11 + 6 * y), 8 * width, 6 * height, color=COLORS[device], alpha=0.8)
             )
-            words = "all" if len(first.devices) == 4 and not layout.divides_rows else f"{device}"
+            words = "all" if len(first.devices) == 4 and not sharding_kind.divides_rows else f"{device}"
             axes.text(
                 1 + 8 * (x + width / 2),
                 11 + 6 * (y + height / 2),
@@ -138,7 +138,7 @@ def _kind(axes: Axes, name: str, problem: Problem, plan: Plan) -> None:
     traffic = workload.traffic.reshape(-1, len(CHANNELS), 4).sum(0)  # [C, D] bytes
     batch = max(op.batch for ops in workload.ops for op in ops)
     outputs = _travel(traffic, ids=False)
-    replicated = layout.dense_gradient
+    replicated = sharding_kind.dense_gradient
     lines = {
         "ids": _travel(traffic, ids=True) or ["each keeps its own"],
         "looked up": [f"{batch:,} samples on {sum(map(bool, workload.ops))} of 4"],
@@ -161,7 +161,7 @@ def _place(plan: Plan, device: int) -> tuple[float, float, float, float]:
             continue
         table, i, n = p.shard.table, p.devices.index(device), len(p.devices)
         left, width = p.shard.col_lo / table.dim, p.shard.width / table.dim
-        if LAYOUTS[p.kind].divides_rows:
+        if SHARDING_KINDS[p.kind].divides_rows:
             return left, 1 - (i + 1) / n, width, 1 / n
         return (left, 0, width, 1) if i == 0 else (0, 0, 0, 0)
     return 0, 0, 0, 0

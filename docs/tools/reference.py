@@ -79,8 +79,8 @@ RECORDS: dict[str, tuple[str, ...]] = {
     "traced": ("io.traced_samples:TracedSample",),
     "torchrec-plan": ("torchrec.plan_files:_File",),
     "dmp-collection": ("torchrec.dmp_collection:_File", "torchrec.dmp_collection:Arguments"),
-    "profile": ("cost.profile:Profile", "cost.profile:Rate"),
-    "network": ("cost.profile:Network", "cost.profile:Rate"),
+    "profile": ("cost.profile:Profile", "cost.profile:ProfileRate"),
+    "network": ("cost.profile:Network", "cost.profile:ProfileRate"),
     "move-rates": ("cost.move_rates:MoveRates",),
     "job-report": ("plans.followed:JobReport",),
 }

@@ -22,11 +22,11 @@ from shardcore.io.towers import read_towers
 from shardcore.plans.replan import ReplanConfig, Start
 from shardcore.report import decisions_report, figures, plan_report
 from shardcore.search import DEFAULT_SHARDER
-from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
+from shardcore.search.decisions.driver import Decision, FoundPlan, Proposal, ProposalOutcome
 from shardcore.search.decisions.groups import FoundGroups, Groups
 from shardcore.search.decisions.hot_rows import HotRows
 from shardcore.search.decisions.memory_tiers import MemoryTiers
-from shardcore.search.decisions.provision import Offer, Provision, Target, read_offers
+from shardcore.search.decisions.provision import Offer, Provision, ProvisionTarget, read_offers
 from shardcore.search.decisions.row_domains import RowDomains
 from shardcore.search.decisions.towers import OnTowers, with_towers_of_plan
 from shardcore.step.kinds import pod_size, row_domain_choices
@@ -60,7 +60,7 @@ def problem_with_host_memory(
 def requested_decisions(args: PlanOptions, problem: Problem, stored: Problem) -> Iterator[Decision]:
     """Decisions that the options of `plan` ask for. stored: the problem as in its file."""
     if args.offers:
-        target = Target(args.step_ms, args.samples_per_s, args.price_per_hour)
+        target = ProvisionTarget(args.step_ms, args.samples_per_s, args.price_per_hour)
         yield Provision(*read_offers_and_models(args, args.offers), target)
     if args.groups is not None:
         yield Groups(args.groups, args.sync_every or 1)
@@ -132,7 +132,7 @@ def _read_start(args: PlanOptions, path: Path, problem: Problem, stored: Problem
 
 
 def changes_from_start_text(
-    args: PlanOptions, found: Found, decisions: Sequence[Decision], original: Problem, model: CostModel
+    args: PlanOptions, found: FoundPlan, decisions: Sequence[Decision], original: Problem, model: CostModel
 ) -> str:
     """Text on how a plan found differs from the plan of --start. "" without --start."""
     start = next((x for x in decisions if isinstance(x, Start)), None)
@@ -163,7 +163,7 @@ def pod_size_note(problem: Problem, plan: Plan) -> str:
     return f"rows are divided over pods of {size} hosts: the job needs {POD_SIZE}={size}" if size > 1 else ""
 
 
-OUTCOME_TEXTS: Mapping[type[Decision], Callable[[Any, Found, Problem], Iterable[str]]] = {
+OUTCOME_TEXTS: Mapping[type[Decision], Callable[[Any, FoundPlan, Problem], Iterable[str]]] = {
     Provision: lambda decision, found, _: decisions_report.cluster_lines(decision, found),
     HotRows: lambda _, found, original: [decisions_report.hot_rows_table(original, found.problem)],
     MemoryTiers: lambda _, found, __: [decisions_report.memory_tiers_text(found.problem)],
@@ -172,14 +172,14 @@ OUTCOME_TEXTS: Mapping[type[Decision], Callable[[Any, Found, Problem], Iterable[
 """Lines on the outcome of each kind of decision, from the decision, what was found and the original problem."""
 
 
-def extrapolation_sentences(found: Found, model: CostModel) -> list[str]:
+def extrapolation_sentences(found: FoundPlan, model: CostModel) -> list[str]:
     """Sentences on where a plan's predicted cost extrapolates beyond measurements. model: model for the problem."""
     if isinstance(found, FoundGroups):
         return grouped.extrapolation_sentences(found.grouped_plan, found.whole, model)
     return model.out_of_range(lower(found.plan, with_towers_of_plan(found.plan, found.problem)))
 
 
-def write_plan_and_problem(args: PlanOptions, found: Found) -> None:
+def write_plan_and_problem(args: PlanOptions, found: FoundPlan) -> None:
     """Write a plan to --out and its problem to --out-problem, where these options are given."""
     grouped = found if isinstance(found, FoundGroups) else None
     whole = grouped.whole if grouped else found.problem
@@ -191,7 +191,7 @@ def write_plan_and_problem(args: PlanOptions, found: Found) -> None:
         files.write_plan(args.out, found.plan, whole)
 
 
-def write_clusters(folder: Path, outcomes: Sequence[Outcome], chosen: Proposal | None) -> None:
+def write_clusters(folder: Path, outcomes: Sequence[ProposalOutcome], chosen: Proposal | None) -> None:
     """Write and plot all clusters that a search priced. chosen: cheapest that meets the target, or None."""
     writing.write_json(
         folder / "clusters.json",

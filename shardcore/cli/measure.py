@@ -49,7 +49,7 @@ def measure(args: MeasureOptions) -> None:
         groups=args.groups,
     )
     pool = files.read_pool(args.pool) if args.pool else generate_pool(PoolConfig())
-    wanted = run.Wanted(pool, setting, config, transport)
+    wanted = run.WantedSamples(pool, setting, config, transport)
     if args.dry_run:
         if args.samples is None:
             print(f"{NAMES['compute']}: as many as {config.minutes:g} min have time for")

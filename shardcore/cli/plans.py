@@ -24,7 +24,7 @@ from shardcore.cost.model import price as predicted
 from shardcore.io import files, model_files, writing
 from shardcore.io.files import is_grouped_plan
 from shardcore.plans import one_cut
-from shardcore.plans.decisions import Version
+from shardcore.plans.decisions import PlanVersion
 from shardcore.plans.survive import prepare_plans, write_prepared_plan
 from shardcore.report import decisions_report, plan_report
 from shardcore.report.survive_report import prepared_plans_text
@@ -33,8 +33,8 @@ from shardcore.search import DEFAULT_SHARDER, require_known_sharder, sharder
 from shardcore.search.budget import Budget
 from shardcore.search.decisions.driver import (
     Decision,
-    Found,
-    Outcome,
+    FoundPlan,
+    ProposalOutcome,
     decide,
     ledger_entries,
     ledger_from_provenance,
@@ -90,11 +90,11 @@ def plan(args: PlanOptions) -> None:
     )
     # Searches use the model at the given confidence. Only the plain one shows what is extrapolated.
     loaded, began = load_cost_model(source), clock()
-    outcomes: list[Outcome] = []  # of the outermost decision
+    outcomes: list[ProposalOutcome] = []  # of the outermost decision
     try:
         with showing_progress() as line:
 
-            def show_outcome(outcome: Outcome) -> None:
+            def show_outcome(outcome: ProposalOutcome) -> None:
                 outcomes.append(outcome)
                 # A decision with a single proposal has no choice to show.
                 if outcome.proposal.more or len(outcomes) > 1:
@@ -200,7 +200,7 @@ def _plan_each_offer(args: PlanOptions, offers_file: Path, problem: Problem, sha
 
 def _print_plan_summary(
     args: PlanOptions,
-    found: Found,
+    found: FoundPlan,
     decisions: Sequence[Decision],
     original: Problem,
     model: CostModel,
@@ -308,7 +308,11 @@ def price(args: PriceOptions) -> None:
             f"{known_errors.error_bands_text(model, workload)}{of}"
         )
         print(f"under {known_errors.model_label(model)}\n")
-        print(plan_report.device_costs_text(Version(str(args.plan), found, cost, workload.memory_bytes), own))
+        print(
+            plan_report.device_costs_text(
+                PlanVersion(str(args.plan), found, cost, workload.memory_bytes), own
+            )
+        )
     if args.out:
         writing.write_atomic(args.out, f"{rounded_json(body)}\n".encode())
         print(f"{args.out}: the cost as JSON", file=sys.stderr)
@@ -327,7 +331,9 @@ def price(args: PriceOptions) -> None:
 def export(args: ExportOptions) -> None:
     torchrec.require_torchrec_installed("a file for TorchRec is written with TorchRec")
     problem = files.read_problem(args.problem)
-    args = dataclasses.replace(args, module=_collection_path(problem) if args.module is None else args.module)
+    args = dataclasses.replace(
+        args, module=_collection_module_name(problem) if args.module is None else args.module
+    )
     if is_grouped_plan(args.plan):
         of_groups = files.read_grouped_plan(args.plan, problem)
         made = to_dmp_collection(of_groups, problem, str(args.module), args.compute_device)
@@ -348,7 +354,7 @@ def export(args: ExportOptions) -> None:
         )
 
 
-def _collection_path(problem: Problem) -> str:
+def _collection_module_name(problem: Problem) -> str:
     """Module path of a problem's only embedding collection: as its tables name it, or as in TorchRec's DLRM.
 
     Raises ShardCoreError for several collections, some of them without a name.

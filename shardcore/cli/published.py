@@ -18,7 +18,7 @@ from shardcore.cost.model import CostModel, price_plan
 from shardcore.io import files, schema, writing
 from shardcore.io.envelope import is_document
 from shardcore.plans import store
-from shardcore.plans.decisions import Version
+from shardcore.plans.decisions import PlanVersion
 from shardcore.plans.diff import diff_plans as moves_of
 from shardcore.plans.drift import plan_drift as drift_of
 from shardcore.plans.drift import with_fresh_problem, with_fresh_tables
@@ -59,12 +59,12 @@ def diff(args: DiffOptions) -> None:
         print(f"{args.page}: both plans, for a browser")
 
 
-def _priced_version(name: str, plan: Plan, problem: Problem, model: CostModel) -> Version:
+def _priced_version(name: str, plan: Plan, problem: Problem, model: CostModel) -> PlanVersion:
     """A plan priced by a model, with the effect of single moves. problem: without towers, even if the plan has some."""
     problem = with_towers_of_plan(plan, problem)
     priced = price_plan(plan, problem, model, fits=False)
     report("pricing moves")
-    return Version(
+    return PlanVersion(
         name, plan, priced.cost, priced.workload.memory_bytes, price_single_moves(priced, problem, model)
     )
 

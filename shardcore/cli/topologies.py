@@ -49,6 +49,6 @@ def _torchrun_rank(problem: Problem) -> int:
     return int(given["RANK"])
 
 
-def _print_turn_progress(done: int, of: int) -> None:
-    if done % max(1, of // 10) == 0 or done == of:
-        print(f"pairs: {done} of {of} turns", file=sys.stderr, flush=True)
+def _print_turn_progress(done: int, total: int) -> None:
+    if done % max(1, total // 10) == 0 or done == total:
+        print(f"pairs: {done} of {total} turns", file=sys.stderr, flush=True)

@@ -78,12 +78,12 @@ def escape_unprintable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def shorten(text: str, most: int) -> str:
-    """Text cut to at most `most` characters; the start and end of a longer text are kept.
+def shorten(text: str, max_characters: int) -> str:
+    """Text cut to at most `max_characters` characters; the start and end of a longer text are kept.
 
     They name the thing and what would be right.
     """
-    if len(text) <= most:
+    if len(text) <= max_characters:
         return text
-    end = most * 2 // 5
-    return f"{text[: most - end - 5]} ... {text[-end:]}"
+    end = max_characters * 2 // 5
+    return f"{text[: max_characters - end - 5]} ... {text[-end:]}"

@@ -21,7 +21,7 @@ from shardcore.core.validation import (
 
 
 @dataclass(frozen=True)
-class Ids:
+class BatchesOfIds:
     """Number of batches whose ids are in memory in one moment of a training step, by state of the ids.
 
     batches: as they come.
@@ -50,17 +50,17 @@ class Pipeline:
 
     theirs: str
     hides_ids: bool
-    ids_arrive: Ids
-    lookups: Ids
-    outputs_arrive: Ids
-    dense: Ids
-    backward: Ids
-    update: Ids
+    ids_arrive: BatchesOfIds
+    lookups: BatchesOfIds
+    outputs_arrive: BatchesOfIds
+    dense: BatchesOfIds
+    backward: BatchesOfIds
+    update: BatchesOfIds
     looks_up_ahead: bool = False
     fetches_ahead: bool = False
 
     @property
-    def ids_by_moment(self) -> tuple[Ids, ...]:
+    def ids_by_moment(self) -> tuple[BatchesOfIds, ...]:
         """Batches of ids that are in memory in each moment of a training step, in order."""
         return self.ids_arrive, self.lookups, self.outputs_arrive, self.dense, self.backward, self.update
 
@@ -74,55 +74,55 @@ PIPELINES = {
     "none": Pipeline(
         "TrainPipelineBase",
         False,
-        ids_arrive=Ids(2, 1, 3),
-        lookups=Ids(2, 0, 1, replicas=1),
-        outputs_arrive=Ids(2, 0, 1, replicas=1),
-        dense=Ids(2, 0, 1, replicas=1),
-        backward=Ids(1, 0, 1, replicas=1),
-        update=Ids(1, 0, 1),
+        ids_arrive=BatchesOfIds(2, 1, 3),
+        lookups=BatchesOfIds(2, 0, 1, replicas=1),
+        outputs_arrive=BatchesOfIds(2, 0, 1, replicas=1),
+        dense=BatchesOfIds(2, 0, 1, replicas=1),
+        backward=BatchesOfIds(1, 0, 1, replicas=1),
+        update=BatchesOfIds(1, 0, 1),
     ),
     "sparse_dist": Pipeline(
         "TrainPipelineSparseDist",
         True,
-        ids_arrive=Ids(3, 2, 3),
-        lookups=Ids(3, 2, 2),
-        outputs_arrive=Ids(3, 1, 1, replicas=1),
-        dense=Ids(3, 1, 2, replicas=1),
-        backward=Ids(3, 1, 2, replicas=1),
-        update=Ids(3, 1, 2, replicas=1),
+        ids_arrive=BatchesOfIds(3, 2, 3),
+        lookups=BatchesOfIds(3, 2, 2),
+        outputs_arrive=BatchesOfIds(3, 1, 1, replicas=1),
+        dense=BatchesOfIds(3, 1, 2, replicas=1),
+        backward=BatchesOfIds(3, 1, 2, replicas=1),
+        update=BatchesOfIds(3, 1, 2, replicas=1),
     ),
     # The next batch's ids arrive between forward and backward.
     "prefetch": Pipeline(
         "PrefetchTrainPipelineSparseDist",
         True,
-        ids_arrive=Ids(3, 1, 3),
-        lookups=Ids(3, 1, 2, replicas=1),
-        outputs_arrive=Ids(3, 1, 2, replicas=1),
-        dense=Ids(3, 1, 3, replicas=1),
-        backward=Ids(3, 0, 2, replicas=1),
-        update=Ids(3, 1, 2),
+        ids_arrive=BatchesOfIds(3, 1, 3),
+        lookups=BatchesOfIds(3, 1, 2, replicas=1),
+        outputs_arrive=BatchesOfIds(3, 1, 2, replicas=1),
+        dense=BatchesOfIds(3, 1, 3, replicas=1),
+        backward=BatchesOfIds(3, 0, 2, replicas=1),
+        update=BatchesOfIds(3, 1, 2),
         fetches_ahead=True,
     ),
     # A batch's request, with what it sent and received, lives until the step ends.
     "fused": Pipeline(
         "TrainPipelineFusedSparseDist",
         True,
-        ids_arrive=Ids(2, 1, 3),
-        lookups=Ids(2, 1, 2),
-        outputs_arrive=Ids(3, 2, 2),
-        dense=Ids(3, 2, 3),
-        backward=Ids(3, 2, 3),
-        update=Ids(3, 2, 3),
+        ids_arrive=BatchesOfIds(2, 1, 3),
+        lookups=BatchesOfIds(2, 1, 2),
+        outputs_arrive=BatchesOfIds(3, 2, 2),
+        dense=BatchesOfIds(3, 2, 3),
+        backward=BatchesOfIds(3, 2, 3),
+        update=BatchesOfIds(3, 2, 3),
     ),
     "semi_sync": Pipeline(
         "TrainPipelineSemiSync",
         True,
-        ids_arrive=Ids(3, 3, 4),
-        lookups=Ids(3, 3, 4),
-        outputs_arrive=Ids(3, 3, 3),
-        dense=Ids(3, 3, 5),
-        backward=Ids(3, 3, 5),
-        update=Ids(3, 2, 3),
+        ids_arrive=BatchesOfIds(3, 3, 4),
+        lookups=BatchesOfIds(3, 3, 4),
+        outputs_arrive=BatchesOfIds(3, 3, 3),
+        dense=BatchesOfIds(3, 3, 5),
+        backward=BatchesOfIds(3, 3, 5),
+        update=BatchesOfIds(3, 2, 3),
         looks_up_ahead=True,
     ),
 }

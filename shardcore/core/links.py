@@ -22,7 +22,7 @@ from shardcore.core.validation import MOST_GBPS, MOST_MS, Record, number_within,
 
 
 @dataclass(frozen=True)
-class Level:
+class LinkLevel:
     """A level of links between devices: within hosts, within pods or between hosts.
 
     name: name in topologies and files.
@@ -52,10 +52,10 @@ def pod_of_host(host: str) -> str:
     return host.rpartition("/")[0] or host
 
 
-LEVELS: Mapping[str, Level] = {
+LEVELS: Mapping[str, LinkLevel] = {
     row.name: row
     for row in (
-        Level(
+        LinkLevel(
             "within_host",
             "within hosts",
             lambda host: host,
@@ -64,7 +64,7 @@ LEVELS: Mapping[str, Level] = {
             torchrec=("intra_host_bw", "INTRA_NODE_BANDWIDTH"),
             rows_over="host",
         ),
-        Level(
+        LinkLevel(
             "within_pod",
             "within pods",
             pod_of_host,
@@ -73,7 +73,7 @@ LEVELS: Mapping[str, Level] = {
             "pod_uplink_bytes",
             rows_over="pod",
         ),
-        Level(
+        LinkLevel(
             "between_hosts",
             "between hosts",
             lambda host: "",

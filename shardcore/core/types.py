@@ -291,7 +291,7 @@ class Shard:
 class Placement(Record, noun="a placement"):
     """A shard, its kind of sharding, and its devices.
 
-    kind: a name of kinds.LAYOUTS. It is never inferred.
+    kind: a name of kinds.SHARDING_KINDS. It is never inferred.
     shard: cells that the devices hold together.
     devices: a group of that kind, in its order.
     """
@@ -383,8 +383,8 @@ class Setting(Record, noun="setting"):
         return f"{self.hardware}, batch {self.batch}, {self.precision}, {self.optimizer}{payloads * short}"
 
 
-class Kind(Protocol):
-    """Attributes of a kind of sharding that constraints concern (see kinds.Layout)."""
+class KindAttributes(Protocol):
+    """Attributes of a kind of sharding that constraints concern (see kinds.ShardingKind)."""
 
     @property
     def name(self) -> str: ...
@@ -499,7 +499,7 @@ class Problem(Record, noun="problem", hash_once=True):
         """Allowed kinds of sharding by table, for tables that constraints.kinds restricts."""
         return dict(self.constraints.kinds)
 
-    def may_run(self, kind: Kind, table: Table) -> bool:
+    def can_run_table(self, kind: KindAttributes, table: Table) -> bool:
         """Tell if a kind of sharding may run a table, by constraints, shard width, payload codecs and pipeline.
 
         Searches cut columns only where a device has all rows, so others have all columns.
@@ -538,7 +538,7 @@ class Problem(Record, noun="problem", hash_once=True):
         there, back = self.payload_codecs
         return math.lcm(1 if there.pads and even else block_multiple(there, rows), block_multiple(back, rows))
 
-    def why_replicas_fail(self, kind: Kind) -> str:
+    def why_replicas_fail(self, kind: KindAttributes) -> str:
         """Reason that TorchRec would fail if a kind of sharding replicated tables under the job's training pipeline; ""
         if it would work."""
         if kind.divides_rows or kind.cuts_columns or not PIPELINES[self.job.pipeline].looks_up_ahead:
@@ -548,7 +548,7 @@ class Problem(Record, noun="problem", hash_once=True):
             "next batch: TorchRec fails"
         )
 
-    def why_codec_fails(self, kind: Kind, table: Table) -> str:
+    def why_codec_fails(self, kind: KindAttributes, table: Table) -> str:
         """Reason that a payload codec of the job fails on the exchanges of a table sharded by a kind; "" if none
         fails."""
         if len(self.topology) == 1:

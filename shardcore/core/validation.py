@@ -192,10 +192,10 @@ def require_type(value: object, kind: type | tuple[type, ...], what: str, right:
         raise ShardCoreError(f"{what} is {short_repr(value)}; it needs to be {right}") from None
 
 
-def short_repr(value: object, most: int = 80) -> str:
+def short_repr(value: object, max_characters: int = 80) -> str:
     """Short, one-line text of any value, for error messages."""
     try:
-        return shorten(escape_unprintable(_SHORT.repr(value)), most)
+        return shorten(escape_unprintable(_SHORT.repr(value)), max_characters)
     except ValueError:  # Python refuses to print very long integers
         return "a whole number that is too long"
 

@@ -47,7 +47,9 @@ def _summed_op_encodings(model: NeuralModel, samples: Sequence[ComputeSample]) -
 
 
 def evaluate_accuracy(
-    model: NeuralModel, compute: Sequence[ComputeSample], comm: Sequence[CollectiveSample]
+    model: NeuralModel,
+    compute_samples: Sequence[ComputeSample],
+    collective_samples: Sequence[CollectiveSample],
 ) -> dict[str, float]:
     """Accuracy of a cost model on measured ops and collectives, as flat metrics. Errors are in percent.
 
@@ -59,14 +61,17 @@ def evaluate_accuracy(
 
     A kind without samples has no metrics.
     """
-    compute = [s for s in compute if s.error is None]
+    compute_samples = [s for s in compute_samples if s.error is None]
     # The same samples as in training: payloads that jobs may choose.
-    comm = [s for s in collective_fit.priceable_samples(comm) if s.error is None]
-    metrics: dict[str, float] = {"n_compute": float(len(compute)), "n_comm": float(len(comm))}
-    if compute:
+    collective_samples = [s for s in collective_fit.priceable_samples(collective_samples) if s.error is None]
+    metrics: dict[str, float] = {
+        "n_compute": float(len(compute_samples)),
+        "n_comm": float(len(collective_samples)),
+    }
+    if compute_samples:
         # Encoded once, for predictions and for all intervals.
-        sums = _summed_op_encodings(model, compute)
-        predicted, timed = nets.op_ms(model.weights, sums), features.measured_ms(compute)
+        sums = _summed_op_encodings(model, compute_samples)
+        predicted, timed = nets.op_ms(model.weights, sums), features.measured_ms(compute_samples)
         total, measured = predicted.sum(1), timed.sum(1)
         metrics |= {
             **_mean_error_metrics("compute", 100 * np.abs(total / measured - 1)),
@@ -83,15 +88,21 @@ def evaluate_accuracy(
     of_each = [
         np.mean(
             [
-                mape(*collective_fit.predicted_and_measured_ms(model.weights, [s], way))
-                for way in collective_fit.ALL_TO_ALL.definition.ways
+                mape(*collective_fit.predicted_and_measured_ms(model.weights, [s], direction))
+                for direction in collective_fit.ALL_TO_ALL.definition.directions
             ]
         )
-        for s in collective_fit.samples_of_kind(comm, collective_fit.ALL_TO_ALL.collective, "fp32")
+        for s in collective_fit.samples_of_kind(
+            collective_samples, collective_fit.ALL_TO_ALL.collective, "fp32"
+        )
     ]
     if of_each:
         metrics |= _mean_error_metrics("all_to_all", np.array(of_each))
-    return metrics | collective_fit.exchange_errors(model.weights, comm) | collective_fit.sample_counts(comm)
+    return (
+        metrics
+        | collective_fit.exchange_errors(model.weights, collective_samples)
+        | collective_fit.sample_counts(collective_samples)
+    )
 
 
 def _mean_error_metrics(kind: str, percent: np.ndarray) -> dict[str, float]:
@@ -105,23 +116,25 @@ def _mean_error_metrics(kind: str, percent: np.ndarray) -> dict[str, float]:
     }
 
 
-def describe_error(found: Mapping[str, float], kind: str = "compute", samples: str = "groups") -> str:
+def describe_error(metrics: Mapping[str, float], kind: str = "compute", samples: str = "groups") -> str:
     """Text for a mean error among the metrics of `evaluate_accuracy`, with the number of samples and the 95% interval.
 
     With fewer than FEWEST samples the interval alone is said.
     """
-    n = int(found.get(f"n_{kind}", 0))
-    if f"{kind}_mape_high" not in found:
+    n = int(metrics.get(f"n_{kind}", 0))
+    if f"{kind}_mape_high" not in metrics:
         return f"unknown, as {n or 'no'} {samples} are held out"
-    interval = f"{found[f'{kind}_mape_low']:.1f} to {found[f'{kind}_mape_high']:.1f}%"
-    figure = f"{found[f'{kind}_mape']:.1f}% ({interval}) on {n:,} {samples}"
+    interval = f"{metrics[f'{kind}_mape_low']:.1f} to {metrics[f'{kind}_mape_high']:.1f}%"
+    figure = f"{metrics[f'{kind}_mape']:.1f}% ({interval}) on {n:,} {samples}"
     return figure if n >= FEWEST else f"{interval}, as only {n} {samples} are held out"
 
 
-def accuracy_summary(found: Mapping[str, float]) -> str:
+def accuracy_summary(metrics: Mapping[str, float]) -> str:
     """One line of text on the accuracy metrics of `study.judge_test_split`."""
-    timing = f"; a timing itself is off by {found['repeatability']:.1f}%" if "repeatability" in found else ""
+    timing = (
+        f"; a timing itself is off by {metrics['repeatability']:.1f}%" if "repeatability" in metrics else ""
+    )
     return (
-        f"error on this machine's held-out samples: ops {describe_error(found)}, exchanges "
-        f"{describe_error(found, 'all_to_all', 'all-to-alls')}{timing}"
+        f"error on this machine's held-out samples: ops {describe_error(metrics)}, exchanges "
+        f"{describe_error(metrics, 'all_to_all', 'all-to-alls')}{timing}"
     )

@@ -23,8 +23,8 @@ from shardcore.step.access import access_share, unique_rows_of_shards
 from shardcore.step.collectives import carried_payload
 from shardcore.step.exchanges import (
     ChannelTerms,
+    CollectiveTerms,
     OwnWork,
-    Terms,
     with_payload_share,
     with_topology_rates,
 )
@@ -118,11 +118,12 @@ class AnalyticModel(Record, DeviceModel, noun="analytic model"):
         given = topology.outermost_link(domains).latency_ms
         latency = self.exchange_latency_ms if given is None else given
         # An all-reduce passes its bytes twice.
-        terms = Terms(row.passes * latency, used)
-        ways = {
-            way: with_payload_share(
-                terms, payload_by_name(carried_payload(row, way, self.setting.payloads[way])).size_ratio
+        terms = CollectiveTerms(row.passes * latency, used)
+        directions = {
+            direction: with_payload_share(
+                terms,
+                payload_by_name(carried_payload(row, direction, self.setting.payloads[direction])).size_ratio,
             )
-            for way in row.ways
+            for direction in row.directions
         }
-        return ChannelTerms(channel, members, domains, ways, work, work)
+        return ChannelTerms(channel, members, domains, directions, work, work)

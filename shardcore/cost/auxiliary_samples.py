@@ -33,7 +33,14 @@ from shardcore.cost.drift_correction import (
     Measurements,
     rescale_sample,
 )
-from shardcore.cost.fit_config import MIN_COMPUTE, MIN_STARTED, FitConfig, Progress, Shape, TrainedModel
+from shardcore.cost.fit_config import (
+    MIN_COMPUTE,
+    MIN_STARTED,
+    AuxiliaryStart,
+    FitConfig,
+    Progress,
+    TrainedModel,
+)
 from shardcore.cost.neural import NeuralModel
 from shardcore.io.dataset import Sample, split_of_sample
 from shardcore.io.measurements import CollectiveSample, ComputeSample
@@ -58,7 +65,7 @@ def train_with_auxiliary_samples(
     auxiliaries: Sequence[AuxiliarySamples],
     config: FitConfig,
     progress: Progress | None,
-) -> tuple[TrainedModel, Shape, dict[str, str]]:
+) -> tuple[TrainedModel, AuxiliaryStart, dict[str, str]]:
     """Train a cost model on few own samples and auxiliary ones. Returns it, what joined, and text on each auxiliary
     machine.
 
@@ -71,7 +78,7 @@ def train_with_auxiliary_samples(
     asked = {s.request for s in own.compute}
     laws = [
         # Half the epochs, as a law is trained further on own groups.
-        _Law(
+        _AuxiliaryLaw(
             x.name,
             fit.train_op_model(theirs, setting, replace(config, epochs=math.ceil(config.epochs / 2))),
             theirs,
@@ -86,7 +93,7 @@ def train_with_auxiliary_samples(
     ]
     if few := len(mine) < (MIN_STARTED if laws else MIN_COMPUTE):
         # Nothing is chosen, and nothing but the level is fitted.
-        best = laws[0].scaled_shape(mine) if laws else Shape(None)
+        best = laws[0].scaled_shape(mine) if laws else AuxiliaryStart(None)
         words = {
             law.auxiliary: f"lends ops their shape; {len(mine)} own groups tell the level" for law in laws[:1]
         }
@@ -95,8 +102,14 @@ def train_with_auxiliary_samples(
         logs = np.array([normal.inv_cdf(x / 50) for x in range(1, 50)])
         band = quantiles.fit_error_quantiles(np.ones(len(logs)), np.exp(logs))
     else:
-        tried: list[tuple[str, Shape, np.ndarray]] = (
-            [("", Shape(None), _cross_validate(mine, lambda some, rest: _log_ratios(tune(some), rest)))]
+        tried: list[tuple[str, AuxiliaryStart, np.ndarray]] = (
+            [
+                (
+                    "",
+                    AuxiliaryStart(None),
+                    _cross_validate(mine, lambda some, rest: _log_ratios(tune(some), rest)),
+                )
+            ]
             if len(mine) >= MIN_COMPUTE
             else []
         )
@@ -158,53 +171,55 @@ def train_with_auxiliary_samples(
 
 
 @dataclass(frozen=True, eq=False)
-class _Law:
+class _AuxiliaryLaw:
     """An auxiliary machine's law of ops, and the groups that it was trained on."""
 
     auxiliary: str
     model: NeuralModel
     groups: Sequence[ComputeSample]
 
-    def level_factor(self, own: Sequence[ComputeSample]) -> float:
+    def level_factor(self, own_samples: Sequence[ComputeSample]) -> float:
         """Median ratio of measured times of own ops to those that the auxiliary machine's law predicts."""
-        return math.exp(float(np.median(_log_ratios(self.model, own)))) if own else 1.0
+        return math.exp(float(np.median(_log_ratios(self.model, own_samples)))) if own_samples else 1.0
 
-    def scaled_shape(self, own: Sequence[ComputeSample]) -> Shape:
+    def scaled_shape(self, own_samples: Sequence[ComputeSample]) -> AuxiliaryStart:
         """The auxiliary machine's law scaled by one factor, with its samples scaled likewise."""
-        scaled = self._scaled_law(own)
-        return Shape(scaled, self._rescaled_groups(scaled), is_final=True)
+        scaled = self._scaled_law(own_samples)
+        return AuxiliaryStart(scaled, self._rescaled_groups(scaled), is_final=True)
 
-    def fitted_shape(self, own: Sequence[ComputeSample]) -> Shape:
+    def fitted_shape(self, own_samples: Sequence[ComputeSample]) -> AuxiliaryStart:
         """The auxiliary machine's law, with its samples rescaled op by op to this machine."""
-        refitted, scaled = fit.refit_rates(self.model, own), self._scaled_law(own)
+        refitted, scaled = fit.refit_rates(self.model, own_samples), self._scaled_law(own_samples)
         mean = {name: (refitted.weights[name] + scaled.weights[name]) / 2 for name in _LINEAR}
-        return Shape(
+        return AuxiliaryStart(
             self.model,
             self._rescaled_groups(replace(refitted, weights={**refitted.weights, **mean})),
         )
 
-    def _scaled_law(self, own: Sequence[ComputeSample]) -> NeuralModel:
+    def _scaled_law(self, own_samples: Sequence[ComputeSample]) -> NeuralModel:
         """The auxiliary machine's law scaled to the speed of this machine, by its measured ops."""
-        scaled = {name: self.level_factor(own) * self.model.weights[name] for name in _LINEAR}
+        scaled = {name: self.level_factor(own_samples) * self.model.weights[name] for name in _LINEAR}
         return replace(self.model, weights={**self.model.weights, **scaled})
 
-    def _rescaled_groups(self, here: NeuralModel) -> list[ComputeSample]:
-        """Auxiliary samples, rescaled by the ratio of this machine's law `here` to the auxiliary machine's law."""
+    def _rescaled_groups(self, local_model: NeuralModel) -> list[ComputeSample]:
+        """Auxiliary samples, rescaled by the ratio of this machine's law `local_model` to the auxiliary machine's
+        law.
+        """
         joined = self.groups[:_JOINED]
-        factors = fit.predicted_op_ms(here, joined) / fit.predicted_op_ms(self.model, joined)
+        factors = fit.predicted_op_ms(local_model, joined) / fit.predicted_op_ms(self.model, joined)
         return [rescale_sample(s, *x) for s, x in zip(joined, factors.tolist(), strict=True)]
 
 
 def _cross_validate(
-    own: Sequence[Sample], logs_of: Callable[[list[Sample], Sequence[Sample]], np.ndarray]
+    own_samples: Sequence[Sample], logs_of: Callable[[list[Sample], Sequence[Sample]], np.ndarray]
 ) -> np.ndarray:
     """Logarithms of measured over predicted ms, of each fold by a model of the other folds."""
     # Samples are sorted by id, which is random.
     return np.concatenate(
         [
-            logs_of([s for i, s in enumerate(own) if i % _FOLDS != k], fold)
+            logs_of([s for i, s in enumerate(own_samples) if i % _FOLDS != k], fold)
             for k in range(_FOLDS)
-            if (fold := own[k::_FOLDS])
+            if (fold := own_samples[k::_FOLDS])
         ]
     )
 
@@ -220,17 +235,17 @@ def _mean_percent_error(logs: np.ndarray) -> float:
 
 
 def _cross_validated_exchange_error(
-    own: Sequence[CollectiveSample], auxiliary: Sequence[CollectiveSample]
+    own_samples: Sequence[CollectiveSample], auxiliary_samples: Sequence[CollectiveSample]
 ) -> float:
     """Cross-validated error in percent on own collectives, with an auxiliary machine's samples joined."""
 
     def fold_log_ratios(some: Sequence[CollectiveSample], rest: Sequence[CollectiveSample]) -> np.ndarray:
-        law = collective_fit.fit_exchange_rates(some, auxiliary)
+        law = collective_fit.fit_exchange_rates(some, auxiliary_samples)
         both = (
-            collective_fit.predicted_and_measured_ms(law, [s], way)
+            collective_fit.predicted_and_measured_ms(law, [s], direction)
             for s in rest
-            for way in s.request.definition.ways
+            for direction in s.request.definition.directions
         )
         return np.concatenate([np.log(measured / np.maximum(ms, 1e-9)) for ms, measured in both])
 
-    return _mean_percent_error(_cross_validate(own, fold_log_ratios)) if own else 0.0
+    return _mean_percent_error(_cross_validate(own_samples, fold_log_ratios)) if own_samples else 0.0

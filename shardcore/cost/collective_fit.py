@@ -59,29 +59,34 @@ _MEASURED = [(row, payload) for row in COLLECTIVES.values() for payload in row.p
 
 
 def fit_exchange_rates(
-    samples: Sequence[CollectiveSample], auxiliary: Sequence[CollectiveSample] = ()
+    samples: Sequence[CollectiveSample], auxiliary_samples: Sequence[CollectiveSample] = ()
 ) -> dict[str, np.ndarray]:
     """Fit [E] rates of each measured collective, scope, payload and direction. Keys are `rates_weight_name`.
 
-    auxiliary: samples of another machine (auxiliary_samples.py). Some of each kind join at the level of this machine's.
+    auxiliary_samples: samples of another machine (auxiliary_samples.py). Some of each kind join at the level of this
+      machine's.
     """
     kinds: list[tuple[str, np.ndarray, np.ndarray, int, np.ndarray]] = []
     for (row, payload), group in itertools.product(_MEASURED, SCOPES):
         # Samples of one collective, payload and scope, which have separate rates.
-        known, theirs = (samples_of_kind(some, row.name, payload, group) for some in (samples, auxiliary))
+        known, theirs = (
+            samples_of_kind(some, row.name, payload, group) for some in (samples, auxiliary_samples)
+        )
         # Ids with work before have the rates of other ids.
-        for way in row.ways if len(known) + len(theirs) >= FEWEST_SAMPLES and not row.work else ():
-            terms, measured = terms_and_measured_ms([*known, *theirs[:MOST_AUXILIARY_SAMPLES]], way)
-            own, logs = sum(len(_fitted_ranks(s, way)) for s in known), np.zeros(0)
+        for direction in (
+            row.directions if len(known) + len(theirs) >= FEWEST_SAMPLES and not row.work else ()
+        ):
+            terms, measured = terms_and_measured_ms([*known, *theirs[:MOST_AUXILIARY_SAMPLES]], direction)
+            own, logs = sum(len(_fitted_ranks(s, direction)) for s in known), np.zeros(0)
             if theirs:
                 # Logarithms of own times over those of the other machine's law.
                 there = _transfer_ms(
                     terms[:, :own],
-                    _fit_rates(*terms_and_measured_ms(theirs[: 4 * MOST_AUXILIARY_SAMPLES], way)),
+                    _fit_rates(*terms_and_measured_ms(theirs[: 4 * MOST_AUXILIARY_SAMPLES], direction)),
                 )
                 logs = np.log(measured[:own] / np.maximum(there, 1e-9))
             kinds.append(
-                (rates_weight_name(Channel(row.name, group), way, payload), terms, measured, own, logs)
+                (rates_weight_name(Channel(row.name, group), direction, payload), terms, measured, own, logs)
             )
     # The level of all kinds. Without own exchanges it is the other machine's: a logarithm of 0.
     level = np.median(np.concatenate([np.zeros(1), *(logs for *_, logs in kinds)]))
@@ -108,10 +113,14 @@ def _transfer_ms(terms: np.ndarray, rates: np.ndarray) -> np.ndarray:
 
 
 def _fit_bucketizing(
-    rates: Mapping[str, np.ndarray], row: Collective, samples: Sequence[CollectiveSample]
+    rates: Mapping[str, np.ndarray], collective: Collective, samples: Sequence[CollectiveSample]
 ) -> dict[str, np.ndarray]:
     """Fit the time to put ids in buckets: what bucketized exchanges of ids take beyond plain ones. {} without both."""
-    if not row.work or len(samples) < FEWEST_SAMPLES or not is_measured(rates, Channel(row.like)):
+    if (
+        not collective.work
+        or len(samples) < FEWEST_SAMPLES
+        or not is_measured(rates, Channel(collective.like))
+    ):
         return {}
     terms, measured = terms_and_measured_ms(samples, "forward")
     # All devices have equally many ids before: the mean of those that arrive.
@@ -122,8 +131,8 @@ def _fit_bucketizing(
     # [R, 2] terms of own work: once, and each byte.
     own = np.stack([np.ones_like(mean_bytes), mean_bytes], axis=1)
     # Time that plain ids take for as many bytes. The rest is the work of putting ids in buckets.
-    known = _transfer_ms(terms, exchange_rates(rates, Channel(row.like), "forward"))
-    return {row.work.weight: fit_nonnegative_rates(own, measured, known=known)}
+    known = _transfer_ms(terms, exchange_rates(rates, Channel(collective.like), "forward"))
+    return {collective.work.weight: fit_nonnegative_rates(own, measured, known=known)}
 
 
 def _fit_id_ordering(samples: Sequence[CollectiveSample]) -> dict[str, np.ndarray]:
@@ -209,44 +218,47 @@ def priceable_samples(samples: Sequence[CollectiveSample]) -> list[CollectiveSam
     return [
         s
         for s in chosen
-        if s.error or min(_measured_ms(s, way).min() for way in s.request.definition.ways) > 0
+        if s.error
+        or min(_measured_ms(s, direction).min() for direction in s.request.definition.directions) > 0
     ]
 
 
-def terms_and_measured_ms(samples: Sequence[CollectiveSample], way: str) -> tuple[np.ndarray, np.ndarray]:
+def terms_and_measured_ms(
+    samples: Sequence[CollectiveSample], direction: str
+) -> tuple[np.ndarray, np.ndarray]:
     """Terms [E, R] of the law of exchanges, and measured transfer ms [R], of ranks that decide."""
     terms, measured = [np.zeros((len(EXCHANGE_TERMS), 0))], [np.zeros(0)]
     for s in samples:
         # Only the ranks that count: on several hosts the last one, else all.
-        ranks = _fitted_ranks(s, way)
-        terms.append(_sample_terms(s, way)[:, ranks])
-        measured.append(_measured_ms(s, way)[ranks])
+        ranks = _fitted_ranks(s, direction)
+        terms.append(_sample_terms(s, direction)[:, ranks])
+        measured.append(_measured_ms(s, direction)[ranks])
     return np.concatenate(terms, axis=1), np.concatenate(measured)
 
 
-def _measured_ms(sample: CollectiveSample, way: str) -> np.ndarray:
+def _measured_ms(sample: CollectiveSample, direction: str) -> np.ndarray:
     """[D] median ms of each rank's transfer in a measured collective."""
-    return np.array([x.median_ms for x in getattr(sample, way)])
+    return np.array([x.median_ms for x in getattr(sample, direction)])
 
 
-def _fitted_ranks(sample: CollectiveSample, way: str) -> list[int]:
+def _fitted_ranks(sample: CollectiveSample, direction: str) -> list[int]:
     """The ranks of a measured collective that a fit uses: all on one host; over several hosts the last, as a step
     waits for it.
     """
-    ms = _measured_ms(sample, way)
+    ms = _measured_ms(sample, direction)
     return list(range(len(ms))) if sample.request.hosts == 1 else [int(ms.argmax())]
 
 
 # Cross-validation fits to the same samples again and again.
 @lru_cache(1 << 13)
-def _sample_terms(sample: CollectiveSample, way: str) -> np.ndarray:
+def _sample_terms(sample: CollectiveSample, direction: str) -> np.ndarray:
     """[E, D] terms of the law of exchanges for each rank of a measured collective."""
     r = sample.request
     # Ranks are numbered host by host, and hosts are of one size.
     members = np.array(r.rank_groups)
     # Domains of one group stand for all: groups of a scope have one shape.
     domains = domain_numbers([r.host_names[rank] for rank in members[0]])
-    first = way == r.definition.ways[0]  # only the first exchange is entered at start_ms
+    first = direction == r.definition.directions[0]  # only the first exchange is entered at start_ms
     skew_ms = max(r.start_ms) - min(r.start_ms) if first else 0.0
     terms = exchange_terms(Channel(r.collective, r.group), rank_bytes(sample)[members], domains, skew_ms)
     of_ranks = np.zeros((len(terms), len(r.widths)))
@@ -279,16 +291,18 @@ def rank_bytes(sample: CollectiveSample) -> np.ndarray:
 
 
 def predicted_and_measured_ms(
-    w: Mapping[str, np.ndarray], samples: Sequence[CollectiveSample], way: str
+    weights: Mapping[str, np.ndarray], samples: Sequence[CollectiveSample], direction: str
 ) -> tuple[np.ndarray, np.ndarray]:
     """Predicted and measured transfer ms [R] of samples of one collective and payload."""
     all_predicted, all_measured = [], []
     for sample in samples:
-        r, measured = sample.request, _measured_ms(sample, way)
+        r, measured = sample.request, _measured_ms(sample, direction)
         channel = Channel(r.collective, r.group)
-        ms = _transfer_ms(_sample_terms(sample, way), exchange_rates(w, channel, way, r.payload))
+        ms = _transfer_ms(
+            _sample_terms(sample, direction), exchange_rates(weights, channel, direction, r.payload)
+        )
         # Own work takes place before the transfer, so it adds.
-        once_ms, byte_ms = bucketizing_ms(w, channel)
+        once_ms, byte_ms = bucketizing_ms(weights, channel)
         ms = np.broadcast_to(ms + once_ms + byte_ms * rank_bytes(sample).mean(), measured.shape)
         # Over several hosts the last rank counts.
         all_predicted.append(ms if r.hosts == 1 else ms.max(keepdims=True))
@@ -296,30 +310,34 @@ def predicted_and_measured_ms(
     return np.concatenate(all_predicted), np.concatenate(all_measured)
 
 
-def exchange_errors(w: Mapping[str, np.ndarray], samples: Sequence[CollectiveSample]) -> dict[str, float]:
+def exchange_errors(
+    weights: Mapping[str, np.ndarray], samples: Sequence[CollectiveSample]
+) -> dict[str, float]:
     """Mean absolute error of predicted collectives, in percent, as flat metrics.
 
-    "<way>_comm_mape": of all-to-alls.
-    "<collective>_<way>_mape": of the others.
+    "<direction>_comm_mape": of all-to-alls.
+    "<collective>_<direction>_mape": of the others.
     "..._<payload>_mape": of other payloads than FP32.
 
     A kind without samples has no metrics.
     """
     return {
-        f"{_metric_name(row.name, way, payload)}_mape": mape(*predicted_and_measured_ms(w, of_kind, way))
+        f"{_metric_name(row.name, direction, payload)}_mape": mape(
+            *predicted_and_measured_ms(weights, of_kind, direction)
+        )
         for row, payload in _MEASURED
         if (of_kind := samples_of_kind(samples, row.name, payload))
-        for way in row.ways
+        for direction in row.directions
     }
 
 
 def sample_counts(samples: Sequence[CollectiveSample]) -> dict[str, float]:
     """Number of measured collectives of each kind and direction, as flat metrics such as "n_forward_comm"."""
     return {
-        f"n_{_metric_name(row.name, way, payload)}": float(len(of_kind))
+        f"n_{_metric_name(row.name, direction, payload)}": float(len(of_kind))
         for row, payload in _MEASURED
         if (of_kind := samples_of_kind(samples, row.name, payload))
-        for way in row.ways
+        for direction in row.directions
     }
 
 
@@ -331,6 +349,6 @@ def samples_of_kind(
     return [s for s in samples if (s.request.collective, s.request.payload, s.request.group) == kind]
 
 
-def _metric_name(collective: str, way: str, payload: str) -> str:
-    name = f"{way}_comm" if collective == ALL_TO_ALL.collective else f"{collective}_{way}"
+def _metric_name(collective: str, direction: str, payload: str) -> str:
+    name = f"{direction}_comm" if collective == ALL_TO_ALL.collective else f"{collective}_{direction}"
     return name + (f"_{payload}" if payload != "fp32" else "")

@@ -29,9 +29,15 @@ import numpy as np
 from shardcore.core.links import LEVELS, joining_levels
 from shardcore.core.payloads import payload_by_name
 from shardcore.core.topology import Topology
-from shardcore.cost.model import Factor
+from shardcore.cost.model import CorrectionFactor
 from shardcore.step.collectives import COLLECTIVES, carried_payload
-from shardcore.step.exchanges import ChannelTerms, OwnWork, Terms, merge_unknown_levels, with_topology_rates
+from shardcore.step.exchanges import (
+    ChannelTerms,
+    CollectiveTerms,
+    OwnWork,
+    merge_unknown_levels,
+    with_topology_rates,
+)
 from shardcore.step.kinds import Channel
 from shardcore.step.scopes import WORLD, group_members
 
@@ -57,7 +63,7 @@ OF_BYTES = [LATENCY.stop + i for i, count in enumerate(_COUNT_OF) if count != "h
 _ONCE, _SKEW = (LATENCY_TERMS.index(name) for name in ("once", "skew_ms"))
 
 FP32: Mapping[str, str] = {"forward": "fp32", "backward": "fp32"}
-"""Payloads by way."""
+"""Payloads by direction."""
 ORDER = "order_ids"
 """Name of a weight [2], of putting arrived ids in order: ms once, and ms a byte. Absent where not measured."""
 OWN_WORK = (*(row.work.weight for row in COLLECTIVES.values() if row.work), ORDER)
@@ -73,7 +79,10 @@ LEAST_IN_STEP, MOST_IN_STEP = 1e-3, 1e3
 
 
 def channel_terms(
-    w: Mapping[str, np.ndarray], channel: Channel, topology: Topology, payloads: Mapping[str, str] = FP32
+    weights: Mapping[str, np.ndarray],
+    channel: Channel,
+    topology: Topology,
+    payloads: Mapping[str, str] = FP32,
 ) -> ChannelTerms:
     """Terms of the law of exchanges for a channel's collective in a topology. payloads: by direction."""
     members = group_members(channel.group, topology)
@@ -82,25 +91,35 @@ def channel_terms(
         return ChannelTerms(channel, members, topology.domain_numbers[:, :0], {})
     # All groups of a channel have the same shape, so the first one's domains stand for all.
     domains = topology.domain_numbers[:, members[0]]
-    rates, ways = dict[str, np.ndarray](), dict[str, Terms]()
-    for way in channel.definition.ways:
+    rates, directions = dict[str, np.ndarray](), dict[str, CollectiveTerms]()
+    for direction in channel.definition.directions:
         # A factor in steps scales measured rates. A topology's links then replace them, without a factor.
-        rates[way] = step_factor(w, channel, way) * exchange_rates(w, channel, way, payloads[way])
-        share = payload_by_name(carried_payload(channel.definition, way, payloads[way])).size_ratio
-        ways[way] = Terms(
-            0.0, with_topology_rates(_rates_by_level(rates[way]), topology, share), rates[way][_SKEW]
+        rates[direction] = step_factor(weights, channel, direction) * exchange_rates(
+            weights, channel, direction, payloads[direction]
+        )
+        share = payload_by_name(
+            carried_payload(channel.definition, direction, payloads[direction])
+        ).size_ratio
+        directions[direction] = CollectiveTerms(
+            0.0,
+            with_topology_rates(_rates_by_level(rates[direction]), topology, share),
+            rates[direction][_SKEW],
         )
     # Messages cross the outermost link in use. A given latency is all of it: no term for messages, rounds or skew.
     latency_ms = topology.outermost_link(domains).latency_ms
-    domains = merge_unknown_levels(domains, _has_level_rates(domains, list(ways.values())))
-    for way, terms in ways.items():
+    domains = merge_unknown_levels(domains, _has_level_rates(domains, list(directions.values())))
+    for direction, terms in directions.items():
         if latency_ms is None:
-            ways[way] = replace(terms, once_ms=rates[way][LATENCY][:-1] @ latency_terms(channel, domains))
+            directions[direction] = replace(
+                terms, once_ms=rates[direction][LATENCY][:-1] @ latency_terms(channel, domains)
+            )
         else:
-            ways[way] = replace(terms, once_ms=latency_ms * channel.definition.exchanges, skew=0.0)
+            directions[direction] = replace(
+                terms, once_ms=latency_ms * channel.definition.exchanges, skew=0.0
+            )
     work, added = OwnWork(), OwnWork()
     if channel.definition.ids:
-        work = id_processing_work(w, channel)
+        work = id_processing_work(weights, channel)
         # Rates of measured links include the time to put ids in order. Given links do not: a given latency leaves out
         # the constant of own work, a given bandwidth its time by bytes.
         given = topology.slowest_link
@@ -109,7 +128,7 @@ def channel_terms(
             once_ms=work.once_ms * (given.latency_ms is not None),
             byte_ms=work.byte_ms * (given.gbps is not None),
         )
-    return ChannelTerms(channel, members, domains, ways, work, added)
+    return ChannelTerms(channel, members, domains, directions, work, added)
 
 
 def latency_terms(channel: Channel, domains: np.ndarray) -> list[float]:
@@ -129,17 +148,17 @@ def _rates_by_level(rates: np.ndarray) -> list[dict[str, float]]:
     ]
 
 
-def id_processing_work(w: Mapping[str, np.ndarray], channel: Channel) -> OwnWork:
+def id_processing_work(weights: Mapping[str, np.ndarray], channel: Channel) -> OwnWork:
     """A device's time to bucketize and order the ids that it exchanges. 0 where that was not measured."""
-    once, by_byte = w.get(ORDER, np.zeros(2)) * step_factor(w, channel, "forward")
-    before_once, before_byte = bucketizing_ms(w, channel) * step_factor(w, channel, "forward")
+    once, by_byte = weights.get(ORDER, np.zeros(2)) * step_factor(weights, channel, "forward")
+    before_once, before_byte = bucketizing_ms(weights, channel) * step_factor(weights, channel, "forward")
     return OwnWork(once, by_byte, before_once, before_byte)
 
 
-def bucketizing_ms(w: Mapping[str, np.ndarray], channel: Channel) -> np.ndarray:
+def bucketizing_ms(weights: Mapping[str, np.ndarray], channel: Channel) -> np.ndarray:
     """[2] ms to put ids in buckets before they travel: once, and for each byte that a device receives in the mean."""
     work = channel.definition.work
-    return w.get(work.weight, np.zeros(2)) if work else np.zeros(2)
+    return weights.get(work.weight, np.zeros(2)) if work else np.zeros(2)
 
 
 def _channel_name(channel: Channel) -> str:
@@ -147,22 +166,22 @@ def _channel_name(channel: Channel) -> str:
     return channel.collective if channel.group == WORLD else f"{channel.collective}_{channel.group}"
 
 
-def rates_weight_name(channel: Channel, way: str, payload: str = "fp32") -> str:
+def rates_weight_name(channel: Channel, direction: str, payload: str = "fp32") -> str:
     """The name of a channel's rates among a model's weights."""
-    return f"exchange_{_channel_name(channel)}_{way}" + (f"_{payload}" if payload != "fp32" else "")
+    return f"exchange_{_channel_name(channel)}_{direction}" + (f"_{payload}" if payload != "fp32" else "")
 
 
 def _weight_or_substitute(
-    w: Mapping[str, np.ndarray],
+    weights: Mapping[str, np.ndarray],
     name: Callable[[Channel, str], str],
     channel: Channel,
-    way: str,
+    direction: str,
     otherwise: np.ndarray,
 ) -> np.ndarray:
     """A channel's weight. If absent, that of the collective over all devices, or of a similar collective."""
     # From the most to the least specific: scope, collective, then what stands in for it.
-    names = [name(c, way) for c in (channel, *_substitute_channels(channel))]
-    return next((w[key] for key in names if key in w), otherwise)
+    names = [name(c, direction) for c in (channel, *_substitute_channels(channel))]
+    return next((weights[key] for key in names if key in weights), otherwise)
 
 
 def _substitute_channels(channel: Channel) -> list[Channel]:
@@ -177,84 +196,92 @@ def _substitute_channels(channel: Channel) -> list[Channel]:
 
 
 def exchange_rates(
-    w: Mapping[str, np.ndarray], channel: Channel, way: str, payload: str = "fp32"
+    weights: Mapping[str, np.ndarray], channel: Channel, direction: str, payload: str = "fp32"
 ) -> np.ndarray:
     """[E] rates of a channel's collective in a direction, or of a substitute. 0 where nothing was measured.
 
     For another payload than FP32: those of the channel or its collective, or FP32's with fewer bytes.
     """
     # A measured payload has its casts in its rates. Otherwise only bytes become fewer.
-    if (payload := carried_payload(channel.definition, way, payload)) != "fp32":
-        own = [rates_weight_name(c, way, payload) for c in (channel, Channel(channel.collective))]
-        if known := [w[name] for name in own if name in w]:
+    if (payload := carried_payload(channel.definition, direction, payload)) != "fp32":
+        own = [rates_weight_name(c, direction, payload) for c in (channel, Channel(channel.collective))]
+        if known := [weights[name] for name in own if name in weights]:
             return known[0]
         # A copy: these arrays are the model's own weights.
-        fewer = exchange_rates(w, channel, way).copy()
+        fewer = exchange_rates(weights, channel, direction).copy()
         fewer[OF_BYTES] *= payload_by_name(payload).size_ratio
         return fewer
-    return _weight_or_substitute(w, rates_weight_name, channel, way, np.zeros(len(EXCHANGE_TERMS)))
-
-
-def has_payload_rates(w: Mapping[str, np.ndarray], channel: Channel, way: str, payload: str) -> bool:
-    """True if a channel's rates were measured with this payload."""
-    payload = carried_payload(channel.definition, way, payload)
-    return payload == "fp32" or any(
-        rates_weight_name(c, way, payload) in w for c in (channel, Channel(channel.collective))
+    return _weight_or_substitute(
+        weights, rates_weight_name, channel, direction, np.zeros(len(EXCHANGE_TERMS))
     )
 
 
-def step_factor_name(channel: Channel, way: str) -> str:
+def has_payload_rates(
+    weights: Mapping[str, np.ndarray], channel: Channel, direction: str, payload: str
+) -> bool:
+    """True if a channel's rates were measured with this payload."""
+    payload = carried_payload(channel.definition, direction, payload)
+    return payload == "fp32" or any(
+        rates_weight_name(c, direction, payload) in weights for c in (channel, Channel(channel.collective))
+    )
+
+
+def step_factor_name(channel: Channel, direction: str) -> str:
     """The name, among a model's weights, of a channel's factor in a training step (step_factors.py)."""
-    return f"exchange_in_step_{_channel_name(channel)}_{way}"
+    return f"exchange_in_step_{_channel_name(channel)}_{direction}"
 
 
-def step_factor(w: Mapping[str, np.ndarray], channel: Channel, way: str) -> float:
+def step_factor(weights: Mapping[str, np.ndarray], channel: Channel, direction: str) -> float:
     """A collective's time in a training step over its time alone, or a substitute's. 1 where nothing was measured."""
-    return float(_weight_or_substitute(w, step_factor_name, channel, way, np.ones(1))[0])
+    return float(_weight_or_substitute(weights, step_factor_name, channel, direction, np.ones(1))[0])
 
 
 def corrected_weights(
-    w: Mapping[str, np.ndarray], channel: Channel, way: str, correction: Factor
+    weights: Mapping[str, np.ndarray], channel: Channel, direction: str, correction: CorrectionFactor
 ) -> dict[str, np.ndarray]:
     """Weights of a channel's exchanges that take a factor times as long in steps, and a latency more."""
-    in_step = float(np.clip(step_factor(w, channel, way) * correction.value, LEAST_IN_STEP, MOST_IN_STEP))
-    corrected = {step_factor_name(channel, way): np.array([in_step])}
+    in_step = float(
+        np.clip(step_factor(weights, channel, direction) * correction.value, LEAST_IN_STEP, MOST_IN_STEP)
+    )
+    corrected = {step_factor_name(channel, direction): np.array([in_step])}
     for payload in channel.definition.payloads if correction.latency_ms else ():
-        name = rates_weight_name(channel, way, payload)
-        if name in w:
-            corrected[name] = w[name].copy()
+        name = rates_weight_name(channel, direction, payload)
+        if name in weights:
+            corrected[name] = weights[name].copy()
             # The factor multiplies it again. Exchanges run as often as the row has it.
             corrected[name][_ONCE] += correction.latency_ms / (in_step * channel.definition.exchanges)
     return corrected
 
 
-def substitute_words(w: Mapping[str, np.ndarray], channel: Channel) -> str:
+def substitute_words(weights: Mapping[str, np.ndarray], channel: Channel) -> str:
     """Text for the channel whose rates price a channel that was not measured."""
-    measured = (c for c in _substitute_channels(channel) if is_measured(w, c))
+    measured = (c for c in _substitute_channels(channel) if is_measured(weights, c))
     return f"the {next(measured, ALL_TO_ALL).description}"
 
 
-def is_measured(w: Mapping[str, np.ndarray], channel: Channel) -> bool:
+def is_measured(weights: Mapping[str, np.ndarray], channel: Channel) -> bool:
     """True if the channel has measured rates in every direction."""
     row = channel.definition
     # Channels with own work have no separate rates: theirs are those of `like`, and the work's.
     if row.work:
-        return row.work.weight in w and is_measured(w, Channel(row.like))
-    return all(rates_weight_name(channel, way) in w for way in row.ways)
+        return row.work.weight in weights and is_measured(weights, Channel(row.like))
+    return all(rates_weight_name(channel, direction) in weights for direction in row.directions)
 
 
-def measured_link_levels(w: Mapping[str, np.ndarray], channel: Channel) -> set[str]:
+def measured_link_levels(weights: Mapping[str, np.ndarray], channel: Channel) -> set[str]:
     """The levels of links over which a channel's collective was measured."""
     # A level counts as known if either direction has a rate there.
-    rates = np.stack([exchange_rates(w, channel, way) for way in channel.definition.ways])
+    rates = np.stack(
+        [exchange_rates(weights, channel, direction) for direction in channel.definition.directions]
+    )
     return {name for name, part in TERMS_OF_LEVEL.items() if rates[:, part].any()}
 
 
-def _has_level_rates(domains: np.ndarray, ways: Sequence[Terms]) -> list[bool]:
+def _has_level_rates(domains: np.ndarray, directions: Sequence[CollectiveTerms]) -> list[bool]:
     """[K] True for each level of links that has a rate in some direction. domains: [K, n]."""
     # A trace tells only that others beyond it decide.
     beyond = [any(joining_levels(domains)[k + 1 :]) for k in range(len(domains))]
     return [
-        any(rate > TRACE * (not others) for terms in ways for rate in terms.levels[k].values())
+        any(rate > TRACE * (not others) for terms in directions for rate in terms.levels[k].values())
         for k, others in enumerate(beyond)
     ]

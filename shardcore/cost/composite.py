@@ -25,8 +25,8 @@ from shardcore.core.types import Problem, Setting, Shard
 from shardcore.core.validation import describe_differences, require, require_type
 from shardcore.cost.collective_model import ALL_TO_ALL, is_measured
 from shardcore.cost.heads import Head, LinearHead
-from shardcore.cost.model import CostModel, Factor, Quantity
-from shardcore.cost.ranges import and_more_suffix
+from shardcore.cost.model import CorrectionFactor, CostModel, PredictedQuantity
+from shardcore.cost.ranges import more_entries_suffix
 from shardcore.io.model_files import model_folders
 from shardcore.step.exchanges import ChannelTerms
 from shardcore.step.kinds import Channel
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class Links:
+class MemoryLinks:
     """The links to memory below the devices, as a part of a model. It encodes ms: forward, backward, and of rows
     fetched ahead.
 
@@ -80,7 +80,7 @@ class Links:
         for shard in (s for ops in workload.ops for op in ops for s in op.shards if s.table.in_host_memory):
             tables.setdefault(shard.table.tier, {})[shard.table.name] = None
         return [
-            f"table {next(iter(names))!r}{and_more_suffix(names)} has rows in {TIERS[tier].words}: the topology "
+            f"table {next(iter(names))!r}{more_entries_suffix(names)} has rows in {TIERS[tier].words}: the topology "
             f"gives the {self.gbps[tier]:g} GB/s of their link, not measured"
             for tier, names in tables.items()
         ]
@@ -118,7 +118,7 @@ class Composite(CostModel):
     """
 
     models: tuple[Any, ...]
-    links: Links | None = None
+    links: MemoryLinks | None = None
     setting: Setting = field(init=False)
 
     def __post_init__(self) -> None:
@@ -177,7 +177,7 @@ class Composite(CostModel):
         return replace(self, models=tuple(m.at_confidence(confidence) for m in self.models))
 
     def corrected_by(
-        self, factors: Mapping[Quantity, Factor], lineage: Mapping[str, Any] | None = None
+        self, factors: Mapping[PredictedQuantity, CorrectionFactor], lineage: Mapping[str, Any] | None = None
     ) -> Composite:
         """The composite of the models, each corrected by factors of traced steps."""
         return replace(self, models=tuple(m.corrected_by(factors, lineage) for m in self.models))
@@ -216,7 +216,7 @@ def compose_models(models: Sequence[Any], problem: Problem) -> Any:
     if len(models) == 1 and not below:
         return models[0]
     gbps = {memory.tier: memory.gbps for memory in problem.topology.memory}
-    links = Links(gbps, problem.optimizer, problem.global_batch, problem.job.fetches_ahead)
+    links = MemoryLinks(gbps, problem.optimizer, problem.global_batch, problem.job.fetches_ahead)
     # Without rows below device memory, links would only add columns of zeros.
     return Composite(tuple(models), links if below else None)
 

@@ -70,10 +70,10 @@ class AuxiliarySamples:
     known: Measurements
 
 
-def read_measurements(folder: str | Path, setting: Setting, most: int | None = None) -> Measurements:
+def read_measurements(folder: str | Path, setting: Setting, max_samples: int | None = None) -> Measurements:
     """Read the measurements of one setting from a dataset folder, and correct their drift.
 
-    most: timings of groups to read (see dataset.read_compute_timings).
+    max_samples: timings of groups to read (see dataset.read_compute_timings).
 
     Raises ShardCoreError for a folder without measurements, and for one whose compute samples are all of
     other settings.
@@ -90,7 +90,7 @@ def read_measurements(folder: str | Path, setting: Setting, most: int | None = N
         f"{folder} holds samples of other settings than asked for: "
         f"{'; '.join(describe_differences(other, setting) for other in others)}",
     )
-    known = correct_drift(dataset.read_compute_timings(folder, setting, most))
+    known = correct_drift(dataset.read_compute_timings(folder, setting, max_samples))
     return Measurements(
         # Models train on one timing of each sample, the best known. Repeats show how far timings agree.
         compute=dataset.most_precise_samples(known),

@@ -26,9 +26,9 @@ from shardcore.cost.fit_config import (
     MIN_COMM,
     MIN_COMPUTE,
     MIN_STARTED,
+    AuxiliaryStart,
     FitConfig,
     Progress,
-    Shape,
     TrainedModel,
 )
 from shardcore.cost.known_errors import NOT_MEASURED
@@ -69,12 +69,12 @@ few small sequences alone are off by ten."""
 
 
 def train(
-    compute: Sequence[ComputeSample],
-    comm: Sequence[CollectiveSample],
+    compute_samples: Sequence[ComputeSample],
+    collective_samples: Sequence[CollectiveSample],
     setting: Setting,
     config: FitConfig | None = None,
     progress: Progress | None = None,
-    start: NeuralModel | Profile | Shape | None = None,
+    start: NeuralModel | Profile | AuxiliaryStart | None = None,
 ) -> TrainedModel:
     """Train a model for `setting` on the train and validation splits. The test split is not used.
 
@@ -94,14 +94,18 @@ def train(
     """
     # A no-op progress saves checks for None at each call.
     config, progress = config or FitConfig(), progress or (lambda model, epoch, values: None)
-    shape = start if isinstance(start, Shape) else Shape(None)
-    start = shape.law if isinstance(start, Shape) else start
+    shape = start if isinstance(start, AuxiliaryStart) else AuxiliaryStart(None)
+    start = shape.law if isinstance(start, AuxiliaryStart) else start
     # Few groups suffice for fine-tuning: most weights are known. None have to, where others join.
     least = 0 if shape.compute else MIN_COMPUTE if start is None else MIN_STARTED
-    compute = _usable_samples(compute, setting, least, "measured groups")
-    comm = collective_fit.priceable_samples(comm)
+    compute_samples = _usable_samples(compute_samples, setting, least, "measured groups")
+    collective_samples = collective_fit.priceable_samples(collective_samples)
     # No exchanges at all are fine. Some, but too few, are an error.
-    comm = _usable_samples(comm, setting, 0 if shape.comm else MIN_COMM, "measured exchanges") if comm else []
+    collective_samples = (
+        _usable_samples(collective_samples, setting, 0 if shape.comm else MIN_COMM, "measured exchanges")
+        if collective_samples
+        else []
+    )
     curves: list[dict[str, Any]] = []
 
     def record_epoch(model: str, epoch: int, values: dict[str, float]) -> None:
@@ -110,14 +114,14 @@ def train(
 
     # Training sees `known`. `unseen` decides when to stop, and gives error quantiles.
     (seen, validation), (seen_comm, unseen_comm) = (
-        _split_train_validation(compute),
-        _split_train_validation(comm),
+        _split_train_validation(compute_samples),
+        _split_train_validation(collective_samples),
     )
     known, unseen = _flatten_samples([*seen, *shape.compute]), _flatten_samples(validation or shape.compute)
     with _single_torch_thread():
         if isinstance(start, Profile):
             # Its shards are those of the measured groups, at the same batches.
-            start = _distilled_model(start, [s.request for s in compute], setting, config)
+            start = _distilled_model(start, [s.request for s in compute_samples], setting, config)
         weights = {
             **_train_weights(known, unseen, config, record_epoch, start, shape.is_final),
             **collective_fit.fit_exchange_rates(seen_comm, shape.comm),
@@ -128,7 +132,7 @@ def train(
         # Keep the origin of the model that was fine-tuned.
         provenance = {"start": {"setting": str(start.setting), **start.meta["provenance"]}}
         # Exchanges belong to the hardware, not to the batch or the optimizer.
-        if not comm and start.setting.hardware == setting.hardware:
+        if not collective_samples and start.setting.hardware == setting.hardware:
             weights |= {
                 k: v
                 for k, v in start.weights.items()
@@ -139,7 +143,7 @@ def train(
     # Counts of samples by kind and split, for the model's file.
     splits = {
         f"{kind}_{side}": sum(split_of_sample(s.id) == side for s in samples)
-        for kind, samples in (("compute", compute), ("comm", comm))
+        for kind, samples in (("compute", compute_samples), ("comm", collective_samples))
         for side in ("train", "validation", "test")
     }
     # Sizes of hidden layers as trained: those of `start` may differ from the config's.
@@ -169,24 +173,29 @@ def train(
 
 
 def train_op_model(
-    compute: Sequence[ComputeSample], setting: Setting, config: FitConfig, start: Shape | None = None
+    compute_samples: Sequence[ComputeSample],
+    setting: Setting,
+    config: FitConfig,
+    start: AuxiliaryStart | None = None,
 ) -> NeuralModel:
     """Train a model of fused ops on all samples, without early stopping. It has no rates of collectives."""
-    start = start or Shape(None)
-    groups = _flatten_samples([*compute, *start.compute])
+    start = start or AuxiliaryStart(None)
+    groups = _flatten_samples([*compute_samples, *start.compute])
     with _single_torch_thread():
         weights = _train_weights(groups, groups, config, lambda *_: None, start.law, start.is_final)
     return NeuralModel(setting, weights, {"ranges": {}})
 
 
-def refit_rates(law: NeuralModel, compute: Sequence[ComputeSample]) -> NeuralModel:
+def refit_rates(law: NeuralModel, compute_samples: Sequence[ComputeSample]) -> NeuralModel:
     """A trained model of ops with launch and rates fitted to other samples; correction and contention are kept."""
-    return replace(law, weights={**law.weights, **_fit_launch_and_rates(_flatten_samples(compute), law)})
+    return replace(
+        law, weights={**law.weights, **_fit_launch_and_rates(_flatten_samples(compute_samples), law)}
+    )
 
 
-def predicted_op_ms(model: NeuralModel, compute: Sequence[ComputeSample]) -> np.ndarray:
+def predicted_op_ms(model: NeuralModel, compute_samples: Sequence[ComputeSample]) -> np.ndarray:
     """[S, 2] predicted ms of measured ops, forward and backward."""
-    groups = _flatten_samples(compute)
+    groups = _flatten_samples(compute_samples)
     return nets.op_ms(
         model.weights, groups.sum_by_op(nets.encode_shards(model.weights, groups.drivers, groups.conditions))
     )
@@ -244,20 +253,20 @@ def _split_train_validation(samples: Sequence[Sample]) -> tuple[list[Sample], li
 
 
 def measured_ranges(
-    compute: Sequence[ComputeSample], comm: Sequence[CollectiveSample]
+    compute_samples: Sequence[ComputeSample], collective_samples: Sequence[CollectiveSample]
 ) -> dict[str, list[float]]:
     """The smallest and largest measured value of each quantity of ranges.RANGES."""
     values: dict[str, list[float]] = {name: [] for name in ranges.RANGES}
-    for sample in compute:
+    for sample in compute_samples:
         for name, of_op in ranges.op_quantities(sample.request.shards, sample.request.batch).items():
             values[name] += of_op
-    for sample in comm:
+    for sample in collective_samples:
         # Exchanges of ids are small, so they have a separate range.
         values["devices"].append(len(sample.request.widths))
         name = "exchange_id_bytes" if sample.request.definition.ids else "exchange_bytes"
         values[name] += collective_fit.rank_bytes(sample).tolist()
     # Local batches of replicas are no global batches (see _global_batches).
-    values["batch"] = _global_batches(compute)
+    values["batch"] = _global_batches(compute_samples)
     return {name: [float(min(v)), float(max(v))] for name, v in values.items() if any(v)}
 
 
@@ -303,17 +312,17 @@ class _Groups:
 
 
 def _train_weights(
-    known: _Groups,
-    unseen: _Groups,
+    train_groups: _Groups,
+    validation_groups: _Groups,
     config: FitConfig,
     note: Progress,
     start: NeuralModel | None,
     is_final: bool = False,
 ) -> dict[str, np.ndarray]:
     """Train the weights of nets.encode_shards and nets.op_ms, and fit the error quantiles (quantiles.py)."""
-    first = _initial_weights(known, config) if start is None else dict(start.weights)
+    first = _initial_weights(train_groups, config) if start is None else dict(start.weights)
     if start is not None and not is_final:
-        first |= _fit_launch_and_rates(known, start)
+        first |= _fit_launch_and_rates(train_groups, start)
     # Fixed weights are constants of the formulas; raw ones are trained, of positive ones the logarithms.
     fixed = {k: first[k] for k in _FIXED}
     tensors = {k: torch.from_numpy(v) for k, v in fixed.items()}
@@ -325,7 +334,7 @@ def _train_weights(
         if k == "launch" or k.startswith(("network.", "contention."))
     }
     # Enough steps an epoch, even for small datasets.
-    n_known = len(known.measured)
+    n_known = len(train_groups.measured)
     batch_size = max(1, min(config.batch_size, n_known // _LEAST_STEPS))
     # One cycle: the rate rises for a tenth of the steps, then falls to next to nothing.
     rate = config.learning_rate * (1 if start is None else _FINE_TUNING)
@@ -344,15 +353,20 @@ def _train_weights(
     # Epoch 0 is the physical baseline, or the model to start from.
     for epoch in range(1 if is_final else config.epochs + 1):
         if epoch:
-            loss = _train_epoch(known, raw, tensors, optimizer, schedule, batch_size, rng)
+            loss = _train_epoch(train_groups, raw, tensors, optimizer, schedule, batch_size, rng)
         with torch.no_grad():
             if not epoch:
                 # Before training, the loss is that of the whole training side.
                 loss = float(
-                    log_ratio_loss(_predict_op_ms(known, raw, tensors), torch.from_numpy(known.measured))
+                    log_ratio_loss(
+                        _predict_op_ms(train_groups, raw, tensors), torch.from_numpy(train_groups.measured)
+                    )
                 )
             # Forward and backward together: their sum is what a step costs.
-            error = mape(_predict_op_ms(unseen, raw, tensors).sum(1).numpy(), unseen.measured.sum(1))
+            error = mape(
+                _predict_op_ms(validation_groups, raw, tensors).sum(1).numpy(),
+                validation_groups.measured.sum(1),
+            )
         note("compute", epoch, {"train_loss": loss, "validation_mape": error})
         # A copy: the optimizer changes these tensors in place.
         if error < best:
@@ -362,11 +376,11 @@ def _train_weights(
             break
     with torch.no_grad():
         # Errors on unseen ops: those on trained ones would be too small.
-        predicted = _predict_op_ms(unseen, kept, tensors).sum(1).numpy()
+        predicted = _predict_op_ms(validation_groups, kept, tensors).sum(1).numpy()
     return {
         **fixed,
         **{k: v.numpy() for k, v in _exponentiated_weights(kept).items()},
-        **quantiles.fit_error_quantiles(predicted, unseen.measured.sum(1)),
+        **quantiles.fit_error_quantiles(predicted, validation_groups.measured.sum(1)),
     }
 
 
@@ -376,24 +390,24 @@ _FIXED = ("rates", "condition_low", "condition_high", "condition_mean", "conditi
 """Weights that training leaves as they are."""
 
 
-def _initial_weights(known: _Groups, config: FitConfig) -> dict[str, np.ndarray]:
+def _initial_weights(train_groups: _Groups, config: FitConfig) -> dict[str, np.ndarray]:
     """Initial weights of the compute model.
 
     The network's last layer starts at 0, and contention starts near 0. So training begins at the physical
     baseline.
     """
     # [S, K] loads of ops.
-    drivers = known.sum_by_op(known.drivers)
-    launch, rates = _fit_linear_laws(known, [drivers, drivers])
-    spread = known.conditions.std(0)
+    drivers = train_groups.sum_by_op(train_groups.drivers)
+    launch, rates = _fit_linear_laws(train_groups, [drivers, drivers])
+    spread = train_groups.conditions.std(0)
     # Conditions are standardised, and loads are relative to the median op.
     weights = {
         "launch": launch,
         "rates": rates,
         # Bounds of the correction: beyond them it stays constant.
-        "condition_low": known.conditions.min(0),
-        "condition_high": known.conditions.max(0),
-        "condition_mean": known.conditions.mean(0),
+        "condition_low": train_groups.conditions.min(0),
+        "condition_high": train_groups.conditions.max(0),
+        "condition_mean": train_groups.conditions.mean(0),
         # A condition that never varies has no spread, and would divide by 0.
         "condition_sd": np.where(spread > 1e-9, spread, 1.0),
         # At least 1, for drivers that most ops lack have a median of 0.
@@ -446,50 +460,52 @@ def _distilled_model(
     )
 
 
-def _fit_launch_and_rates(known: _Groups, law: NeuralModel) -> dict[str, np.ndarray]:
+def _fit_launch_and_rates(train_groups: _Groups, law: NeuralModel) -> dict[str, np.ndarray]:
     """Launch and rates fitted to ops under a trained model's correction and contention, with the ranges of both."""
     old = law.weights
     # Under both, costs are linear in rates and launch. So least squares still applies.
     # [N, 2] and [S, 2] factors that stay as learned.
-    correction = nets.correction_factors(old, known.conditions)
-    contention = nets.contention_factors(old, known.sum_by_op(known.drivers))
+    correction = nets.correction_factors(old, train_groups.conditions)
+    contention = nets.contention_factors(old, train_groups.sum_by_op(train_groups.drivers))
     # Factors differ by direction, so terms do, too.
     terms = [
-        known.sum_by_op(known.drivers * c[:, None]) * by[:, None]
+        train_groups.sum_by_op(train_groups.drivers * c[:, None]) * by[:, None]
         for c, by in zip(correction.T, contention.T, strict=True)
     ]
-    launch, rates = _fit_linear_laws(known, terms)
+    launch, rates = _fit_linear_laws(train_groups, terms)
     return {
         "launch": launch,
         "rates": rates,
         # Both ranges: the old correction stays valid where it was learned.
-        "condition_low": np.minimum(old["condition_low"], known.conditions.min(0)),
-        "condition_high": np.maximum(old["condition_high"], known.conditions.max(0)),
+        "condition_low": np.minimum(old["condition_low"], train_groups.conditions.min(0)),
+        "condition_high": np.maximum(old["condition_high"], train_groups.conditions.max(0)),
     }
 
 
-def _fit_linear_laws(known: _Groups, terms: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+def _fit_linear_laws(train_groups: _Groups, terms: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Launch [2] and rates [K, 2] of a linear law of ops for each direction, from its terms [S, K]."""
     # The column of ones fits the launch.
     with_ones = [np.concatenate([np.ones((len(x), 1)), x], 1) for x in terms]
-    laws = np.stack([_fit_one_direction(known, x, way) for way, x in enumerate(with_ones)], 1)
+    laws = np.stack(
+        [_fit_one_direction(train_groups, x, direction) for direction, x in enumerate(with_ones)], 1
+    )
     # Least squares may give 0, which has no logarithm: a launch takes 0.1 us at least.
     return np.maximum(laws[0], 1e-4), laws[1:]
 
 
-def _fit_one_direction(known: _Groups, terms: np.ndarray, way: int) -> np.ndarray:
+def _fit_one_direction(train_groups: _Groups, terms: np.ndarray, direction: int) -> np.ndarray:
     """[K + 1] launch time and rates of forward or backward ops, from terms [S, K + 1].
 
     On a CPU, a prior holds the rates of sequences where few were measured.
     """
-    measured, column = known.measured[:, way], ("launch", *features.DRIVERS).index
+    measured, column = train_groups.measured[:, direction], ("launch", *features.DRIVERS).index
     pooled = terms[:, column("unpooled_cells")] == 0
     prior = np.zeros((len(_PRIOR), terms.shape[1]))
-    if known.on_cpu and pooled.any() and np.sum(~pooled) < _SEQUENCES:
+    if train_groups.on_cpu and pooled.any() and np.sum(~pooled) < _SEQUENCES:
         per_ms = np.median(terms[pooled] / measured[pooled, None], 0)
         # Each row is an op of 1 ms, of a sequence's cells or distinct rows only. A row of zeros tells nothing.
         for row, (name, of_pooled, times) in zip(prior, _PRIOR, strict=True):
-            row[column(name)] = per_ms[column(of_pooled)] / times[way]
+            row[column(name)] = per_ms[column(of_pooled)] / times[direction]
     return fit_nonnegative_rates(
         np.concatenate([terms, prior]), np.concatenate([measured, np.ones(len(prior))])
     )

@@ -56,7 +56,7 @@ class TrainedModel:
 
 
 @dataclass(frozen=True, eq=False)
-class Shape:
+class AuxiliaryStart:
     """Start of a training from auxiliary samples, of other machines: their law of ops, and samples rescaled to this
     machine.
 

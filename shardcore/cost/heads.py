@@ -14,7 +14,7 @@ import numpy as np
 from shardcore.cost import nets, quantiles
 
 
-class Compiled(NamedTuple):
+class CompiledHead(NamedTuple):
     """A compiled head: head(sums [F], parameters [P]) -> ms of one op.
 
     Its numba type is float64(float64[::1], float64[::1]).
@@ -50,11 +50,11 @@ class LinearHead:
         launch = self.terms[..., None, :, 0] if self.terms.ndim > 2 else self.terms[:, 0]
         return launch * np.minimum(1.0, sums[..., :1]) + sums @ np.swapaxes(self.terms[..., 1:], -1, -2)
 
-    def compiled_op_ms(self) -> Compiled:
+    def compiled_op_ms(self) -> CompiledHead:
         """Compiled function that applies the head to the features of one op."""
         from shardcore.cost import compiled  # numba compiles on import
 
-        return Compiled(
+        return CompiledHead(
             compiled.compile_head(compiled.linear_op_ms), self.terms[:2].sum(0), self.terms[1:].sum(0)
         )
 
@@ -98,14 +98,14 @@ class ContendedHead:
         """[..., 3] ms of ops, forward, backward and on the link, from summed encodings [..., F] (see
         CostModel.op_part_ms).
         """
-        # None is of the link: rows below device memory are priced by another head (composite.Links).
+        # None is of the link: rows below device memory are priced by another head (composite.MemoryLinks).
         ms = np.zeros((*sums.shape[:-1], 3))
         ms[..., :2] = nets.op_ms(self.weights, sums)
         if self.confidence is not None:
             ms *= quantiles.quantile_factors(self.weights, ms.sum(-1), self.confidence)[..., None]
         return ms
 
-    def compiled_op_ms(self) -> Compiled:
+    def compiled_op_ms(self) -> CompiledHead:
         """Compiled function that applies the head to the features of one op."""
         from shardcore.cost import compiled  # numba compiles on import
 
@@ -126,7 +126,7 @@ class ContendedHead:
             np.concatenate([[*numbers, forward], *(np.ravel(x) for x in arrays)], dtype=float)
             for forward in (True, False)
         )
-        return Compiled(compiled.compile_head(compiled.contended_op_ms), parameters, fetched)
+        return CompiledHead(compiled.compile_head(compiled.contended_op_ms), parameters, fetched)
 
     def launch_ms(self) -> float:
         """ms of an op's launch, forward + backward."""

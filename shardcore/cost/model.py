@@ -22,7 +22,7 @@ from shardcore.core.job import Job
 from shardcore.core.step_cost import EQUAL, PredictedCost
 from shardcore.core.types import Plan, Problem, Setting, Shard
 from shardcore.core.validation import require, require_type, short_repr
-from shardcore.cost.heads import Compiled, Head
+from shardcore.cost.heads import CompiledHead, Head
 from shardcore.step.exchanges import CommCost, ExchangeLaw
 from shardcore.step.kinds import CHANNELS, Channel
 from shardcore.step.lower import Workload, lower
@@ -41,15 +41,15 @@ def round_encodings(codes: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Quantity:
+class PredictedQuantity:
     """A quantity of a step whose ms a correction multiplies.
 
     channel: channel of an exchange. None: the quantity is of lookups.
-    way: "forward" or "backward".
+    direction: "forward" or "backward".
     """
 
     channel: Channel | None
-    way: str
+    direction: str
 
     @property
     def family(self) -> str:
@@ -57,20 +57,24 @@ class Quantity:
 
     @property
     def label(self) -> str:
-        return f"{self.channel.description if self.channel else 'lookups'} {self.way}"
+        return f"{self.channel.description if self.channel else 'lookups'} {self.direction}"
 
 
 COMPUTE, EXCHANGE = "lookups", "exchanges"
 """Families of quantities."""
-LOOKUPS = tuple(Quantity(None, way) for way in ("forward", "backward"))
+LOOKUPS = tuple(PredictedQuantity(None, direction) for direction in ("forward", "backward"))
 QUANTITIES = (
     *LOOKUPS,
-    *(Quantity(channel, way) for channel in CHANNELS for way in channel.definition.ways),
+    *(
+        PredictedQuantity(channel, direction)
+        for channel in CHANNELS
+        for direction in channel.definition.directions
+    ),
 )
 
 
 @dataclass(frozen=True)
-class Factor:
+class CorrectionFactor:
     """Measured correction factor on the predicted ms of a quantity.
 
     value: exp of the posterior mean.
@@ -147,7 +151,7 @@ class CostModel(ExchangeLaw, Protocol):
         return self
 
     def corrected_by(
-        self, factors: Mapping[Quantity, Factor], lineage: Mapping[str, Any] | None = None
+        self, factors: Mapping[PredictedQuantity, CorrectionFactor], lineage: Mapping[str, Any] | None = None
     ) -> CostModel:
         """The cost model with its ms multiplied by factors of traced steps, and their latencies added.
 
@@ -194,7 +198,7 @@ class CostModel(ExchangeLaw, Protocol):
         """[...] ms, forward + backward, of ops from summed encodings [..., F]."""
         return self.op_part_ms(sums)[..., :2].sum(-1)
 
-    def compiled_op_ms(self) -> Compiled:
+    def compiled_op_ms(self) -> CompiledHead:
         """The function `op_ms` for one op at a time, compiled, for searches that price millions of ops."""
         from shardcore.cost import compiled  # numba compiles on import
 
@@ -210,7 +214,7 @@ class CostModel(ExchangeLaw, Protocol):
             np.concatenate([[len(heads)], np.ravel(layout), *of_heads])
             for of_heads in zip(*(made[1:] for made in heads), strict=True)
         )
-        return Compiled(compiled.compile_head(compiled.multi_head_op_ms), parameters, fetched)
+        return CompiledHead(compiled.compile_head(compiled.multi_head_op_ms), parameters, fetched)
 
     def launch_ms(self) -> float:
         """ms of the launch of any non-empty op, by mean costs."""

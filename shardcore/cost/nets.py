@@ -37,44 +37,50 @@ LOAD_FLOOR = 0.01
 """Added to relative loads, so that their logarithm stays finite."""
 
 
-def encode_shards(w: Mapping[str, Any], drivers: Any, conditions: Any, xp: ModuleType = np) -> Any:
+def encode_shards(weights: Mapping[str, Any], drivers: Any, conditions: Any, xp: ModuleType = np) -> Any:
     """[N, K + 2] encodings of shards: drivers (the first is 1), forward ms, backward ms.
 
     All are 0 or more.
     """
-    return xp.concatenate([drivers, drivers @ w["rates"] * correction_factors(w, conditions, xp)], 1)
+    return xp.concatenate(
+        [drivers, drivers @ weights["rates"] * correction_factors(weights, conditions, xp)], 1
+    )
 
 
-def correction_factors(w: Mapping[str, Any], conditions: Any, xp: ModuleType = np) -> Any:
+def correction_factors(weights: Mapping[str, Any], conditions: Any, xp: ModuleType = np) -> Any:
     """[N, 2] learned factors on a shard's baseline ms, forward and backward."""
     # Clip to the measured range: a network must not extrapolate.
-    x = (xp.clip(conditions, w["condition_low"], w["condition_high"]) - w["condition_mean"]) / w[
-        "condition_sd"
-    ]
+    x = (
+        xp.clip(conditions, weights["condition_low"], weights["condition_high"]) - weights["condition_mean"]
+    ) / weights["condition_sd"]
     # Each layer has a weight and a bias.
-    layers = sum(name.startswith("network.") for name in w) // 2
+    layers = sum(name.startswith("network.") for name in weights) // 2
     for i in range(layers):
-        x = x @ w[f"network.{i}.weight"] + w[f"network.{i}.bias"]
+        x = x @ weights[f"network.{i}.weight"] + weights[f"network.{i}.bias"]
         if i < layers - 1:
             x = x * (0.5 + 0.5 * xp.tanh(0.5 * x))  # SiLU
     return xp.exp(CORRECTION * xp.tanh(x))
 
 
-def op_ms(w: Mapping[str, Any], sums: Any, xp: ModuleType = np) -> Any:
+def op_ms(weights: Mapping[str, Any], sums: Any, xp: ModuleType = np) -> Any:
     """[..., 2] ms of fused ops, forward and backward, from summed encodings [..., K + 2]. 0 for an empty op."""
     # The first driver counts shards, so it is 0 for an empty op only.
     drivers, ms = sums[..., :-2], sums[..., -2:]
     # min(count, 1): one launch, however many shards.
-    return w["launch"] * xp.clip(drivers[..., :1], 0.0, 1.0) + ms * contention_factors(w, drivers, xp)
+    return weights["launch"] * xp.clip(drivers[..., :1], 0.0, 1.0) + ms * contention_factors(
+        weights, drivers, xp
+    )
 
 
-def contention_factors(w: Mapping[str, Any], drivers: Any, xp: ModuleType = np) -> Any:
-    """[..., 2] factors by which the shards of an op slow each other, forward and backward, from summed drivers [...,
-    K].
+def contention_factors(weights: Mapping[str, Any], drivers: Any, xp: ModuleType = np) -> Any:
+    """[..., 2] factors by which the shards of an op slow each other, forward and backward.
+
+    drivers: [..., K] amounts of work that drive an op's time, such as lookups and bytes, summed over its shards.
     """
     # Relative to the median op, loads are near 1 and their logarithm near 0.
     # The tanh below bounds the factor, however large the load.
-    load = xp.log(drivers / w["load_typical"] + LOAD_FLOOR)
+    load = xp.log(drivers / weights["load_typical"] + LOAD_FLOOR)
     return xp.exp(
-        xp.tanh(load @ w["contention.0.weight"] + w["contention.0.bias"]) @ w["contention.1.weight"]
+        xp.tanh(load @ weights["contention.0.weight"] + weights["contention.0.bias"])
+        @ weights["contention.1.weight"]
     )

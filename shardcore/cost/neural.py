@@ -23,7 +23,7 @@ from shardcore.core.validation import require, require_type, short_repr
 from shardcore.cost import collective_model, features, nets, ranges, weight_checks
 from shardcore.cost.composite import DeviceModel
 from shardcore.cost.heads import ContendedHead, Head
-from shardcore.cost.model import LOOKUPS, QUANTITIES, Factor, Quantity, round_encodings
+from shardcore.cost.model import LOOKUPS, QUANTITIES, CorrectionFactor, PredictedQuantity, round_encodings
 from shardcore.io import model_files, schema
 from shardcore.step.exchanges import ChannelTerms
 from shardcore.step.kinds import Channel
@@ -101,14 +101,16 @@ class NeuralModel(DeviceModel):
         return self if confidence == self.confidence else dataclasses.replace(self, confidence=confidence)
 
     def corrected_by(
-        self, factors: Mapping[Quantity, Factor], lineage: Mapping[str, Any] | None = None
+        self, factors: Mapping[PredictedQuantity, CorrectionFactor], lineage: Mapping[str, Any] | None = None
     ) -> NeuralModel:
         """The model with launch, rates and collectives' factors in steps multiplied by factors of traced steps."""
         of_ops = np.array([factors[q].value for q in LOOKUPS])
         corrected = {name: self.weights[name] * of_ops for name in ("rates", "launch")}
         for q in QUANTITIES:
             if q.channel:
-                corrected |= collective_model.corrected_weights(self.weights, q.channel, q.way, factors[q])
+                corrected |= collective_model.corrected_weights(
+                    self.weights, q.channel, q.direction, factors[q]
+                )
         about = {} if lineage is None else {"job": dict(lineage)}
         meta = {**self.meta, "provenance": {**self.meta.get("provenance", {}), **about}}
         return dataclasses.replace(self, weights={**self.weights, **corrected}, meta=meta)

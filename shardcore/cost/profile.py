@@ -127,7 +127,7 @@ _DEFAULT_BATCH = 65_536
 
 
 @dataclass(frozen=True)
-class Rate(Record, noun="a rate"):
+class ProfileRate(Record, noun="a rate"):
     """One rate of a hardware profile: value, unit, uncertainty and source.
 
     value: in its unit.
@@ -142,7 +142,7 @@ class Rate(Record, noun="a rate"):
     source: Annotated[str, _STATED]
 
 
-def _require_known_rates(what: str, rates: Mapping[str, Rate], known: Iterable[str]) -> None:
+def _require_known_rates(what: str, rates: Mapping[str, ProfileRate], known: Iterable[str]) -> None:
     """Raise ShardCoreError for a rate that is not known, or in another unit than that of RATES."""
     unknown = sorted(rates.keys() - set(known))
     require(not unknown, f"{what} has an unknown rate {unknown[:1]}; known are {', '.join(known)}")
@@ -164,7 +164,7 @@ class Network(Record, noun="network"):
 
     name: Annotated[str, require_path_name]
     words: Annotated[str, _STATED]
-    rates: Mapping[str, Rate]
+    rates: Mapping[str, ProfileRate]
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -187,7 +187,7 @@ class Profile(Record, noun="profile"):
     name: Annotated[str, require_path_name]
     device_names: Annotated[tuple[str, ...], each_entry(require_name)]
     memory_bytes: Annotated[int, number_within(1, MOST_BYTES)]
-    rates: Mapping[str, Rate]
+    rates: Mapping[str, ProfileRate]
     network: Annotated[str | None, require_path_name] = None
 
     def __post_init__(self) -> None:

@@ -39,8 +39,8 @@ from shardcore.core.validation import (
     short_repr,
 )
 from shardcore.cost import profile_law
-from shardcore.cost.profile import BETWEEN_HOSTS, HOST_GBPS, NETWORK_RATES, RATES, SPEC, Profile, Rate
-from shardcore.cost.profile_law import FAR, MS_PER_US, NEAR, Rates, Work
+from shardcore.cost.profile import BETWEEN_HOSTS, HOST_GBPS, NETWORK_RATES, RATES, SPEC, Profile, ProfileRate
+from shardcore.cost.profile_law import FAR, MS_PER_US, NEAR, OpWork, Rates
 from shardcore.io import schema
 
 OPS: Mapping[str, tuple[str, ...]] = {
@@ -125,16 +125,16 @@ class Predictor:
 
     def __init__(self, timings: Sequence[Timing]) -> None:
         self._n = len(timings)
-        self._ops: list[tuple[str, Work, np.ndarray, np.ndarray]] = []
+        self._ops: list[tuple[str, OpWork, np.ndarray, np.ndarray]] = []
         self._exchanges: list[tuple[str, np.ndarray, np.ndarray, list[int]]] = []
         works = {i: _work_of_timing(t) for i, t in enumerate(timings) if t.op in OPS}
         for part in profile_law.FLOORS:
             used = [i for i in works if part in OPS[timings[i].op]]
             if used:
-                names = [f.name for f in fields(Work)]
+                names = [f.name for f in fields(OpWork)]
                 joined = {name: np.concatenate([getattr(works[i], name) for i in used]) for name in names}
                 starts = np.cumsum([0, *(len(timings[i].shards) for i in used[:-1])])
-                self._ops.append((part, Work(**joined), starts, np.array(used)))
+                self._ops.append((part, OpWork(**joined), starts, np.array(used)))
         runs: dict[tuple[str, int, int], list[int]] = {}
         for i, t in enumerate(timings):
             if t.op in EXCHANGES:
@@ -157,7 +157,7 @@ class Predictor:
         return ms / MS_PER_US
 
 
-def _work_of_timing(timing: Timing) -> Work:
+def _work_of_timing(timing: Timing) -> OpWork:
     """Work of the shards of a timed op, as its timing states or implies."""
     work = profile_law.shard_work(timing.shards, timing.batch, timing.optimizer)
     changed: dict[str, np.ndarray] = {}
@@ -376,7 +376,7 @@ def fit_profile(
     sources = _rate_sources(timings, names, depends)
     rates = dict(start.rates)
     for name, step, width, most in zip(names, result.x, spread, prior, strict=True):
-        rates[name] = Rate(
+        rates[name] = ProfileRate(
             values[name] * math.exp(step),
             float(np.clip(width, _LEAST_UNCERTAINTY, most)),
             RATES[name][0],
@@ -395,8 +395,8 @@ def fit_profile(
 
 def network_rates(
     start: Profile, timings: Sequence[Timing], error: float = 0.1, of_network: float = math.inf
-) -> dict[str, Rate]:
-    """Rates of a network: all between hosts, and those within hosts that timings of collectives change.
+) -> dict[str, ProfileRate]:
+    """Rates of a network: all rates between hosts, and the rates within hosts that the fit to timings adjusts.
 
     start: profile of a card, scaled to the network's data sheet.
     timings: collectives on the network. []: its rates are the data sheet's.

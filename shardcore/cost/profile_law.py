@@ -34,7 +34,7 @@ from shardcore.core.links import LEVELS, Link, joining_levels
 from shardcore.core.topology import BYTES_PER_MS_PER_GBPS, Topology
 from shardcore.core.types import OUTPUT_BYTES, PRECISION_BYTES, Shard, Table
 from shardcore.step.access import access_concentration, access_share, output_rows, unique_rows_of_shards
-from shardcore.step.exchanges import Terms, merge_unknown_levels, transfer_ms
+from shardcore.step.exchanges import CollectiveTerms, merge_unknown_levels, transfer_ms
 from shardcore.step.link_counts import link_byte_counts
 from shardcore.tables.host_rows import link_bytes_of_shard
 
@@ -52,7 +52,7 @@ NEAR, *_, FAR = LEVELS
 
 
 @dataclass(frozen=True, eq=False)
-class Work:
+class OpWork:
     """Work of shards in an op over a batch. Each field is [N].
 
     lookups, unique: rows that are looked up, and distinct ones.
@@ -89,7 +89,7 @@ def shard_work(
     optimizer: str,
     op_row_bytes: float = 0.0,
     slower: Mapping[str, float] | None = None,
-) -> Work:
+) -> OpWork:
     """Work of each shard of an op over a batch: lookups, distinct rows, bytes.
 
     op_row_bytes: bytes of the distinct rows of the op, as far as they are known. Each shard has its own at
@@ -108,7 +108,7 @@ def shard_work(
     below = np.array([t.in_host_memory for t in tables], dtype=bool)
     has_cache = np.array([t.load_factor > 0 for t in tables], dtype=bool)
     unique = np.minimum(unique_rows_of_shards(shards, batch), lookups)
-    return Work(
+    return OpWork(
         lookups=lookups,
         unique=unique,
         evenness=np.log(access_concentration(tables, unique)) / np.log(0.25),
@@ -142,7 +142,7 @@ def op_floor_ms(rates: Rates, part: str) -> Any:
     return rates["compute_factor"] * sum(rates[name] for name in FLOORS[part]) * MS_PER_US
 
 
-def forward_ms(rates: Rates, work: Work) -> np.ndarray:
+def forward_ms(rates: Rates, work: OpWork) -> np.ndarray:
     """[N] forward ms of shards: their lookups, without the op's floor."""
     row_bytes = _round_up_to_granules(rates, work.width * work.element_bytes)
     again = np.maximum(work.lookups - work.unique, 0) * row_bytes * work.resident
@@ -168,7 +168,7 @@ def forward_ms(rates: Rates, work: Work) -> np.ndarray:
     )
 
 
-def link_ms(rates: Rates, work: Work) -> tuple[np.ndarray, np.ndarray]:
+def link_ms(rates: Rates, work: OpWork) -> tuple[np.ndarray, np.ndarray]:
     """[N] forward ms of shards on the link to host memory: lookups without a cache, and fetches of caches."""
     return (
         rates["compute_factor"] * _ms_at_rate(rates, "host_read_gbps", work.host_read_bytes),
@@ -176,7 +176,7 @@ def link_ms(rates: Rates, work: Work) -> tuple[np.ndarray, np.ndarray]:
     )
 
 
-def backward_ms(rates: Rates, work: Work, sorts: bool = True) -> np.ndarray:
+def backward_ms(rates: Rates, work: OpWork, sorts: bool = True) -> np.ndarray:
     """[N] backward ms of shards: gradients and update, without the op's floor.
 
     sorts: False for kernels timed without their sort.
@@ -206,7 +206,7 @@ def backward_ms(rates: Rates, work: Work, sorts: bool = True) -> np.ndarray:
     )
 
 
-def _host_tables_ms(rates: Rates, work: Work) -> np.ndarray:
+def _host_tables_ms(rates: Rates, work: OpWork) -> np.ndarray:
     """[N] constant ms of shards with rows in host memory; 0 for other shards."""
     return _ms_at_rate(rates, "host_table_us", (work.cache_bytes + work.host_read_bytes > 0).astype(float))
 
@@ -241,7 +241,7 @@ def _ms_at_rate(rates: Rates, name: str, count: np.ndarray | float) -> np.ndarra
 
 def collective_terms(
     rates: Rates, collective: str, domains: np.ndarray, exchanges: int = 1, topology: Topology | None = None
-) -> tuple[np.ndarray, Terms]:
+) -> tuple[np.ndarray, CollectiveTerms]:
     """[K, n] numbers of the domains (hosts, pods) of n devices, and terms of a collective among these devices.
 
     collective: a name of profile.PROFILED_COLLECTIVES.
@@ -274,7 +274,7 @@ def collective_terms(
             gbps = link.gbps or rates[f"{collective}_{link.level}_gbps"]
             count = "uplink" if link.shared else "busiest"
             of_level[count] = factor * share / (gbps * BYTES_PER_MS_PER_GBPS)
-    return domains, Terms(
+    return domains, CollectiveTerms(
         once_ms=factor * exchanges * once_us * MS_PER_US,
         levels=levels,
         ramp_ms=factor * more * rates[f"{collective}_{level}_ramp_us"] * MS_PER_US,

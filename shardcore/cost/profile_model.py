@@ -28,9 +28,9 @@ from shardcore.cost.heads import Head, LinearHead
 from shardcore.cost.known_errors import NOT_MEASURED
 from shardcore.cost.model import (
     LOOKUPS,
+    CorrectionFactor,
     CostModel,
-    Factor,
-    Quantity,
+    PredictedQuantity,
     UncertainRates,
     device_phase_ms,
     predicted_total_ms,
@@ -41,7 +41,7 @@ from shardcore.cost.model import (
 from shardcore.cost.profile import HOST_GBPS, MEASUREMENTS, RATES, Profile, load_network
 from shardcore.cost.profile_law import Rates
 from shardcore.step.collectives import carried_payload
-from shardcore.step.exchanges import ChannelTerms, OwnWork, Terms, with_payload_share
+from shardcore.step.exchanges import ChannelTerms, CollectiveTerms, OwnWork, with_payload_share
 from shardcore.step.kinds import Channel
 from shardcore.step.lower import Workload
 from shardcore.step.scopes import group_members
@@ -52,10 +52,10 @@ _OF_LOOKUPS = (
 )  # fmt: skip
 """Rates that a factor of lookups corrects, by the start of their names."""
 _OF_EXCHANGES = {
-    "all_to_all_": Quantity(Channel("all_to_all"), "forward"),
-    "reduce_scatter_": Quantity(Channel("reduce_scatter"), "forward"),
-    "all_gather_": Quantity(Channel("reduce_scatter"), "backward"),
-    "all_reduce_": Quantity(Channel("all_reduce"), "backward"),
+    "all_to_all_": PredictedQuantity(Channel("all_to_all"), "forward"),
+    "reduce_scatter_": PredictedQuantity(Channel("reduce_scatter"), "forward"),
+    "all_gather_": PredictedQuantity(Channel("reduce_scatter"), "backward"),
+    "all_reduce_": PredictedQuantity(Channel("all_reduce"), "backward"),
 }
 """The exchange whose factor corrects rates of a profile, by the start of their names."""
 
@@ -166,11 +166,13 @@ class ProfileModel(CostModel):
         return (LinearHead(terms),)
 
     def corrected_by(
-        self, factors: Mapping[Quantity, Factor], lineage: Mapping[str, Any] | None = None
+        self, factors: Mapping[PredictedQuantity, CorrectionFactor], lineage: Mapping[str, Any] | None = None
     ) -> ProfileModel:
         """The model of the profile with its rates corrected. Lookups share one factor in both directions."""
         both = [factors[q] for q in LOOKUPS]
-        of_lookups = Factor(float(np.sqrt(np.prod([f.value for f in both]))), max(f.sd for f in both), 0)
+        of_lookups = CorrectionFactor(
+            float(np.sqrt(np.prod([f.value for f in both]))), max(f.sd for f in both), 0
+        )
         prefixes = dict.fromkeys(_OF_LOOKUPS, of_lookups) | {
             prefix: factors[q] for prefix, q in _OF_EXCHANGES.items()
         }
@@ -194,25 +196,26 @@ class ProfileModel(CostModel):
     def channel_terms(self, channel: Channel, topology: Topology) -> ChannelTerms:
         """Terms of a channel's collective, from the profile's rates. A skew costs no more than the waiting."""
         row, members = channel.definition, group_members(channel.group, topology)
-        work, domains, ways = (
+        work, domains, directions = (
             self._device_work(channel, topology),
             topology.domain_numbers[:, :0],
-            dict[str, Terms](),
+            dict[str, CollectiveTerms](),
         )
-        for way in row.ways if members.shape[1] > 1 else ():
+        for direction in row.directions if members.shape[1] > 1 else ():
             # The profile names what a channel runs: ids travel in all-to-alls, reduce-scatters go back as all-gathers.
             collective = "all_to_all" if row.ids else channel.collective
-            if (collective, way) == ("reduce_scatter", "backward"):
+            if (collective, direction) == ("reduce_scatter", "backward"):
                 collective = "all_gather"
             own = topology.domain_numbers[:, members[0]]
             domains, terms = profile_law.collective_terms(
                 self._grouped_rate_values, collective, own, row.exchanges, topology
             )
             # Only outputs and their gradients are cast. Ids travel as they are.
-            ways[way] = with_payload_share(
-                terms, payload_by_name(carried_payload(row, way, self.setting.payloads[way])).size_ratio
+            directions[direction] = with_payload_share(
+                terms,
+                payload_by_name(carried_payload(row, direction, self.setting.payloads[direction])).size_ratio,
             )
-        return ChannelTerms(channel, members, domains, ways, work, work)
+        return ChannelTerms(channel, members, domains, directions, work, work)
 
     def _device_work(self, channel: Channel, topology: Topology) -> OwnWork:
         """A device's time around a collective: to bucketize and order ids, or to update replicas.

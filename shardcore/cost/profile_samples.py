@@ -46,9 +46,9 @@ def sample_timings(compute: Iterable[ComputeSample], comm: Iterable[CollectiveSa
     for sample in comm:
         r = sample.request
         plain = r.collective in _SHORT and r.payload == "fp32" and r.group == WORLD and not r.emulated
-        for way in r.definition.ways if plain and sample.error is None else ():
-            collective = _BACK.get(r.collective, r.collective) if way == "backward" else r.collective
-            ms = max(spread.median_ms for spread in getattr(sample, way))
+        for direction in r.definition.directions if plain and sample.error is None else ():
+            collective = _BACK.get(r.collective, r.collective) if direction == "backward" else r.collective
+            ms = max(spread.median_ms for spread in getattr(sample, direction))
             if ms > 0:  # else it ended before its last rank started
                 timings.append(
                     Timing(
@@ -64,7 +64,7 @@ def sample_timings(compute: Iterable[ComputeSample], comm: Iterable[CollectiveSa
 
 
 @dataclass(frozen=True)
-class Check:
+class ProfileCheck:
     """Measured against predicted times of one kind of op or collective.
 
     kind: kind of op with its setting and widths, or of collective.
@@ -89,7 +89,7 @@ class Check:
         )
 
 
-def check_profile(profile: Profile, timings: Sequence[Timing]) -> list[Check]:
+def check_profile(profile: Profile, timings: Sequence[Timing]) -> list[ProfileCheck]:
     """Compare a hardware profile's predictions with timings, by kind of op or collective. [] without timings."""
     if not timings:
         return []
@@ -104,7 +104,7 @@ def check_profile(profile: Profile, timings: Sequence[Timing]) -> list[Check]:
         low, ratio, high = np.quantile(measured_us[of] / predicted_us[of], (0.25, 0.5, 0.75)).tolist()
         error = float(np.abs(predicted_us[of] / measured_us[of] - 1).mean())
         expected = of_ops if timings[of[0]].op in OPS else of_exchanges
-        of_kinds.append(Check(kind, len(of), ratio, low, high, error, expected))
+        of_kinds.append(ProfileCheck(kind, len(of), ratio, low, high, error, expected))
     return of_kinds
 
 
@@ -113,6 +113,6 @@ def _timing_kind(timing: Timing) -> str:
         return f"{EXCHANGES[timing.op].replace('_', '-')} of {len(timing.sent)} on {timing.hosts} hosts"
     widths, precision = [s.width for s in timing.shards], timing.shards[0].table.precision
     narrow, wide = min(widths) <= NARROW, max(widths) > NARROW
-    way = {"fwd": "forward", "bwd": "backward"}.get(timing.op, timing.op)
+    direction = {"fwd": "forward", "bwd": "backward"}.get(timing.op, timing.op)
     sides = "mixed" if narrow and wide else "wide" if wide else "narrow"
-    return f"{precision} {timing.optimizer} {way}, {sides} groups"
+    return f"{precision} {timing.optimizer} {direction}, {sides} groups"

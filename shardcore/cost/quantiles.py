@@ -63,7 +63,7 @@ def quantiles_rise(log_ms: np.ndarray, width: np.ndarray, error: np.ndarray) -> 
     return bool((1 + np.outer(np.diff(width) / np.diff(log_ms), error[[0, -1]]) > 0).all())
 
 
-def quantile_factors(w: Mapping[str, np.ndarray], predicted_ms: np.ndarray, level: float) -> np.ndarray:
+def quantile_factors(weights: Mapping[str, np.ndarray], predicted_ms: np.ndarray, level: float) -> np.ndarray:
     """[...] factors on predicted ms: a measurement lies below the product with probability `level`.
 
     The product grows with the prediction. Raises ShardCoreError for a level outside 0.005 to 0.995, where no quantile
@@ -71,14 +71,16 @@ def quantile_factors(w: Mapping[str, np.ndarray], predicted_ms: np.ndarray, leve
     """
     # The floor keeps the logarithm finite. An op of 0 ms stays 0 by the product.
     log_ms = np.log(np.maximum(predicted_ms, 1e-12))
-    return np.exp(np.interp(log_ms, w["band.log_ms"], w["band.width"]) * error_quantile(w, level))
+    return np.exp(
+        np.interp(log_ms, weights["band.log_ms"], weights["band.width"]) * error_quantile(weights, level)
+    )
 
 
-def error_quantile(w: Mapping[str, np.ndarray], level: float) -> float:
+def error_quantile(weights: Mapping[str, np.ndarray], level: float) -> float:
     """The quantile of normalised errors at a level. Raises ShardCoreError for a level outside 0.005 to 0.995."""
     require(
         LEVELS[0] <= level <= LEVELS[-1],
         f"confidence leads to level {level:g} of the costs' distribution; known are those within {LEVELS[0]} and "
         f"{LEVELS[-1]}",
     )
-    return float(np.interp(level, w["band.level"], w["band.error"]))
+    return float(np.interp(level, weights["band.level"], weights["band.error"]))

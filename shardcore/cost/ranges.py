@@ -27,7 +27,7 @@ def _format_number(value: float) -> str:
 
 
 @dataclass(frozen=True)
-class Range:
+class MeasuredRange:
     """Input of a cost model, such as bytes of a shard, in words that report a value beyond the measured ones.
 
     The report reads "NAME <phrase VALUE>; <end> measured LIMIT". upper and lower are its ends.
@@ -41,19 +41,19 @@ class Range:
 
 
 RANGES = {
-    "shard_bytes": Range("is {}", show=size_text),
-    "shard_rows": Range("has {} rows", "most"),
-    "shard_width": Range("is {} columns wide", "widest", "narrowest"),
-    "shard_pooling": Range("has {} lookups a sample", "most"),
-    "shard_features": Range("has {} features", "most", slack=1.0),
-    "op_shards": Range("runs {} shards in one op", "most"),
-    "op_bytes": Range("holds {} in one op", show=size_text),
-    "op_sequences": Range("runs {} sequences in one op", "most"),
-    "op_batch": Range("runs an op over {} samples", "largest", "smallest", slack=1.0),
-    "batch": Range("has a global batch of {}", "largest", "smallest", slack=1.0),
-    "devices": Range("has {} devices", "most", "fewest", slack=1.0),
-    "exchange_bytes": Range("exchanges {}", show=size_text),
-    "exchange_id_bytes": Range("receives {} of ids", show=size_text),
+    "shard_bytes": MeasuredRange("is {}", show=size_text),
+    "shard_rows": MeasuredRange("has {} rows", "most"),
+    "shard_width": MeasuredRange("is {} columns wide", "widest", "narrowest"),
+    "shard_pooling": MeasuredRange("has {} lookups a sample", "most"),
+    "shard_features": MeasuredRange("has {} features", "most", slack=1.0),
+    "op_shards": MeasuredRange("runs {} shards in one op", "most"),
+    "op_bytes": MeasuredRange("holds {} in one op", show=size_text),
+    "op_sequences": MeasuredRange("runs {} sequences in one op", "most"),
+    "op_batch": MeasuredRange("runs an op over {} samples", "largest", "smallest", slack=1.0),
+    "batch": MeasuredRange("has a global batch of {}", "largest", "smallest", slack=1.0),
+    "devices": MeasuredRange("has {} devices", "most", "fewest", slack=1.0),
+    "exchange_bytes": MeasuredRange("exchanges {}", show=size_text),
+    "exchange_id_bytes": MeasuredRange("receives {} of ids", show=size_text),
 }
 
 
@@ -126,7 +126,7 @@ def _range_violations(
         if side:
             value, owner = side[0]
             phrase = quantity.phrase.format(quantity.show(value))
-            yield f"{owner} {phrase}{and_more_suffix(side)}; {end} measured {quantity.show(limit)}"
+            yield f"{owner} {phrase}{more_entries_suffix(side)}; {end} measured {quantity.show(limit)}"
 
 
 def _unmeasured_parts(model: NeuralModel, workload: Workload) -> Iterable[str]:
@@ -182,17 +182,17 @@ def _unmeasured_exchanges(model: NeuralModel, workload: Workload) -> Iterable[st
             f"{collective_model.substitute_words(model.weights, channel)}, not measured"
         )
     payloads = model.setting.payloads
-    for channel, way in ((c, way) for c in used for way in c.definition.ways):
-        if not collective_model.has_payload_rates(model.weights, channel, way, payloads[way]):
+    for channel, direction in ((c, direction) for c in used for direction in c.definition.directions):
+        if not collective_model.has_payload_rates(model.weights, channel, direction, payloads[direction]):
             yield (
-                f"{payloads[way]} {way} in the {channel.description} is priced with FP32's rates and fewer "
+                f"{payloads[direction]} {direction} in the {channel.description} is priced with FP32's rates and fewer "
                 "bytes, not measured"
             )
 
 
 def _unmeasured_tables(model: NeuralModel, workload: Workload) -> Iterable[str]:
     """Sentences on tables of kinds that the model was not measured for."""
-    shards = [(s, op.layout) for ops in workload.ops for op in ops for s in op.shards]
+    shards = [(s, op.sharding_kind) for ops in workload.ops for op in ops for s in op.shards]
     tables = {s.table.name: s.table for s, _ in shards}
     # Models that never saw a sequence have no range for them.
     unseen = "op_sequences" not in model.meta["ranges"]
@@ -215,9 +215,9 @@ def _unmeasured_tables(model: NeuralModel, workload: Workload) -> Iterable[str]:
         ),
     ):
         if names:
-            yield f"table {names[0]!r}{and_more_suffix(names)} {words}, not measured"
+            yield f"table {names[0]!r}{more_entries_suffix(names)} {words}, not measured"
 
 
-def and_more_suffix(of: Sized) -> str:
+def more_entries_suffix(values: Sized) -> str:
     """Text for the number of further items after the first: " (and 2 more)". "" for one item."""
-    return f" (and {len(of) - 1} more)" if len(of) > 1 else ""
+    return f" (and {len(values) - 1} more)" if len(values) > 1 else ""

@@ -24,7 +24,7 @@ from shardcore.core.step_cost import StepCost
 from shardcore.cost.known_errors import USUAL_ERRORS, known_model_errors
 from shardcore.cost.metrics import MeanInterval, kendall_tau, mape, mean_interval
 from shardcore.cost.model import CostModel, price
-from shardcore.io.measurements import Spread
+from shardcore.io.measurements import TimingSpread
 from shardcore.io.replays import ReplaySet
 from shardcore.step.lower import lower
 
@@ -34,7 +34,7 @@ FEWEST = 5
 
 
 @dataclass(frozen=True)
-class ReplayRecord:
+class PlanReplay:
     """A plan that was priced by a model and replayed.
 
     plan: its name. Equal plans of several algorithms share one.
@@ -67,7 +67,7 @@ class SharderComparison:
     losses: Mapping[str, float]
 
 
-def median_noise_ms(step: Spread) -> float:
+def median_noise_ms(step: TimingSpread) -> float:
     """Half the 95% interval of a median step time, from the quartiles of its repeats.
 
     As for the notches of box plots, errors are taken as normal (McGill, Tukey, Larsen 1978).
@@ -76,7 +76,7 @@ def median_noise_ms(step: Spread) -> float:
     return 1.96 * 1.2533 / 1.349 * (step.q3_ms - step.q1_ms) / step.repeats**0.5
 
 
-def judge_replays(replayed: Sequence[ReplaySet], model: CostModel, ids: bool = True) -> list[ReplayRecord]:
+def judge_replays(replayed: Sequence[ReplaySet], model: CostModel, ids: bool = True) -> list[PlanReplay]:
     """One record of predicted and replayed ms for every replayed plan. Times are scaled to a slowdown of 1.
 
     ids: True if both times include the ms that ids add to a step.
@@ -92,7 +92,7 @@ def judge_replays(replayed: Sequence[ReplaySet], model: CostModel, ids: bool = T
         # A model predicts a machine at its usual speed.
         costs = {name: cost.at_usual_speed() for name, cost in one.costs.items()}
         rows += [
-            ReplayRecord(
+            PlanReplay(
                 problem=one.problem.name,
                 algorithm=algorithm,
                 plan=name,
@@ -113,23 +113,23 @@ def _step_ms(cost: StepCost, ids: bool) -> float:
     return cost.total_ms - (0.0 if ids else max(cost.input_ms))
 
 
-def csv_rows(rows: Sequence[ReplayRecord]) -> list[dict[str, Any]]:
-    return [{k: round(v, 5) if isinstance(v, float) else v for k, v in asdict(r).items()} for r in rows]
+def csv_rows(replays: Sequence[PlanReplay]) -> list[dict[str, Any]]:
+    return [{k: round(v, 5) if isinstance(v, float) else v for k, v in asdict(r).items()} for r in replays]
 
 
-def distinct_plans(rows: Sequence[ReplayRecord]) -> list[ReplayRecord]:
+def distinct_plans(replays: Sequence[PlanReplay]) -> list[PlanReplay]:
     """The records with each plan of each problem once."""
     # A later record of a plan replaces an earlier one: they are the same replay.
-    return list({(r.problem, r.plan): r for r in rows}.values())
+    return list({(r.problem, r.plan): r for r in replays}.values())
 
 
-def mean_error_and_bias(rows: Sequence[ReplayRecord]) -> tuple[float, float]:
+def mean_error_and_bias(replays: Sequence[PlanReplay]) -> tuple[float, float]:
     """Mean absolute error and bias of predicted step times, in percent of the replayed ones."""
-    predicted, replayed = _predicted_and_replayed_ms(rows)
+    predicted, replayed = _predicted_and_replayed_ms(replays)
     return mape(predicted, replayed), float(100 * np.mean(predicted / replayed - 1))
 
 
-def quality_by_problem(rows: Sequence[ReplayRecord], ours: str = OURS) -> dict[str, np.ndarray]:
+def quality_by_problem(replays: Sequence[PlanReplay], ours: str = OURS) -> dict[str, np.ndarray]:
     """Quality of a model's ranking of the replayed plans of each problem, as arrays [N] by name.
 
     error: mean absolute error in percent.
@@ -141,7 +141,7 @@ def quality_by_problem(rows: Sequence[ReplayRecord], ours: str = OURS) -> dict[s
     nan where a problem has too few plans.
     """
     figures = []
-    for rows_of_problem in _group_by_problem(rows).values():
+    for rows_of_problem in _group_by_problem(replays).values():
         # Algorithms may find equal plans, which must not count twice in a rank correlation.
         plans = distinct_plans(rows_of_problem)
         predicted, replayed = _predicted_and_replayed_ms(plans)
@@ -162,11 +162,11 @@ def quality_by_problem(rows: Sequence[ReplayRecord], ours: str = OURS) -> dict[s
     return dict(zip(names, np.reshape(figures, (-1, len(names))).T, strict=True))
 
 
-def compare_sharders(rows: Sequence[ReplayRecord]) -> dict[str, SharderComparison]:
+def compare_sharders(replays: Sequence[PlanReplay]) -> dict[str, SharderComparison]:
     """Each algorithm against ours on the problems that both solved, by name."""
-    problems = _group_by_problem(rows)
+    problems = _group_by_problem(replays)
     comparisons = {}
-    for name in dict.fromkeys(r.algorithm for r in rows):
+    for name in dict.fromkeys(r.algorithm for r in replays):
         # Only problems that both solved can be compared.
         both = {
             problem: [_mean_ms(own, algorithm) for algorithm in (name, OURS)]
@@ -189,13 +189,13 @@ def compare_sharders(rows: Sequence[ReplayRecord]) -> dict[str, SharderCompariso
     return comparisons
 
 
-def _mean_ms(rows: Sequence[ReplayRecord], algorithm: str) -> np.ndarray:
+def _mean_ms(replays: Sequence[PlanReplay], algorithm: str) -> np.ndarray:
     """[3] mean predicted, replayed and noise ms of an algorithm's plans."""
-    own = [(r.predicted_ms, r.replayed_ms, r.noise_ms) for r in rows if r.algorithm == algorithm]
+    own = [(r.predicted_ms, r.replayed_ms, r.noise_ms) for r in replays if r.algorithm == algorithm]
     return np.mean(own, axis=0)
 
 
-def flat_metrics(rows: Sequence[ReplayRecord]) -> dict[str, float]:
+def flat_metrics(replays: Sequence[PlanReplay]) -> dict[str, float]:
     """Metrics of replayed plans, by name. Unknown values are left out.
 
     Errors, bias, regrets and noise are in percent. Costs are relative to ours.
@@ -203,7 +203,7 @@ def flat_metrics(rows: Sequence[ReplayRecord]) -> dict[str, float]:
     explained_mape, explained_bias: the largest error and bias that the model's errors of ops and exchanges, the noise
       of the replays and chance explain.
     """
-    plans, problems = distinct_plans(rows), len(_group_by_problem(rows))
+    plans, problems = distinct_plans(replays), len(_group_by_problem(replays))
     _, replayed = _predicted_and_replayed_ms(plans)
     noise, explained = np.mean([(r.noise_ms, r.explained_ms) for r in plans] / replayed[:, None], axis=0)
     # Mean absolute errors of a normal distribution: 0.8 of its deviation, of which the noise is 1.96.
@@ -220,9 +220,9 @@ def flat_metrics(rows: Sequence[ReplayRecord]) -> dict[str, float]:
     }
     metrics["mape"], metrics["bias"] = mean_error_and_bias(plans)
     metrics |= {
-        name: float(np.nanmean(v)) for name, v in quality_by_problem(rows).items() if np.isfinite(v).any()
+        name: float(np.nanmean(v)) for name, v in quality_by_problem(replays).items() if np.isfinite(v).any()
     }
-    for name, rival in compare_sharders(rows).items():
+    for name, rival in compare_sharders(replays).items():
         if name != OURS:
             metrics |= {
                 f"{name}_relative_cost": rival.cost.mean,
@@ -234,17 +234,19 @@ def flat_metrics(rows: Sequence[ReplayRecord]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if np.isfinite(value)}
 
 
-def unexplained_error(found: Mapping[str, float]) -> float:
+def unexplained_error(metrics: Mapping[str, float]) -> float:
     """Percentage points by which the error or the bias of replayed plans exceeds the explained one. 0 if neither
     does.
     """
-    return max(0.0, found["mape"] - found["explained_mape"], abs(found["bias"]) - found["explained_bias"])
+    return max(
+        0.0, metrics["mape"] - metrics["explained_mape"], abs(metrics["bias"]) - metrics["explained_bias"]
+    )
 
 
-def describe_accuracy(found: Mapping[str, float]) -> str:
+def describe_accuracy(metrics: Mapping[str, float]) -> str:
     """Text on the error of replayed plans, how much of it is explained, and what to do about an excess."""
     all_alike = (
-        f"ops ran {'slower' if found['bias'] > 0 else 'faster'} when they were measured than they do in steps: move "
+        f"ops ran {'slower' if metrics['bias'] > 0 else 'faster'} when they were measured than they do in steps: move "
         "data/measurements away, and `make run` on a quiet machine"
     )
     each_otherwise = (
@@ -252,16 +254,17 @@ def describe_accuracy(found: Mapping[str, float]) -> str:
         "`make run` again"
     )
     return (
-        f"error {found['mape']:.1f}% (bias {found['bias']:+.1f}%, noise {found['noise']:.1f}%) on {found['plans']:.0f} "
-        f"plans of {found['problems']:.0f} problems, {'beyond' if unexplained_error(found) else 'within'} what is "
+        f"error {metrics['mape']:.1f}% (bias {metrics['bias']:+.1f}%, noise {metrics['noise']:.1f}%) "
+        f"on {metrics['plans']:.0f} "
+        f"plans of {metrics['problems']:.0f} problems, {'beyond' if unexplained_error(metrics) else 'within'} what is "
         "expected: the model's errors on single ops and exchanges, noise and chance explain an error of up to "
-        f"{found['explained_mape']:.1f}% and a bias of up to ±{found['explained_bias']:.1f}%"
-    ) + f"; {all_alike if abs(found['bias']) > found['mape'] / 2 else each_otherwise}" * bool(
-        unexplained_error(found)
+        f"{metrics['explained_mape']:.1f}% and a bias of up to ±{metrics['explained_bias']:.1f}%"
+    ) + f"; {all_alike if abs(metrics['bias']) > metrics['mape'] / 2 else each_otherwise}" * bool(
+        unexplained_error(metrics)
     )
 
 
-def challenger_rejection(challenger: Sequence[ReplayRecord], champion: Sequence[ReplayRecord]) -> str | None:
+def challenger_rejection(challenger: Sequence[PlanReplay], champion: Sequence[PlanReplay]) -> str | None:
     """The reason why a challenger model may not replace the champion. None if it may.
 
     It loses if its regret or its error is larger, or its tau_beyond_noise smaller, on the same replays. The 95%
@@ -287,7 +290,7 @@ def challenger_rejection(challenger: Sequence[ReplayRecord], champion: Sequence[
     return None
 
 
-def _tau_beyond_noise(plans: Sequence[ReplayRecord]) -> float:
+def _tau_beyond_noise(plans: Sequence[PlanReplay]) -> float:
     """Kendall's tau over pairs of plans that differ beyond noise: the share ranked right minus the share ranked
     wrong.
     """
@@ -301,14 +304,14 @@ def _tau_beyond_noise(plans: Sequence[ReplayRecord]) -> float:
     return float(np.mean(agree)) if agree else np.nan
 
 
-def _predicted_and_replayed_ms(rows: Sequence[ReplayRecord]) -> tuple[np.ndarray, np.ndarray]:
+def _predicted_and_replayed_ms(replays: Sequence[PlanReplay]) -> tuple[np.ndarray, np.ndarray]:
     """Predicted and replayed step ms of plans, [P] each."""
-    return np.array([r.predicted_ms for r in rows]), np.array([r.replayed_ms for r in rows])
+    return np.array([r.predicted_ms for r in replays]), np.array([r.replayed_ms for r in replays])
 
 
-def _group_by_problem(rows: Sequence[ReplayRecord]) -> dict[str, list[ReplayRecord]]:
+def _group_by_problem(replays: Sequence[PlanReplay]) -> dict[str, list[PlanReplay]]:
     """Records of replayed plans, by problem."""
     by_problem = defaultdict(list)
-    for row in rows:
+    for row in replays:
         by_problem[row.problem].append(row)
     return by_problem

@@ -141,14 +141,17 @@ Shared = tuple[tuple[Channel, str], ...]
 _WAYS = ("forward", "backward")
 _OUTPUTS = [c for c in CHANNELS if c not in ID_CHANNELS]
 _PARTS: dict[str, list[Shared]] = {
-    **{f"{way}_comm_ms": [((c, way),) for c in _OUTPUTS if way in c.definition.ways] for way in _WAYS},
+    **{
+        f"{direction}_comm_ms": [((c, direction),) for c in _OUTPUTS if direction in c.definition.directions]
+        for direction in _WAYS
+    },
     "input_ms": [((c, "forward"),) for c in ID_CHANNELS],
 }
 """Parts of a StepCost, with what they time on one host."""
 _SUM = ""
 _SHARED = _PARTS | {
     _SUM: [
-        tuple((c, way) for c in some for way in c.definition.ways)
+        tuple((c, direction) for c in some for direction in c.definition.directions)
         for some in (ID_CHANNELS, *((c,) for c in _OUTPUTS))
     ]
 }
@@ -174,7 +177,7 @@ def _predicted_and_measured_ms(
     # Predicted compute stands for the usual speed: measured over predicted is the replay's slowdown.
     compute_ms = price(workload, model).compute_ms
     ms = channel_transfer_ms(model, workload.traffic, np.array(compute_ms), workload.topology)
-    predicted = np.stack([sum(ms[c][way] for c, way in shared) for shared in often], axis=-1)
+    predicted = np.stack([sum(ms[c][direction] for c, direction in shared) for shared in often], axis=-1)
     if part == _SUM:
         # Its own phases add up to the step, without any waiting.
         last = int(np.argmin(measured.waiting_ms))  # the others wait for it

@@ -52,24 +52,26 @@ def judge_test_split(model: NeuralModel, known: drift_correction.Measurements) -
     )
 
 
-def split_by_table(compute: Sequence[ComputeSample]) -> tuple[list[ComputeSample], list[ComputeSample]]:
+def split_by_table(
+    compute_samples: Sequence[ComputeSample],
+) -> tuple[list[ComputeSample], list[ComputeSample]]:
     """Split ops into those of training tables alone and those of held-out tables alone."""
-    kept = [[is_held_out(x.table) for x in s.request.shards] for s in compute]
+    kept = [[is_held_out(x.table) for x in s.request.shards] for s in compute_samples]
     return (
-        [s for s, k in zip(compute, kept, strict=True) if not any(k)],
-        [s for s, k in zip(compute, kept, strict=True) if all(k)],
+        [s for s, k in zip(compute_samples, kept, strict=True) if not any(k)],
+        [s for s, k in zip(compute_samples, kept, strict=True) if all(k)],
     )
 
 
 def unseen_table_error(
-    compute: Sequence[ComputeSample], setting: Setting, config: fit.FitConfig | None = None
+    compute_samples: Sequence[ComputeSample], setting: Setting, config: fit.FitConfig | None = None
 ) -> float | None:
     """Percent error on ops of unseen tables, of a model trained without the unseen tables.
 
     None where either side has too few ops.
     """
     # Ops that mix seen and unseen tables are on neither side.
-    seen, unseen = split_by_table([s for s in compute if s.error is None])
+    seen, unseen = split_by_table([s for s in compute_samples if s.error is None])
     if not unseen or len(seen) < fit.MIN_COMPUTE:
         return None
     model = fit.train_op_model(seen, setting, config or fit.FitConfig())
@@ -103,7 +105,7 @@ class LearningCurve:
 
 
 def learning_curve(
-    compute: Sequence[ComputeSample],
+    compute_samples: Sequence[ComputeSample],
     setting: Setting,
     config: fit.FitConfig | None = None,
     progress: fit.Progress | None = None,
@@ -112,7 +114,7 @@ def learning_curve(
 
     Each subset contains the smaller ones. None with too few samples for three points.
     """
-    timed = sorted((s for s in compute if s.error is None), key=lambda s: s.id)
+    timed = sorted((s for s in compute_samples if s.error is None), key=lambda s: s.id)
     # Sorted by id, which is random: each prefix is a random sample.
     rest, test = (
         [s for s in timed if dataset.split_of_sample(s.id) != "test"],

@@ -41,9 +41,9 @@ from shardcore.cost.model import (
     EXCHANGE,
     LOOKUPS,
     QUANTITIES,
+    CorrectionFactor,
     CostModel,
-    Factor,
-    Quantity,
+    PredictedQuantity,
     price,
 )
 from shardcore.cost.traced_observations import REDUCED, RUN_AS, Observations, observe_steps
@@ -58,7 +58,7 @@ class TracesTellNothing(ShardCoreError):
 
 
 @dataclass(frozen=True)
-class Family:
+class FactorPriors:
     """Priors of a family of correction factors: standard deviations of their logarithms.
 
     common: deviation of what all its quantities share. A model of another machine may be off by e^common.
@@ -84,11 +84,14 @@ SLOW = 1.4
 """Ratio of a slow rank's time to the fastest one's. Models err less between ranks."""
 LEAST_LOOKUPS = 0.02
 """Share of lookups in a rank's step from which its speed is judged."""
-FAMILIES: Mapping[str, Family] = {COMPUTE: Family(0.5, 0.15, 0.05), EXCHANGE: Family(0.7, 0.4, 0.1)}
+FAMILIES: Mapping[str, FactorPriors] = {
+    COMPUTE: FactorPriors(0.5, 0.15, 0.05),
+    EXCHANGE: FactorPriors(0.7, 0.4, 0.1),
+}
 
 
 @dataclass(frozen=True)
-class Correction:
+class TracedCorrection:
     """Factors of a model, and what the job does around the embeddings.
 
     factors: factor of each of QUANTITIES.
@@ -97,12 +100,12 @@ class Correction:
     around_ms: ms of a step that the model has no part of: the dense part, and all else that the job does.
     """
 
-    factors: Mapping[Quantity, Factor]
+    factors: Mapping[PredictedQuantity, CorrectionFactor]
     covariance: np.ndarray
     refused: tuple[str, ...]
     around_ms: float = 0.0
 
-    def sample_factors(self, rng: np.random.Generator) -> dict[Quantity, Factor]:
+    def sample_factors(self, rng: np.random.Generator) -> dict[PredictedQuantity, CorrectionFactor]:
         """Draw the factors of a correction from their posterior."""
         means = np.log([self.factors[q].value for q in QUANTITIES])
         logs = rng.multivariate_normal(means, self.covariance, method="eigh")
@@ -170,7 +173,7 @@ def with_traced_speeds(
 
 def fit_correction(
     model: CostModel, steps: Sequence[tuple[Workload, TracedStep]], step_ms: float | None = None
-) -> Correction:
+) -> TracedCorrection:
     """Fit the correction of a cost model to traced steps of a job.
 
     steps: workloads of the plans that ran, whose jobs have the dense part that the trace shows
@@ -195,60 +198,62 @@ def describe_missing_ranks(steps: Iterable[TracedStep]) -> list[str]:
     return [f"exchanges: traces of {words} missing; such steps correct no exchange" for words in missing]
 
 
-def fit_factors(seen: Observations) -> Correction:
+def fit_factors(observations: Observations) -> TracedCorrection:
     """Fit a factor for lookups and each collective to traced steps, with covariance, and text on what is unknown.
 
     Raises TracesTellNothing where they tell nothing of lookups.
     """
-    known = seen.is_measured
+    known = observations.is_measured
     if not known[:, ~_EXCHANGES].any():
         raise TracesTellNothing(
             "the traces tell nothing of lookups; trace a step of the job with its embeddings, and with ids"
         )
     silent = [
-        q.label for i, q in enumerate(QUANTITIES) if seen.predicted[:, i].any() and not known[:, i].any()
+        q.label
+        for i, q in enumerate(QUANTITIES)
+        if observations.predicted[:, i].any() and not known[:, i].any()
     ]
     left = "corrected as their family is" if known[:, _EXCHANGES].any() else "not corrected"
     refused = [f"the traces do not tell {', '.join(silent)}: {left}"] if silent else []
-    evidence = _quantity_observations(seen)[0].joined_with(
-        _overlap_observation(seen, np.zeros(len(QUANTITIES)))
+    evidence = _quantity_observations(observations)[0].joined_with(
+        _overlap_observation(observations, np.zeros(len(QUANTITIES)))
     )
     why_not = {}
     for name in FAMILIES:
         own = evidence.select_family(name)
         if not len(own.values):
             continue
-        if not _correction_generalises(seen, name):
+        if not _correction_generalises(observations, name):
             why_not[name] = "a correction by some ranks and steps fits others no better than the model does"
         elif not own.favours_correction():
             why_not[name] = "the traces are as likely without a correction"
     refused += [f"{name}: {reason}; left as they are" for name, reason in why_not.items()]
-    fit = _fit_posterior(seen)
+    fit = _fit_posterior(observations)
     kept = np.array([q.family not in why_not for q in QUANTITIES])
     log, latency_ms = np.where(kept, fit.log, 0.0), np.where(kept, fit.latency_ms, 0.0)
     units = np.where(kept, known.sum(0), 0)
     # The uncertainty of a factor that stays 1 is that of its fit, too.
     factors = {
-        q: Factor(
+        q: CorrectionFactor(
             float(np.exp(log[i])), float(np.sqrt(fit.covariance[i, i])), int(units[i]), float(latency_ms[i])
         )
         for i, q in enumerate(QUANTITIES)
     }
-    return Correction(factors, fit.covariance, tuple(refused))
+    return TracedCorrection(factors, fit.covariance, tuple(refused))
 
 
-class _Fit(NamedTuple):
+class _FittedFactors(NamedTuple):
     """[Q] mean and [Q, Q] covariance of the logarithms of factors, and [Q] latencies."""
 
     log: np.ndarray
     covariance: np.ndarray
     latency_ms: np.ndarray
 
-    def correct_observations(self, seen: Observations) -> Observations:
+    def correct_observations(self, observations: Observations) -> Observations:
         """The observations with the corrected model's predictions."""
         factors = np.exp(self.log)
-        predicted = factors * seen.predicted + self.latency_ms * (seen.predicted > 0)
-        return seen._replace(predicted=predicted, dense=factors[REDUCED] * seen.dense)
+        predicted = factors * observations.predicted + self.latency_ms * (observations.predicted > 0)
+        return observations._replace(predicted=predicted, dense=factors[REDUCED] * observations.dense)
 
 
 _EXCHANGES = np.array([q.family == EXCHANGE for q in QUANTITIES])
@@ -267,21 +272,25 @@ _ROUNDS, _PRECISION = 60, 1e-6
 """Most rounds of the linearised fit, and the change of logarithms at which it ends."""
 
 
-class _Linear(NamedTuple):
+class _LinearObservations(NamedTuple):
     """Observations [n] of logarithms x: values = terms x + noise, with variances `noise`. terms: [n, Q]."""
 
     terms: np.ndarray
     values: np.ndarray
     noise: np.ndarray
 
-    def joined_with(self, other: _Linear | None) -> _Linear:
+    def joined_with(self, other: _LinearObservations | None) -> _LinearObservations:
         """The observations of two linear systems as one."""
-        return self if other is None else _Linear(*map(np.concatenate, zip(self, other, strict=True)))
+        return (
+            self
+            if other is None
+            else _LinearObservations(*map(np.concatenate, zip(self, other, strict=True)))
+        )
 
-    def select_family(self, family: str) -> _Linear:
+    def select_family(self, family: str) -> _LinearObservations:
         """The observations of one family of quantities: lookups or collectives."""
         own = self.terms @ np.array([q.family == family for q in QUANTITIES]) > 0
-        return _Linear(self.terms[own], self.values[own], self.noise[own])
+        return _LinearObservations(self.terms[own], self.values[own], self.noise[own])
 
     def posterior(self) -> tuple[np.ndarray, np.ndarray]:
         """Posterior mean and covariance of the factors' logarithms."""
@@ -304,56 +313,61 @@ class _Linear(NamedTuple):
         return -0.5 * float(squares + np.linalg.slogdet(covariance)[1])
 
 
-def _fit_posterior(seen: Observations) -> _Fit:
+def _fit_posterior(observations: Observations) -> _FittedFactors:
     """Fit the posterior of all factors' logarithms, and latencies, to observed steps."""
-    parts, latency_ms = _quantity_observations(seen)
+    parts, latency_ms = _quantity_observations(observations)
     log, covariance = parts.posterior()
     at = log
     for _ in range(_ROUNDS):
-        log, covariance = parts.joined_with(_overlap_observation(seen, at)).posterior()
+        log, covariance = parts.joined_with(_overlap_observation(observations, at)).posterior()
         # Half steps: a whole one can overshoot where one term is most of the sum.
         at, before = (at + log) / 2, at
         if np.abs(at - before).max() < _PRECISION:
             break
-    return _Fit(log, covariance, latency_ms)
+    return _FittedFactors(log, covariance, latency_ms)
 
 
-def _quantity_observations(seen: Observations) -> tuple[_Linear, np.ndarray]:
+def _quantity_observations(observations: Observations) -> tuple[_LinearObservations, np.ndarray]:
     """One linear observation for each measured quantity (lookups, collectives), and latencies [Q]."""
-    known = seen.is_measured
+    known = observations.is_measured
     some = np.flatnonzero(known.any(0))
-    measured, predicted = np.where(known, seen.measured, 1.0), np.where(known, seen.predicted, 1.0)
+    measured, predicted = (
+        np.where(known, observations.measured, 1.0),
+        np.where(known, observations.predicted, 1.0),
+    )
     most_ms = _max_factor_ms(measured, predicted)
     bounded = np.clip(measured, predicted / MOST_FACTOR, most_ms)
     mean, variance = _weighted_mean(
-        np.log(np.where(_EXCHANGES, bounded, measured) / predicted), seen.predicted, known
+        np.log(np.where(_EXCHANGES, bounded, measured) / predicted), observations.predicted, known
     )
-    unclear, _ = _weighted_mean(seen.shared / measured, seen.predicted, known)
+    unclear, _ = _weighted_mean(observations.shared / measured, observations.predicted, known)
     # Units share the disturbances of their step, so their number reduces no floor.
     noise = _NOISE**2 + (UNCLEAR * unclear) ** 2 + variance
     latency_ms = np.zeros(len(QUANTITIES))
     for i in (i for i in some if _EXCHANGES[i]):
         latency_ms[i] = max(0.0, float(np.median((measured - most_ms)[known[:, i], i])))
     # Exchanges of outputs, or of their gradients, that did not run have the usual latency of those that did.
-    for way in ("forward", "backward"):
+    for direction in ("forward", "backward"):
         exchanges = [
-            i for i, q in enumerate(QUANTITIES) if q.channel and q.channel not in ID_CHANNELS and q.way == way
+            i
+            for i, q in enumerate(QUANTITIES)
+            if q.channel and q.channel not in ID_CHANNELS and q.direction == direction
         ]
         if ran := [latency_ms[i] for i in exchanges if i in some]:
             latency_ms[[i for i in exchanges if i not in some]] = np.median(ran)
-    return _Linear(np.eye(len(QUANTITIES))[some], mean[some], noise[some]), latency_ms
+    return _LinearObservations(np.eye(len(QUANTITIES))[some], mean[some], noise[some]), latency_ms
 
 
-def _overlap_observation(seen: Observations, at: np.ndarray) -> _Linear | None:
+def _overlap_observation(observations: Observations, at: np.ndarray) -> _LinearObservations | None:
     """The summed ms of overlapping collectives as an observation, linear around logarithms `at` [Q]. None: not
     observed.
     """
-    exchanged = seen.predicted_overlap_ms
+    exchanged = observations.predicted_overlap_ms
     units = exchanged.sum(1) > 0
     if not units.any():
         return None
     total = np.where(units, exchanged.sum(1), 1.0)
-    measured = np.where(units, seen.together.sum(1), 1.0)
+    measured = np.where(units, observations.together.sum(1), 1.0)
     runs = (exchanged > 0).sum(1)
     bounded = np.clip(measured, total / MOST_FACTOR, _max_factor_ms(measured, total, runs))
     mean, variance = _weighted_mean(np.log(bounded / total), total, units)
@@ -362,7 +376,7 @@ def _overlap_observation(seen: Observations, at: np.ndarray) -> _Linear | None:
     sum_ms = by_factor.sum()
     slopes = by_factor / sum_ms
     value = mean + np.log(total[units].mean() / sum_ms) + slopes @ at
-    return _Linear(slopes[None], np.array([value]), np.array([TOGETHER**2 + variance]))
+    return _LinearObservations(slopes[None], np.array([value]), np.array([TOGETHER**2 + variance]))
 
 
 def _max_factor_ms(measured: np.ndarray, predicted: np.ndarray, runs: float | np.ndarray = 1.0) -> np.ndarray:
@@ -380,12 +394,14 @@ def _weighted_mean(
     return mean, (share * (values - mean) ** 2).sum(0) / np.maximum(known.sum(0), 1)
 
 
-def _correction_generalises(seen: Observations, family: str) -> bool:
+def _correction_generalises(observations: Observations, family: str) -> bool:
     """True if a correction fitted to other steps predicts a left-out step no worse than the uncorrected model."""
     before = after = 0.0
-    for unit in range(len(seen.measured)):
-        others = np.arange(len(seen.measured)) != unit
-        learned, left_out = (Observations(*(values[rows] for values in seen)) for rows in (others, ~others))
+    for unit in range(len(observations.measured)):
+        others = np.arange(len(observations.measured)) != unit
+        learned, left_out = (
+            Observations(*(values[rows] for values in observations)) for rows in (others, ~others)
+        )
         if not (learned.measured_and_predicted_ms(family)[0] > 0).any():
             return True  # there is nothing else to judge by
         measured, as_it_is = left_out.measured_and_predicted_ms(family)
@@ -402,13 +418,13 @@ def describe_mismatches(workload: Workload, step: TracedStep) -> list[str]:
     lines: list[str] = []
     if any(shard.table.sequence for ops in workload.ops for op in ops for shard in op.shards):
         return lines  # outputs of sequences are as long as a batch's ids
-    for (collective, role), (name, way) in RUN_AS.items():
-        if way != "forward":
+    for (collective, role), (name, direction) in RUN_AS.items():
+        if direction != "forward":
             continue
         rows = [c.collective == name for c in workload.channels]
         # Traffic counts as FP32, and a trace has the bytes that travel.
         share = payload_by_name(
-            carried_payload(COLLECTIVES[name], way, workload.job.forward_payload)
+            carried_payload(COLLECTIVES[name], direction, workload.job.forward_payload)
         ).size_ratio
         for rank in step.ranks:
             traced = sum(x.n_bytes for x in rank.exchanges if (x.collective, x.role) == (collective, role))

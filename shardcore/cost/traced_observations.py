@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardcore.cost.model import COMPUTE, LOOKUPS, QUANTITIES, CostModel, Quantity, price
+from shardcore.cost.model import COMPUTE, LOOKUPS, QUANTITIES, CostModel, PredictedQuantity, price
 from shardcore.io.traced_steps import RankStep, TracedStep
 from shardcore.step.exchanges import channel_transfer_ms
 from shardcore.step.kinds import CHANNELS, ID_CHANNELS, Channel
@@ -26,7 +26,7 @@ from shardcore.step.lower import Workload
 
 ALL_REDUCE = Channel("all_reduce")
 """The collective that dense gradients travel in, with those of replicas."""
-REDUCED = QUANTITIES.index(Quantity(ALL_REDUCE, "backward"))
+REDUCED = QUANTITIES.index(PredictedQuantity(ALL_REDUCE, "backward"))
 
 
 class Observations(NamedTuple):
@@ -91,17 +91,19 @@ def joined_observations(observed: Sequence[Observations]) -> Observations:
 # --- predicted ----------------------------------------------------------------------------------------------
 
 
-def _predicted_device_ms(model: CostModel, workload: Workload, cost: Any) -> dict[Quantity, Sequence[float]]:
+def _predicted_device_ms(
+    model: CostModel, workload: Workload, cost: Any
+) -> dict[PredictedQuantity, Sequence[float]]:
     """Predicted ms of lookups and each collective, by device."""
     exchanged = channel_transfer_ms(model, workload.traffic, np.array(cost.compute_ms), workload.topology)
     idle = np.zeros(len(workload.ops))
-    of_devices: dict[Quantity, Sequence[float]] = {
-        Quantity(None, "forward"): cost.forward_compute_ms,
-        Quantity(None, "backward"): cost.backward_compute_ms,
+    of_devices: dict[PredictedQuantity, Sequence[float]] = {
+        PredictedQuantity(None, "forward"): cost.forward_compute_ms,
+        PredictedQuantity(None, "backward"): cost.backward_compute_ms,
     }
     for q in QUANTITIES:
         if q.channel:
-            of_devices[q] = exchanged.get(q.channel, {}).get(q.way, idle).tolist()
+            of_devices[q] = exchanged.get(q.channel, {}).get(q.direction, idle).tolist()
     # Ids that the dense part hides are no part of what a step takes.
     ids = [q for q in QUANTITIES if q.channel in ID_CHANNELS]
     total_ms = np.sum([of_devices[q] for q in ids], axis=0)
@@ -137,7 +139,7 @@ RUN_AS = {
 _REDUCE = RUN_AS["all_reduce", "reduce"]
 _IDS = ("ids", "")
 _KEYS = tuple(
-    _IDS if q.channel in ID_CHANNELS else (q.channel.collective if q.channel else COMPUTE, q.way)
+    _IDS if q.channel in ID_CHANNELS else (q.channel.collective if q.channel else COMPUTE, q.direction)
     for q in QUANTITIES
 )
 """For each of QUANTITIES, the collective and direction that a trace has. Those of one key share its ms as predicted."""
@@ -161,8 +163,8 @@ def _measured_rank_ms(
             key = RUN_AS.get((x.collective, x.role), (x.role, ""))
             exposed[key] += max(_HIDDEN_MS, x.exposed_ms)
             shared[key] += x.shared_ms
-    for way, part in (("forward", "outputs"), ("backward", "gradients")):
-        keys = [key for key in exposed if key[1] == way and key != _REDUCE]
+    for direction, part in (("forward", "outputs"), ("backward", "gradients")):
+        keys = [key for key in exposed if key[1] == direction and key != _REDUCE]
         total = sum(exposed[key] for key in keys)
         for key in keys:
             exposed[key] += exposed[key] / total * rank.ms.get(part, 0.0)
@@ -178,7 +180,7 @@ def _measured_rank_ms(
     # Ops without ids take time, which tells nothing of those with some.
     has_ids = any(shard.table.pooling for op in workload.ops[device] for shard in op.shards)
     for q in LOOKUPS:
-        exposed[COMPUTE, q.way] = has_ids * rank.ms.get(f"lookup_{q.way}", 0.0)
+        exposed[COMPUTE, q.direction] = has_ids * rank.ms.get(f"lookup_{q.direction}", 0.0)
     of_key: dict[tuple[str, str], float] = defaultdict(float)
     for key, ms in zip(_KEYS, predicted, strict=True):
         of_key[key] += ms

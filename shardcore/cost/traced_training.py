@@ -29,14 +29,14 @@ from shardcore.step.lower import Workload, lower
 
 
 @dataclass(frozen=True)
-class Split:
+class SampleSplit:
     """Traced samples, split into training and held-out ones. A sample may be in both, with different ranks."""
 
     learned: tuple[TracedSample, ...]
     held_out: tuple[TracedSample, ...]
 
 
-def split_samples(samples: Sequence[TracedSample]) -> Split:
+def split_samples(samples: Sequence[TracedSample]) -> SampleSplit:
     """Split traced steps into those to learn from and those held out, job by job."""
     learned: list[TracedSample] = []
     held_out: list[TracedSample] = []
@@ -48,7 +48,7 @@ def split_samples(samples: Sequence[TracedSample]) -> Split:
         else:
             learned += _with_every_second_rank(newest, 0)
             held_out += _with_every_second_rank(newest, 1)
-    return Split(tuple(learned), tuple(held_out))
+    return SampleSplit(tuple(learned), tuple(held_out))
 
 
 def _with_every_second_rank(sample: TracedSample, first: int) -> list[TracedSample]:
@@ -108,7 +108,7 @@ def mean_percent_error(model: Any, samples: Sequence[TracedSample]) -> float:
 
 
 @dataclass(frozen=True, eq=False)
-class Corrected:
+class CorrectedModel:
     """A model after its correction by traced samples.
 
     model: as it was, where the correction does not help.
@@ -126,7 +126,7 @@ class Corrected:
         return self.errors[0] - self.errors[1] if self.errors else 0.0
 
 
-def correct_model(model: Any, samples: Sequence[TracedSample]) -> Corrected:
+def correct_model(model: Any, samples: Sequence[TracedSample]) -> CorrectedModel:
     """Correct a cost model by traced samples, unless its error on held-out samples grows.
 
     Samples that it was corrected by before do not count again, or each correction would repeat the last.
@@ -158,18 +158,18 @@ def correct_model(model: Any, samples: Sequence[TracedSample]) -> Corrected:
     words = f"the correction by {len(learned)} traced steps of {jobs}"
     if before is None:
         corrected = model.corrected_by(found.factors, lineage)
-        return Corrected(corrected, None, f"{words} is judged by nothing: no step is held out")
+        return CorrectedModel(corrected, None, f"{words} is judged by nothing: no step is held out")
     after = mean_percent_error(model.corrected_by(found.factors), parts.held_out)
     words = f"error on held-out traces {before:.1f}% before and {after:.1f}% after {words}"
     if after > before:
         return _keep_model(model, before, f"{words}: the model is left as it is")
     lineage |= {"held_out": [sample.name for sample in parts.held_out], "held_out_errors": [before, after]}
-    return Corrected(model.corrected_by(found.factors, lineage), (before, after), words)
+    return CorrectedModel(model.corrected_by(found.factors, lineage), (before, after), words)
 
 
-def _keep_model(model: Any, error: float | None, words: str) -> Corrected:
+def _keep_model(model: Any, error: float | None, words: str) -> CorrectedModel:
     """The result of a correction that leaves the model unchanged."""
-    return Corrected(model, None if error is None else (error, error), words)
+    return CorrectedModel(model, None if error is None else (error, error), words)
 
 
 def _correction_history(model: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from shardcore.core.types import Setting
 from shardcore.core.validation import describe_differences, require
 from shardcore.cost import accuracy, drift_correction, step_factors, traced_training
 from shardcore.cost.drift_correction import AuxiliarySamples
-from shardcore.cost.fit_config import FitConfig, Progress, Shape, TrainedModel
+from shardcore.cost.fit_config import AuxiliaryStart, FitConfig, Progress, TrainedModel
 from shardcore.cost.neural import NeuralModel
 from shardcore.cost.profile import Profile
 from shardcore.io import dataset, replays, traced_samples
@@ -100,7 +100,7 @@ def differs_in_hardware_only(other: Setting, setting: Setting) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class Trained(TrainedModel):
+class TrainingResult(TrainedModel):
     """A trained cost model, its learning curves, and notes on the training.
 
     of_steps: a sentence on the replayed steps. "": there were none.
@@ -114,7 +114,7 @@ class Trained(TrainedModel):
     of_traces: str = ""
     traced_errors: tuple[float, float] | None = None
     auxiliary_notes: tuple[str, ...] = ()
-    start: Shape | None = None
+    start: AuxiliaryStart | None = None
 
 
 def train(
@@ -123,7 +123,7 @@ def train(
     progress: Progress | None = None,
     start: NeuralModel | Profile | None = None,
     provenance: Mapping[str, Any] | None = None,
-) -> Trained:
+) -> TrainingResult:
     """Train a cost model on the train and validation splits, then fit collectives' factors in steps.
 
     Traced steps correct the result (cost/traced_training.py), unless it errs more on held-out ones then.
@@ -163,7 +163,7 @@ def train(
         **({"lent": auxiliary} if auxiliary else {}),
         **(provenance or {}),
     }
-    return Trained(
+    return TrainingResult(
         replace(model, meta={**model.meta, "provenance": about}),
         fitted.curves,
         step_factors.fit_summary(fitted.model, model, len(data.steps)) if data.steps else "",

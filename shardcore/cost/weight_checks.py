@@ -30,14 +30,14 @@ _MOST_LAYERS = 8
 """Layers of the network. With more, products of weights within _ANY may overflow."""
 
 
-def require_weights(w: Mapping[str, np.ndarray]) -> None:
+def require_weights(weights: Mapping[str, np.ndarray]) -> None:
     """Raise ShardCoreError for a model's weights that are missing, out of range, or do not fit together."""
     k, c, e = len(features.DRIVERS), len(features.CONDITIONS), len(collective_model.EXCHANGE_TERMS)
     hidden, knots, levels = (
-        _entry_count(w, name) for name in ("contention.0.bias", "band.log_ms", "band.level")
+        _entry_count(weights, name) for name in ("contention.0.bias", "band.log_ms", "band.level")
     )
     in_step = (collective_model.LEAST_IN_STEP, collective_model.MOST_IN_STEP)
-    ran = [(channel, way) for channel in CHANNELS for way in channel.definition.ways]
+    ran = [(channel, direction) for channel in CHANNELS for direction in channel.definition.directions]
     # Signs in these ranges make costs grow with the work.
     declared = {
         "rates": Tensor((k, 2), _RATE),
@@ -54,7 +54,7 @@ def require_weights(w: Mapping[str, np.ndarray]) -> None:
         "band.width": Tensor((knots,), (1e-9, 1e6)),
         "band.level": Tensor((levels,), (0.0, 1.0)),
         "band.error": Tensor((levels,), _ANY),
-        **_network_tensors(w, c),
+        **_network_tensors(weights, c),
         # Collectives may be unmeasured, and factors exist only with replays.
         **{
             collective_model.rates_weight_name(*x, payload): Tensor((e,), _RATE, is_optional=True)
@@ -65,10 +65,10 @@ def require_weights(w: Mapping[str, np.ndarray]) -> None:
         **{collective_model.step_factor_name(*x): Tensor((1,), in_step, is_optional=True) for x in ran},
         **{name: Tensor((2,), _RATE, is_optional=True) for name in collective_model.OWN_WORK},
     }
-    require_tensors(w, declared)
-    for low, high in zip(w["condition_low"].tolist(), w["condition_high"].tolist(), strict=True):
+    require_tensors(weights, declared)
+    for low, high in zip(weights["condition_low"].tolist(), weights["condition_high"].tolist(), strict=True):
         require(low <= high, f"weight 'condition_low' has {low:g}, above the {high:g} of 'condition_high'")
-    _require_band(w["band.log_ms"], w["band.width"], w["band.level"], w["band.error"])
+    _require_band(weights["band.log_ms"], weights["band.width"], weights["band.level"], weights["band.error"])
 
 
 def _require_band(log_ms: np.ndarray, width: np.ndarray, level: np.ndarray, error: np.ndarray) -> None:
@@ -91,16 +91,16 @@ def _require_band(log_ms: np.ndarray, width: np.ndarray, level: np.ndarray, erro
     )
 
 
-def _network_tensors(w: Mapping[str, np.ndarray], inputs: int) -> dict[str, Tensor]:
+def _network_tensors(weights: Mapping[str, np.ndarray], inputs: int) -> dict[str, Tensor]:
     """Declared shapes of the correction network's layers. The last layer has 2 outputs."""
-    layers = (re.fullmatch(r"network\.(\d{1,3})\..*", name) for name in w)
+    layers = (re.fullmatch(r"network\.(\d{1,3})\..*", name) for name in weights)
     declared, last = dict[str, Tensor](), max((int(layer[1]) for layer in layers if layer), default=0)
     require(
         last < _MOST_LAYERS, f"weights 'network' have {last + 1} layers; they need {_MOST_LAYERS} at most"
     )
     # The name of a layer gives its number: network.0, network.1, ...
     for i in range(last + 1):
-        outputs = 2 if i == last else _entry_count(w, f"network.{i}.bias")
+        outputs = 2 if i == last else _entry_count(weights, f"network.{i}.bias")
         declared |= {
             f"network.{i}.weight": Tensor((inputs, outputs), _ANY),
             f"network.{i}.bias": Tensor((outputs,), _ANY),
@@ -109,6 +109,6 @@ def _network_tensors(w: Mapping[str, np.ndarray], inputs: int) -> dict[str, Tens
     return declared
 
 
-def _entry_count(w: Mapping[str, np.ndarray], name: str) -> int:
+def _entry_count(weights: Mapping[str, np.ndarray], name: str) -> int:
     """Number of entries of a weight, at least 1."""
-    return max(w[name].size, 1) if name in w else 1
+    return max(weights[name].size, 1) if name in weights else 1

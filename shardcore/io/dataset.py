@@ -31,7 +31,7 @@ from shardcore.io.measurements import (
     ComputeRequest,
     ComputeSample,
     EmulatedLinks,
-    Spread,
+    TimingSpread,
 )
 
 REPLAYS = "replays"
@@ -274,8 +274,8 @@ def read_compute_timings(
             row["id"],
             row["setting"],
             ComputeRequest(shards, row["batch"]),
-            row["forward"] and Spread(**row["forward"]),
-            row["backward"] and Spread(**row["backward"]),
+            row["forward"] and TimingSpread(**row["forward"]),
+            row["backward"] and TimingSpread(**row["backward"]),
             measured_at=row["measured_at"],
             error=row["error"],
             slowdown=row["slowdown"],
@@ -311,7 +311,7 @@ def _read_collective_timings(folder: str | Path, setting: Setting | None) -> lis
             if between is None
             else EmulatedLinks(between, within, row["emulated_pods"] or 1, row["emulated_pod_gbit_s"]),
         )
-        both = [row[k] and tuple(Spread(**x) for x in row[k]) for k in ("forward", "backward")]
+        both = [row[k] and tuple(TimingSpread(**x) for x in row[k]) for k in ("forward", "backward")]
         read = CollectiveSample(
             row["id"],
             row["setting"],

@@ -95,7 +95,7 @@ def read_document(path: str | Path | Readable, schema: str) -> dict[str, Any]:
 
 def read_record(cls: type[T], path: str | Path | Readable, schema: str) -> T:
     """Read a JSON document whose body is a record. Raises ShardCoreError as `read_document` and `build_record` do."""
-    return build_record(cls, read_document(path, schema), str(path), also=("schema", "version"))
+    return build_record(cls, read_document(path, schema), str(path), extra_keys=("schema", "version"))
 
 
 def add_digest(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -44,7 +44,7 @@ from shardcore.io.schema import (
     require_unique,
 )
 from shardcore.io.writing import write_json
-from shardcore.step.kinds import LAYOUTS, layout_of_kind
+from shardcore.step.kinds import SHARDING_KINDS, sharding_kind_by_name
 from shardcore.step.lower import require_valid_plan
 from shardcore.step.sharding_groups import GroupedPlan, Grouping, problem_of_group
 
@@ -106,7 +106,7 @@ def table_from_json(data: Any, what: str) -> Table:
         Table,
         {k: v for k, v in data.items() if k not in ("reuse", "zipf_alpha")},
         what,
-        also=("reuse", "zipf_alpha"),
+        extra_keys=("reuse", "zipf_alpha"),
         **given,
     )
 
@@ -166,8 +166,8 @@ def _constraints_from_json(data: Any, what: str) -> Constraints:
     def require_known_kind(entry: tuple[str, Any]) -> None:
         table, kind = entry
         require(
-            not isinstance(kind, str) or kind in LAYOUTS,
-            f"{what}: kinds of table {short_repr(table)} has {short_repr(kind)}; known are {', '.join(LAYOUTS)}",
+            not isinstance(kind, str) or kind in SHARDING_KINDS,
+            f"{what}: kinds of table {short_repr(table)} has {short_repr(kind)}; known are {', '.join(SHARDING_KINDS)}",
         )
 
     map_collecting_errors(
@@ -181,7 +181,7 @@ def _constraints_from_json(data: Any, what: str) -> Constraints:
     )
     given = {name: tuple(by_table.items()) for name, by_table in pairs.items()}
     return build_record(
-        Constraints, {k: v for k, v in data.items() if k not in pairs}, what, also=_BY_TABLE, **given
+        Constraints, {k: v for k, v in data.items() if k not in pairs}, what, extra_keys=_BY_TABLE, **given
     )
 
 
@@ -200,7 +200,7 @@ def read_problem(path: str | Path | Readable) -> Problem:
                 f"{what}: a device entry has count {short_repr(count)}; it needs a whole number "
                 f"from 1, and a problem has {MOST_DEVICES} devices at most"
             )
-        devices.extend([build_record(Device, entry, f"{what}: device", also=("count",))] * count)
+        devices.extend([build_record(Device, entry, f"{what}: device", extra_keys=("count",))] * count)
 
     def build_topology() -> Topology:
         if not isinstance(topology, Mapping) or not isinstance(topology.get("devices"), list):
@@ -213,7 +213,7 @@ def read_problem(path: str | Path | Readable) -> Problem:
             Topology,
             {k: v for k, v in topology.items() if k != "devices"},
             f"{what}: topology",
-            also=("devices",),
+            extra_keys=("devices",),
             devices=tuple(devices),
         )
 
@@ -239,7 +239,7 @@ def read_problem(path: str | Path | Readable) -> Problem:
         Problem,
         data,
         what,
-        also=("schema", "version", "topology", "tables", "constraints", "job"),
+        extra_keys=("schema", "version", "topology", "tables", "constraints", "job"),
         topology=build_topology,
         tables=build_tables,
         constraints=build_constraints,
@@ -468,7 +468,9 @@ def plan_from_json(data: Any, problem: Problem, what: str) -> Plan:
             )
         table = tables[p.table]
         with prefix_errors(what):
-            return Placement(layout_of_kind(p.kind).name, Shard(table, 0, table.rows, *p.columns), p.devices)
+            return Placement(
+                sharding_kind_by_name(p.kind).name, Shard(table, 0, table.rows, *p.columns), p.devices
+            )
 
     return Plan(tuple(map_collecting_errors(build_placement, read_plan.placements)), read_plan.provenance)
 

@@ -29,7 +29,7 @@ from shardcore.core.validation import require, short_repr
 from shardcore.io import files, schema, writing
 from shardcore.io.envelope import read_record, sealed_document
 from shardcore.io.kineto import SUFFIXES
-from shardcore.io.measurements import Spread
+from shardcore.io.measurements import TimingSpread
 from shardcore.step import access
 
 SCHEMA = "job"
@@ -64,7 +64,7 @@ class JobStep:
     facts: JobFacts
     problem: Problem
     plan: Plan
-    step_ms: Mapping[int, Spread]
+    step_ms: Mapping[int, TimingSpread]
     remarks: tuple[str, ...]
 
     @property
@@ -104,7 +104,10 @@ def write_facts(folder: Path, facts: JobFacts, problem: Problem, plan: Plan) -> 
 
 
 def write_rank_measurements(
-    folder: Path, rank: int, step_ms: Spread | None, lookups: Mapping[str, tuple[np.ndarray, np.ndarray]]
+    folder: Path,
+    rank: int,
+    step_ms: TimingSpread | None,
+    lookups: Mapping[str, tuple[np.ndarray, np.ndarray]],
 ) -> None:
     """Write a rank's step times, and the ids [L] and lengths [S] of each feature of one of its batches."""
     if step_ms:
@@ -168,7 +171,7 @@ def read_step(folder: str | Path) -> JobStep:
         ),
     )
     step_ms = {
-        rank: schema.build_record(Spread, schema.read_json(path), str(path))
+        rank: schema.build_record(TimingSpread, schema.read_json(path), str(path))
         for rank in range(facts.world_size)
         if (path := folder / f"rank-{rank}.steps.json").exists()
     }

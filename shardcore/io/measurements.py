@@ -42,7 +42,7 @@ Order = Annotated[int, number_within(0, MOST_SEED)]
 
 
 @dataclass(frozen=True)
-class Spread:
+class TimingSpread:
     """Median and quartiles of repeated timings.
 
     median_ms: median of the repeats.
@@ -63,9 +63,9 @@ class Spread:
                 f"repeats; it needs 0 to {MOST_MS:g} ms, the median between its quartiles, and 1 or more"
             )
 
-    def scaled_by(self, factor: float) -> Spread:
+    def scaled_by(self, factor: float) -> TimingSpread:
         """The timing with all times multiplied by a factor; the number of repeats stays."""
-        return Spread(self.median_ms * factor, self.q1_ms * factor, self.q3_ms * factor, self.repeats)
+        return TimingSpread(self.median_ms * factor, self.q1_ms * factor, self.q3_ms * factor, self.repeats)
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class StepSample(StepCost):
       none ran.
     """
 
-    step: Spread
+    step: TimingSpread
     oversubscribed: bool
     slowdown: Annotated[float, number_within(1 / MOST_SPEED, MOST_SPEED)] = 1.0
 
@@ -276,8 +276,8 @@ class ComputeSample(Record, noun="sample"):
     id: str
     setting: Setting
     request: ComputeRequest
-    forward: Spread | None
-    backward: Spread | None
+    forward: TimingSpread | None
+    backward: TimingSpread | None
     measured_at: UnixS
     error: str | None = None
     slowdown: Annotated[float, number_within(1 / SLOWDOWN_LIMIT, SLOWDOWN_LIMIT)] = 1.0
@@ -318,8 +318,8 @@ class CollectiveSample(Record, noun="sample"):
     id: str
     setting: Setting
     request: CollectiveRequest
-    forward: tuple[Spread, ...] | None
-    backward: tuple[Spread, ...] | None
+    forward: tuple[TimingSpread, ...] | None
+    backward: tuple[TimingSpread, ...] | None
     waiting_ms: Annotated[tuple[float, ...] | None, _TIMES]
     measured_at: UnixS
     error: str | None = None
@@ -329,11 +329,14 @@ class CollectiveSample(Record, noun="sample"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        ways = self.request.definition.ways
+        directions = self.request.definition.directions
         _require_timing_or_error(
             self,
             self.waiting_ms is not None
-            and all((getattr(self, way) is not None) == (way in ways) for way in ("forward", "backward")),
+            and all(
+                (getattr(self, direction) is not None) == (direction in directions)
+                for direction in ("forward", "backward")
+            ),
         )
         of_ranks = [x for x in (self.forward, self.backward, self.waiting_ms, self.work_ms) if x is not None]
         require(

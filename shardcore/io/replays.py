@@ -406,5 +406,5 @@ def _parse_row(row: Mapping[str, Any], what: str) -> _Row:
     head = {k: v for k, v in row.items() if k in ("algorithm", "plan", "total_ms")}
     cost = {k: v for k, v in row.items() if k not in head}
     return schema.build_record(
-        _Row, head, what, cost=schema.build_record(StepSample, cost, what, also=tuple(head))
+        _Row, head, what, cost=schema.build_record(StepSample, cost, what, extra_keys=tuple(head))
     )

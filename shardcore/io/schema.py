@@ -70,15 +70,15 @@ class Readable(Protocol):
 # --- bytes --------------------------------------------------------------------------------------------------
 
 
-def read_bytes(path: str | Path | Readable, most: int = MOST_FILE_BYTES) -> bytes:
+def read_bytes(path: str | Path | Readable, max_bytes: int = MOST_FILE_BYTES) -> bytes:
     """Read a file's content. Raises ShardCoreError for a file that is missing, too large or not regular."""
     is_path = isinstance(path, str | os.PathLike) or hasattr(path, "read_bytes")
     require(is_path, f"path is {short_repr(path)}; it needs to be a path of a file")
     with _report_read_errors(path):
         if isinstance(path, str | os.PathLike):
-            return read_regular_file(path, most)
+            return read_regular_file(path, max_bytes)
         content = path.read_bytes()
-    _require_max_size(path, len(content), most)
+    _require_max_size(path, len(content), max_bytes)
     return content
 
 
@@ -99,9 +99,9 @@ def _report_read_errors(path: Any) -> Iterator[None]:
         raise kind(f"cannot read {path}: {error.strerror or 'there is no such file'}") from None
 
 
-def read_regular_file(path: str | os.PathLike, most: int = MOST_FILE_BYTES) -> bytes:
+def read_regular_file(path: str | os.PathLike, max_bytes: int = MOST_FILE_BYTES) -> bytes:
     """Read a regular file's content, up to a maximum size. Raises OSError if the file cannot be read."""
-    _require_max_size(path, size := _regular_file_size(path), most)
+    _require_max_size(path, size := _regular_file_size(path), max_bytes)
     # Files of /proc claim a size of 0, and reading some of them never ends.
     if size == 0:
         return b""
@@ -184,14 +184,14 @@ def list_names(folder: str | Path) -> list[str]:
         raise Unreachable(f"cannot read {folder}: {error.strerror}") from None
 
 
-def _require_max_size(path: Any, size: int, most: int) -> None:
+def _require_max_size(path: Any, size: int, max_bytes: int) -> None:
     """Raise ShardCoreError for a file that is too large."""
-    require(size <= most, f"{path} has {size:,} bytes; files of at most {most:,} are read")
+    require(size <= max_bytes, f"{path} has {size:,} bytes; files of at most {max_bytes:,} are read")
 
 
-def read_text(path: str | Path | Readable, most: int = MOST_FILE_BYTES) -> str:
+def read_text(path: str | Path | Readable, max_bytes: int = MOST_FILE_BYTES) -> str:
     """Read a UTF-8 text file. Raises ShardCoreError as read_bytes does, and for text that is not UTF-8."""
-    return decode_utf8(read_bytes(path, most), path)
+    return decode_utf8(read_bytes(path, max_bytes), path)
 
 
 def decode_utf8(content: bytes, what: Any) -> str:
@@ -385,13 +385,13 @@ def map_collecting_errors(make: Callable[[Any], Any], entries: Iterable[Any]) ->
     return made
 
 
-def build_record(cls: type[T], data: Any, what: str, also: Collection[str] = (), **given: Any) -> T:
+def build_record(cls: type[T], data: Any, what: str, extra_keys: Collection[str] = (), **given: Any) -> T:
     """Build a dataclass instance from a mapping, such as a JSON object, with types and rules from the field
     annotations.
 
     data: the mapping.
     what: its name, for messages.
-    also: other known keys, which messages list and the caller has taken out.
+    extra_keys: other known keys, which messages list and the caller has taken out.
     given: fields that the caller sets, or functions that make them. They are not allowed in `data`.
 
     Raises ShardCoreError naming `what` and unknown keys, a missing one, or a wrong value. If there are several,
@@ -411,7 +411,8 @@ def build_record(cls: type[T], data: Any, what: str, also: Collection[str] = (),
     def set_field(name: str) -> None:
         if name in unknown:
             raise ShardCoreError(
-                f"{what} has an unknown key {short_repr(name)}; known are {', '.join(dict.fromkeys([*fields, *also]))}"
+                f"{what} has an unknown key {short_repr(name)}; "
+                f"known are {', '.join(dict.fromkeys([*fields, *extra_keys]))}"
             )
         if name in given:
             values[name] = given[name]() if callable(given[name]) else given[name]

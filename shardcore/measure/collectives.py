@@ -143,11 +143,11 @@ def combine_rank_times(
 ) -> CollectiveSample:
     """Sample of an exchange from the times of all its ranks."""
     transfer, waiting_ms = {}, []
-    for way in request.definition.ways:
+    for direction in request.definition.directions:
         # [D, R] ms on rank 0's clock.
-        start, end = (np.array([getattr(r, way)[k] for r in ranks]) * 1e3 for k in (0, 1))
+        start, end = (np.array([getattr(r, direction)[k] for r in ranks]) * 1e3 for k in (0, 1))
         waits, transfers = split_wait_and_transfer(start, end)
-        transfer[way] = tuple(map(timing_spread, transfers))
+        transfer[direction] = tuple(map(timing_spread, transfers))
         # A median over repeats for each rank.
         waiting_ms.append(np.median(waits, axis=1))
     return CollectiveSample(
@@ -258,7 +258,7 @@ class Rank:
     def measure(self, requests: Sequence[CollectiveRequest]) -> list[RankTimes]:
         """Measure exchanges as one rank of a gang. All ranks have to call this with the same requests.
 
-        Raises local_ranks.Lost if another rank fails during one.
+        Raises local_ranks.RankLost if another rank fails during one.
         """
         if self.hosts > 1:  # clocks of different hosts drift apart
             self._offset_s = self._clock_offset_s()
@@ -285,18 +285,21 @@ class Rank:
     def _measure_request(self, request: CollectiveRequest) -> RankTimes:
         """Run the repeats of one exchange on this rank."""
         _require_fits_gang(request, self.ranks, self.hosts)
-        parts_of, ways = self._calls_by_direction(request), request.definition.ways
-        runs: dict[str, list[tuple[float, float, float]]] = {way: [] for way in ways}
+        parts_of, directions = self._calls_by_direction(request), request.definition.directions
+        runs: dict[str, list[tuple[float, float, float]]] = {direction: [] for direction in directions}
         for _ in range(self.config.warmups + self.config.repeats):
-            for way in ways:
+            for direction in directions:
                 # Only the first exchange is entered at given starts. The next follows it, as in a step.
-                start_ms = request.start_ms[self.rank] if way == ways[0] else 0.0
-                runs[way].append(self._run_timed(parts_of[way], start_ms, request.busy_ms))
-        # Starts, ends and own work of each way. Warm-ups connect the ranks and allocate buffers.
-        timed = {way: tuple(zip(*of_way[self.config.warmups :], strict=True)) for way, of_way in runs.items()}
-        spans = {way: (starts, ends) for way, (starts, ends, _) in timed.items()}
+                start_ms = request.start_ms[self.rank] if direction == directions[0] else 0.0
+                runs[direction].append(self._run_timed(parts_of[direction], start_ms, request.busy_ms))
+        # Starts, ends and own work of each direction. Warm-ups connect the ranks and allocate buffers.
+        timed = {
+            direction: tuple(zip(*of_direction[self.config.warmups :], strict=True))
+            for direction, of_direction in runs.items()
+        }
+        spans = {direction: (starts, ends) for direction, (starts, ends, _) in timed.items()}
         # Only transfers of ids have own work.
-        own_s = timed[ways[0]][2] if request.definition.ids else ()
+        own_s = timed[directions[0]][2] if request.definition.ids else ()
         return RankTimes(spans.get("forward"), spans.get("backward"), self._oversubscribed, own_s)
 
     def _calls_by_direction(self, request: CollectiveRequest) -> dict[str, Parts]:

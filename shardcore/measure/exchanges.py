@@ -1,7 +1,7 @@
 """The exchanges of a step: one for each channel of a rank, with buffers.
 
-A run (kinds.layouts_for_tables) is the tables of one kind and one collection. Its channels form a chain. Forward, the
-result of one exchange enters the next. Backward, gradients go the other way. Payloads are encoded as in
+A run (kinds.sharding_kinds_for_tables) is the tables of one kind and one collection. Its channels form a chain.
+Forward, the result of one exchange enters the next. Backward, gradients go the other way. Payloads are encoded as in
 TorchRec's quantised communication: FP32 tensors are cast, or encoded by FBGEMM's codec, before the
 collective, and decoded after it, inside the timed part, as a step pays for both. Gloo sums FP16 and BF16
 (seen with torch 2.13). NCCL has the same interface and has not been run here.
@@ -33,7 +33,7 @@ from shardcore.measure import hosts, own_core
 from shardcore.measure.fused_op import split_evenly
 from shardcore.step import collectives
 from shardcore.step.collectives import carried_payload
-from shardcore.step.kinds import Channel, Layout
+from shardcore.step.kinds import Channel, ShardingKind
 from shardcore.step.lower import Workload, traffic_row
 from shardcore.step.scopes import SCOPES, WORLD, groups_in_topology
 
@@ -52,7 +52,7 @@ Payloads = tuple[str, str]
 # --- collectives of torch -----------------------------------------------------------------------------------
 
 
-class Pending(Protocol):
+class PendingTransfer(Protocol):
     """A transfer that was started and can be waited for."""
 
     def wait(self) -> object: ...
@@ -64,7 +64,7 @@ def start_all_to_all(
     arriving: Sequence[int] | None = None,
     leaving: Sequence[int] | None = None,
     group: dist.ProcessGroup | None = None,
-) -> list[Pending]:
+) -> list[PendingTransfer]:
     """Start an all-to-all, and return its pending transfers, to be waited for.
 
     into, source: flat.
@@ -83,10 +83,10 @@ def start_all_to_all(
     parts_in, parts_out = into.split(arriving), source.split(leaving)
     # A rank's part for itself never leaves it.
     parts_in[own].copy_(parts_out[own])
-    pending: list[Pending] = []
+    pending: list[PendingTransfer] = []
     # Each rank begins with its neighbour. Else all would send to rank 0 first.
-    for transfer, parts, way in ((dist.irecv, parts_in, -1), (dist.isend, parts_out, 1)):
-        for other in ((own + way * i) % n for i in range(1, n)):
+    for transfer, parts, direction in ((dist.irecv, parts_in, -1), (dist.isend, parts_out, 1)):
+        for other in ((own + direction * i) % n for i in range(1, n)):
             # isend and irecv take ranks of the whole job.
             peer = other if group is None else dist.get_global_rank(group, other)
             # Empty parts are not sent: the other side expects none.
@@ -157,12 +157,12 @@ class Exchange:
     """
 
     def __init__(
-        self, n_outputs: int, n_arrived: int, payloads: Payloads, ways: Sequence[Collective], full: Full
+        self, n_outputs: int, n_arrived: int, payloads: Payloads, directions: Sequence[Collective], full: Full
     ):
         self.outputs, self.gradients = full((n_outputs,)), full((n_arrived,))
         # Buffers are made before timing, as in a training loop that reuses memory.
         self.arrived = torch.empty_like(self.gradients)
-        self._payloads, self._ways = payloads, ways
+        self._payloads, self._ways = payloads, directions
 
     def forward(self, outputs: torch.Tensor | None) -> torch.Tensor | None:
         """Send a rank's outputs and return those that arrive.
@@ -237,8 +237,8 @@ def _make_all_to_all(
         return run_all_to_all
 
     # Backward is the same exchange with what arrives and what leaves swapped.
-    ways = make_call(arriving, leaving), make_call(leaving, arriving)
-    return Exchange(sum(leaving), sum(arriving), payloads, ways, full)
+    directions = make_call(arriving, leaving), make_call(leaving, arriving)
+    return Exchange(sum(leaving), sum(arriving), payloads, directions, full)
 
 
 def _make_reduce_scatter(
@@ -251,8 +251,8 @@ def _make_reduce_scatter(
     ranks, process_group = group
     # Rounded up, as distinct values may not divide evenly over the ranks. Samples do.
     most = -(-max(elements) // len(ranks))
-    ways = (partial(_reduce_scatter, group=process_group), partial(_all_gather, group=process_group))
-    return Exchange(most * len(ranks), most, payloads, ways, full)
+    directions = (partial(_reduce_scatter, group=process_group), partial(_all_gather, group=process_group))
+    return Exchange(most * len(ranks), most, payloads, directions, full)
 
 
 def _make_all_reduce(
@@ -274,9 +274,9 @@ elements: number of elements of the outputs (of dense gradients) of each rank of
 """
 
 
-def _carried_payloads(row: collectives.Collective, asked: Payloads) -> Payloads:
+def _carried_payloads(row: collectives.Collective, requested: Payloads) -> Payloads:
     """Payloads that a collective really carries, forward and backward, in a job that asks for some payloads."""
-    return carried_payload(row, "forward", asked[0]), carried_payload(row, "backward", asked[1])
+    return carried_payload(row, "forward", requested[0]), carried_payload(row, "backward", requested[1])
 
 
 def make_exchange(
@@ -328,7 +328,7 @@ def used_channels(workload: Workload) -> list[Channel]:
 
 def make_exchange_chains(
     workload: Workload, rank: int, full: Full, own_groups: Groups
-) -> dict[Layout, list[Exchange]]:
+) -> dict[ShardingKind, list[Exchange]]:
     """Make the chains of exchanges of a workload's step on one rank, by kind of sharding."""
     job = workload.job
     if len(workload.ops) == 1:
@@ -365,7 +365,7 @@ def send_outputs(chain: Sequence[Exchange], outputs: torch.Tensor | None) -> tor
     return outputs
 
 
-def backward_order(chains: Mapping[Layout, Sequence[Exchange]]) -> list[Layout]:
+def backward_order(chains: Mapping[ShardingKind, Sequence[Exchange]]) -> list[ShardingKind]:
     """Kinds of sharding in the order of their exchanges of gradients. All-reduces over emulated hosts are started here.
 
     So DDP has it: launched first in the backward pass, and waited for last.
@@ -379,7 +379,7 @@ def backward_order(chains: Mapping[Layout, Sequence[Exchange]]) -> list[Layout]:
     return sorted(chains, key=lambda kind: kind in of_replicas)
 
 
-def send_gradients(chain: Sequence[Exchange], into: torch.Tensor | None) -> None:
+def send_gradients_back(chain: Sequence[Exchange], output_gradients: torch.Tensor | None) -> None:
     """Send the dense part's gradients back through a chain of exchanges.
 
     into: tensor for the gradients of the outputs.
@@ -387,4 +387,4 @@ def send_gradients(chain: Sequence[Exchange], into: torch.Tensor | None) -> None
     # In reverse: the chain's first exchange comes last, and its result is the gradients of the outputs.
     gradients = None
     for i, exchange in reversed(list(enumerate(chain))):
-        gradients = exchange.backward(gradients, None if i else into)
+        gradients = exchange.backward(gradients, None if i else output_gradients)

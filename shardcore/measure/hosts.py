@@ -30,7 +30,7 @@ CLONE_NEWNET = 0x40000000
 
 
 @dataclass(frozen=True)
-class Place:
+class EmulatedHost:
     """Emulated host of a rank: a network namespace of this machine.
 
     host: its number.

@@ -69,12 +69,12 @@ def make_step_transfers(
     """Make one rank's input distributions of a workload's step, one for each kind of sharding."""
     n, job, local = len(workload.ops), workload.job, workload.global_batch // len(workload.ops)
     transfers = []
-    for layout in workload.traffic_slots if n > 1 else ():
-        if layout.ids is None:
+    for sharding_kind in workload.traffic_slots if n > 1 else ():
+        if sharding_kind.ids is None:
             continue
         # Several columns of a table on a device get their ids once.
         shards = [
-            {(s.table, s.row_lo): s for op in ops if op.layout is layout for s in op.shards}
+            {(s.table, s.row_lo): s for op in ops if op.sharding_kind is sharding_kind for s in op.shards}
             for ops in workload.ops
         ]
         # A run without shards has no exchange.
@@ -88,9 +88,9 @@ def make_step_transfers(
             max(0, round((b / n - job.length_bytes * local * f) / job.id_bytes))
             for b, f in zip(n_bytes, features, strict=True)
         ]
-        groups = layout.shared_by(workload.topology) if layout.divides_rows else ()
+        groups = sharding_kind.shared_by(workload.topology) if sharding_kind.divides_rows else ()
         transfers.append(
-            IdTransfer(features, ids, local, rank, device, job, groups, layout.ids.definition.work)
+            IdTransfer(features, ids, local, rank, device, job, groups, sharding_kind.ids.definition.work)
         )
     return transfers
 

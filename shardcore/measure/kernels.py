@@ -107,13 +107,13 @@ class KernelBench:
             ) from None
         # One gradient serves all ops. It grows with the largest one's outputs.
         self._gradient = torch.full((1,), 1e-3, device=place)
-        self._caches = timing.Caches(self._device.cache_evict_bytes(), place)
+        self._caches = timing.HardwareCaches(self._device.cache_evict_bytes(), place)
         self._launch_ms = _FIRST_LAUNCH_MS
         # Timings depend on the arena's size: rows lie further apart in a larger one.
         versions = {**self._device.software_versions(), "arena": memory.size_text(self.config.arena_bytes)}
         self._software = ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
         self._numbers = itertools.count()
-        self._active: list[Run] = []
+        self._active: list[KernelRun] = []
         self._finished = 0
         # The seed decides nothing but the order of runs.
         self._order = random.Random(0)
@@ -203,7 +203,7 @@ class KernelBench:
         failed = [sample for run in turn if (sample := self._run_repeat(run, active))]
         return failed + self._collect_settled()
 
-    def _run_repeat(self, run: Run, active: int) -> ComputeSample | None:
+    def _run_repeat(self, run: KernelRun, active: int) -> ComputeSample | None:
         """Run an op once more, one of so many. Returns a sample with the error if the run fails."""
         try:
             forward, backward = self._retry_without_cache(lambda: self._run_in_turn(run, active))
@@ -249,7 +249,7 @@ class KernelBench:
             finished.append(self._sample_of_run(self._reference, slowdown))
         return finished
 
-    def prepare(self, request: ComputeRequest, seed: int = _SEED) -> Run:
+    def prepare(self, request: ComputeRequest, seed: int = _SEED) -> KernelRun:
         """Build a request's fused op over the arena, with the batch that `seed` draws.
 
         Raises ShardCoreError if a shard is larger than the arena or of another precision than the setting's,
@@ -261,7 +261,7 @@ class KernelBench:
         rows, width = len(indices) if request.shards[0].table.sequence else shape.rows, shape.width
         if self._gradient.numel() < rows * width:
             self._gradient = torch.full((rows * width,), 1e-3, device=self._device.place)
-        return Run(
+        return KernelRun(
             next(self._numbers),
             request,
             self._build_op(request.shards),
@@ -287,11 +287,11 @@ class KernelBench:
             return False
         return True
 
-    def run_once_ms(self, run: Run) -> float:
+    def run_once_ms(self, run: KernelRun) -> float:
         """Run an op once. Returns forward + backward ms of the clock."""
         return sum(self._run_once(run))
 
-    def _run_in_turn(self, run: Run, active: int) -> tuple[float, float]:
+    def _run_in_turn(self, run: KernelRun, active: int) -> tuple[float, float]:
         """Run an op once, in turn with the other active ops. Where they are too few to evict each other from the
         caches, overwrite the caches first.
         """
@@ -300,7 +300,7 @@ class KernelBench:
             self._caches.evict_caches()
         return self._run_once(run)
 
-    def _run_once(self, run: Run) -> tuple[float, float]:
+    def _run_once(self, run: KernelRun) -> tuple[float, float]:
         """Run an op once. Returns forward and backward ms of the clock."""
         # Kernels queue up behind this. Else the marks would time Python's launches, not the device.
         self._device.keep_busy(self._launch_ms)
@@ -316,7 +316,7 @@ class KernelBench:
         self.kernel_s += (forward + backward) / 1e3
         return forward, backward
 
-    def _checked_batch_shape(self, request: ComputeRequest) -> _Shape:
+    def _checked_batch_shape(self, request: ComputeRequest) -> _BatchShape:
         """Shape of a request's batch. Raises ShardCoreError for another precision or too large a batch."""
         other = {s.table.precision for s in request.shards} - {self.setting.precision}
         # An op of FBGEMM has weights of one type.
@@ -361,7 +361,7 @@ class KernelBench:
     def _int64_tensor(self, values: Iterable[int]) -> torch.Tensor:
         return torch.tensor([int(v) for v in values], dtype=torch.int64, device=self._device.place)
 
-    def _sample_of_run(self, run: Run, slowdown: Callable[[int], float] | None = None) -> ComputeSample:
+    def _sample_of_run(self, run: KernelRun, slowdown: Callable[[int], float] | None = None) -> ComputeSample:
         """Sample of an op's timings, which are then cleared."""
         times = _corrected_times(run, slowdown or self._log.fit_slowdown())
         totals = times.sum(1)
@@ -394,7 +394,7 @@ class KernelBench:
 
 
 @dataclass(eq=False)
-class Run:
+class KernelRun:
     """A fused op with a prepared batch, ready to be timed.
 
     number: number of the op in the slowdown log.
@@ -422,13 +422,13 @@ class Run:
         return self.op(self.indices, self.offsets, batch_size_per_feature_per_rank=self.values)
 
 
-def _corrected_times(run: Run, slowdown: Callable[[int], float]) -> np.ndarray:
+def _corrected_times(run: KernelRun, slowdown: Callable[[int], float]) -> np.ndarray:
     """[repeats, 2] forward and backward ms of an op, divided by the machine's slowdown."""
     # Forward and backward of a run have the same slowdown.
     return np.array(run.times_ms)[:, :2] / [[slowdown(number)] for _, _, number in run.times_ms]
 
 
-class _Shape(NamedTuple):
+class _BatchShape(NamedTuple):
     """Shape of an op's batch and outputs.
 
     values: [F] distinct values of each feature.
@@ -443,7 +443,7 @@ class _Shape(NamedTuple):
     uneven: bool
 
 
-def _batch_shape(request: ComputeRequest, most_bytes: int) -> _Shape:
+def _batch_shape(request: ComputeRequest, most_bytes: int) -> _BatchShape:
     """Shape of a request's batch and outputs, before ids are drawn.
 
     most_bytes: limit of its ids, offsets, outputs and gradients together.
@@ -471,4 +471,4 @@ def _batch_shape(request: ComputeRequest, most_bytes: int) -> _Shape:
         f"a batch of {request.batch} has {n_bytes / 2**30:.1f} GiB of ids and outputs; on this machine it may have "
         f"{most_bytes / 2**30:.1f}: it needs fewer samples, or lookups of each",
     )
-    return _Shape(values, rows, width, uneven)
+    return _BatchShape(values, rows, width, uneven)

@@ -19,7 +19,7 @@ from typing import Any
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.measure import hardware, hosts, processes
-from shardcore.measure.hosts import Place
+from shardcore.measure.hosts import EmulatedHost
 
 MOST_RANKS = 128
 """Processes of a gang on one machine. Each loads torch, which takes some 200 MB."""
@@ -34,7 +34,7 @@ Receive = Callable[[Sequence[int], float], Iterable[Message]]
 """Function of ranks that run and of a limit in s: their messages that have come. It waits for the first."""
 
 
-class Lost(ShardCoreError):
+class RankLost(ShardCoreError):
     """Raised when a collective breaks because another rank failed."""
 
 
@@ -44,7 +44,7 @@ def report_lost_ranks() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise Lost(hardware.one_line_message(error)) from None
+        raise RankLost(hardware.one_line_message(error)) from None
 
 
 def run_ranks(
@@ -53,7 +53,7 @@ def run_ranks(
     ranks: int,
     arguments: Sequence[Any],
     timeout_s: float,
-    places: Sequence[Place] | None = None,
+    places: Sequence[EmulatedHost] | None = None,
 ) -> Generator[tuple[int, Any]]:
     """Run work(rank, init_method, send, *arguments) in one process for each rank, on this machine.
 
@@ -97,7 +97,7 @@ def run_ranks(
 
 
 @contextmanager
-def _reserve_port(address: str, place: Place | None) -> Iterator[int]:
+def _reserve_port(address: str, place: EmulatedHost | None) -> Iterator[int]:
     """Context manager: reserve a free port of an address, which rank 0 will listen on."""
 
     def make_socket() -> socket.socket:
@@ -115,7 +115,7 @@ def _reserve_port(address: str, place: Place | None) -> Iterator[int]:
 
 def _run_rank_process(
     pipe: Connection,
-    place: Place | None,
+    place: EmulatedHost | None,
     work: Callable[..., None],
     rank: int,
     init_method: str,
@@ -128,7 +128,7 @@ def _run_rank_process(
             place.move_process()
         work(rank, init_method, lambda value: pipe.send(("message", value)), *arguments)
         pipe.send(("done", None))
-    except Lost as error:
+    except RankLost as error:
         pipe.send(("lost", hardware.one_line_message(error)))
     # Any other error is a bug: it prints its traceback and ends the process.
     except (ShardCoreError, RuntimeError) as error:

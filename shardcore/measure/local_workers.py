@@ -14,7 +14,7 @@ from typing import Any
 from shardcore.core.errors import ShardCoreError
 from shardcore.measure import local_ranks, processes
 from shardcore.measure.device_bench import BenchSpec, Counts, DeviceBench
-from shardcore.measure.supervise import Ended, Refused
+from shardcore.measure.supervise import WorkerEnded, WorkerRefused
 
 _BEAT_S, _BEATS = 1.0, 4
 """Most seconds between two heartbeats, and fewest heartbeats until a process counts as hung."""
@@ -73,7 +73,7 @@ class LocalWorker:
     def answer(self) -> Any:
         kind, value = self.message or ("ended", "it has not answered yet")
         if kind != "answer":
-            raise (Refused if kind == "refused" else Ended)(value)
+            raise (WorkerRefused if kind == "refused" else WorkerEnded)(value)
         return value
 
     def update_counts(self) -> None:

@@ -24,7 +24,7 @@ from shardcore.core.validation import require
 from shardcore.measure import collectives, hardware, hosts, local_ranks
 from shardcore.measure.config import PairConfig
 from shardcore.measure.devices import device_by_name
-from shardcore.measure.rank_order import Groups, Links, Outward, find_levels
+from shardcore.measure.rank_order import Groups, MeasuredLinks, OutwardLinks, find_levels
 from shardcore.measure.transport import LOCAL, Transport
 
 MOST_IN_TURN = 64
@@ -45,7 +45,7 @@ class PairMeasurement:
 
     pair_ms: np.ndarray
     levels: list[Groups]
-    links: Links
+    links: MeasuredLinks
     nodes: tuple[str, ...] = ()
 
 
@@ -173,7 +173,7 @@ def measure_pair_times(
     return np.minimum(both_ways, both_ways.T)
 
 
-def measure_links(levels: Sequence[Groups], config: PairConfig, device: str = "cpu") -> Links:
+def measure_links(levels: Sequence[Groups], config: PairConfig, device: str = "cpu") -> MeasuredLinks:
     """Bandwidths of links within and between groups of ranks at each level, and the latency of a collective."""
     rank, n, on = dist.get_rank(), dist.get_world_size(), device_by_name(device)
     load = torch.zeros(config.load_kib << 10, dtype=torch.uint8, device=on.place)
@@ -205,12 +205,12 @@ def measure_links(levels: Sequence[Groups], config: PairConfig, device: str = "c
         )
         together = measure_gbps([pair for of in inside for pair in _pairs_between_groups(of)])
         if together is not None:
-            outward.append(Outward(together, _shared_gbps(groups, first, together)))
+            outward.append(OutwardLinks(together, _shared_gbps(groups, first, together)))
     # One number for each rank is next to no data, so the time is latency.
     small, into = torch.zeros(n, device=on.place), torch.zeros(n, device=on.place)
     took_ms = [slowest_ms(lambda: dist.all_to_all_single(into, small)) for _ in range(config.repeats + 1)]
     # The first repeat connects.
-    return Links(within, tuple(outward), float(np.median(took_ms[1:])))
+    return MeasuredLinks(within, tuple(outward), float(np.median(took_ms[1:])))
 
 
 def _shared_gbps(groups: Groups, first: float | None, together: float | None) -> float | None:

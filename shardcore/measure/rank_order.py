@@ -29,7 +29,7 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
-class Outward:
+class OutwardLinks:
     """Bandwidth of links between near groups of ranks at one level, or between all groups.
 
     gbps: GB/s of one rank to another group's, while all ranks send.
@@ -41,7 +41,7 @@ class Outward:
 
 
 @dataclass(frozen=True)
-class Links:
+class MeasuredLinks:
     """Measured bandwidths of the links between ranks, by level.
 
     within_gbps: GB/s of one rank to another of its group, at the first level.
@@ -50,7 +50,7 @@ class Links:
     """
 
     within_gbps: float | None
-    outward: tuple[Outward, ...]
+    outward: tuple[OutwardLinks, ...]
     latency_ms: float
 
 
@@ -117,22 +117,22 @@ def order_ranks(levels: Sequence[Groups], ranks: int) -> tuple[int, ...]:
     return tuple(sorted(range(ranks), key=lambda rank: (group_numbers(rank), rank)))
 
 
-def reorder_problem(levels: Sequence[Groups], links: Links, before: Problem) -> Problem:
+def reorder_problem(levels: Sequence[Groups], links: MeasuredLinks, old_problem: Problem) -> Problem:
     """The problem on the measured topology, with ranks in the order of `order_ranks`. Pins follow their devices."""
-    place = {rank: i for i, rank in enumerate(order_ranks(levels, len(before.topology)))}
+    place = {rank: i for i, rank in enumerate(order_ranks(levels, len(old_problem.topology)))}
     pinned = tuple(
-        (name, tuple(sorted(place[d] for d in before.pinned_devices[name])))
-        for name, _ in before.constraints.pinned
-        if name in before.pinned_devices
+        (name, tuple(sorted(place[d] for d in old_problem.pinned_devices[name])))
+        for name, _ in old_problem.constraints.pinned
+        if name in old_problem.pinned_devices
     )
     return replace(
-        before,
-        topology=measured_topology(levels, links, before.topology),
-        constraints=replace(before.constraints, pinned=pinned),
+        old_problem,
+        topology=measured_topology(levels, links, old_problem.topology),
+        constraints=replace(old_problem.constraints, pinned=pinned),
     )
 
 
-def measured_topology(levels: Sequence[Groups], links: Links, before: Topology) -> Topology:
+def measured_topology(levels: Sequence[Groups], links: MeasuredLinks, before: Topology) -> Topology:
     """Topology of ranks in measured order: hosts from the first level of links, pods from the second.
 
     Further levels become part of the links between pods.

@@ -49,21 +49,21 @@ from shardcore.measure import exchanges, id_transfer, local_ranks
 from shardcore.measure.collectives import Rank, sleep_until, split_wait_and_transfer
 from shardcore.measure.config import CollectiveConfig
 from shardcore.measure.devices import device_by_name
-from shardcore.measure.hosts import Place
+from shardcore.measure.hosts import EmulatedHost
 from shardcore.measure.step_compute import (
-    Asleep,
     ComputeTimes,
-    Ops,
+    RankOps,
     ReferenceRuns,
     ReplayConfig,
+    SleepingOps,
     filled_tensor,
     make_benches,
     measure_compute,
     require_arena_room,
 )
-from shardcore.measure.timing import Caches, timing_spread
+from shardcore.measure.timing import HardwareCaches, timing_spread
 from shardcore.measure.transport import LOCAL, Transport
-from shardcore.step.kinds import Layout
+from shardcore.step.kinds import ShardingKind
 from shardcore.step.lower import Workload
 
 
@@ -171,7 +171,7 @@ def combine_marks(marks_s: Sequence[np.ndarray], job: Job) -> StepSample:
 
 
 def require_replayable(
-    workload: Workload, first: Workload, setting: Setting, on: Sequence[Place] = ()
+    workload: Workload, first: Workload, setting: Setting, on: Sequence[EmulatedHost] = ()
 ) -> None:
     """Raise SettingMismatch or ShardCoreError unless a workload can be measured in `setting` together with `first`.
 
@@ -252,13 +252,13 @@ def replay_rank(
     reference_runs, steps = ReferenceRuns(benches, reference, config.seed), []
     for i, workload in enumerate(workloads):
         if compute_ms:
-            compute = Asleep(workload, rank, compute_ms[i][rank], device)
+            compute = SleepingOps(workload, rank, compute_ms[i][rank], device)
         else:
-            compute = Ops(benches, workload, rank, config, device)
+            compute = RankOps(benches, workload, rank, config, device)
         steps.append(_Step(compute, workload, rank, device))
         # Building ops takes long, so each plan's counts as a sign of life.
         progress()
-    caches = Caches(config.evict_bytes, device_by_name(device).place)
+    caches = HardwareCaches(config.evict_bytes, device_by_name(device).place)
     with local_ranks.report_lost_ranks():
         limits = CollectiveConfig(timeout_s=config.timeout_s)
         member = Rank(rank, len(workloads[0].ops), init_method, device, limits)
@@ -284,9 +284,9 @@ def replay_rank(
 class _Step:
     """One rank's training step of a workload: its compute, and the exchanges with their buffers."""
 
-    def __init__(self, compute: Ops | Asleep, workload: Workload, rank: int, device: str):
+    def __init__(self, compute: RankOps | SleepingOps, workload: Workload, rank: int, device: str):
         self._compute, self._workload, self._rank = compute, workload, rank
-        self._chains: dict[Layout, list[exchanges.Exchange]] = {}
+        self._chains: dict[ShardingKind, list[exchanges.Exchange]] = {}
         self._ids: list[id_transfer.IdTransfer] = []
         self._meet: Callable[[], None] = lambda: None
         self._on, self._device = device_by_name(device), device_by_name(device).place
@@ -315,7 +315,7 @@ class _Step:
                 informed = mark()
             # All ranks run the exchanges in this order, as collectives require.
             for kind in exchanges.backward_order(self._chains):
-                exchanges.send_gradients(self._chains[kind], self._compute.gradients.get(kind))
+                exchanges.send_gradients_back(self._chains[kind], self._compute.gradients.get(kind))
             received = mark()
         self._compute.backward()
         updated = mark()

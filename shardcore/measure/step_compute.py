@@ -23,7 +23,7 @@ from shardcore.measure import fused_op, own_core
 from shardcore.measure.config import ReplayConfig
 from shardcore.measure.devices import device_by_name
 from shardcore.measure.kernels import KernelBench, KernelConfig
-from shardcore.measure.timing import Caches
+from shardcore.measure.timing import HardwareCaches
 from shardcore.step.access import output_bytes
 from shardcore.step.lower import Op, Workload
 from shardcore.step.memory import size_text
@@ -36,14 +36,14 @@ _GRADIENT = 1e-3
 """Value of the dense part's gradients: small, so that weights stay finite however often a step repeats."""
 
 
-class Ops:
+class RankOps:
     """One rank's compute of a workload's step: its fused ops over each batch.
 
     The shards of a run make one op for each precision of their weights, and for each width of sequences.
     Their outputs travel together.
 
-    outputs, gradients: tensors by run (kinds.layouts_for_tables). Gradients of sequences have room for the batch with
-        most lookups.
+    outputs, gradients: tensors by run (kinds.sharding_kinds_for_tables). Gradients of sequences have room for the batch
+        with most lookups.
     """
 
     def __init__(self, benches: Benches, workload: Workload, rank: int, config: ReplayConfig, device: str):
@@ -58,14 +58,14 @@ class Ops:
 
         # All batches are prepared before timing.
         self._batches = [
-            {op.layout: prepare_runs(op, batch) for op in own} for batch in range(config.batches)
+            {op.sharding_kind: prepare_runs(op, batch) for op in own} for batch in range(config.batches)
         ]
         self.gradients = {}
         for op in own:
             # As large as the largest batch needs. Others use a part.
-            sizes = [sum(run.gradient.numel() for run in runs[op.layout]) for runs in self._batches]
-            self.gradients[op.layout] = filled_tensor(_output_shape(op, max(sizes)), device)
-        self._flat = {op.layout for op in own if _has_flat_outputs(op)}
+            sizes = [sum(run.gradient.numel() for run in runs[op.sharding_kind]) for runs in self._batches]
+            self.gradients[op.sharding_kind] = filled_tensor(_output_shape(op, max(sizes)), device)
+        self._flat = {op.sharding_kind for op in own if _has_flat_outputs(op)}
         # The first step begins with a backward pass, which needs outputs.
         self.forward(config.batches - 1)
 
@@ -85,7 +85,7 @@ class Ops:
             output.backward(self.gradients[kind].view(-1)[: output.numel()].view(output.shape))
 
 
-class Asleep:
+class SleepingOps:
     """Stand-in for the compute of a step: the rank sleeps for durations measured before. Same interface as Ops.
 
     compute_ms: [2] duration of forward and backward.
@@ -96,7 +96,7 @@ class Asleep:
         self.outputs = {}
         for op in workload.ops[rank]:
             elements = sum(output_bytes(s, op.batch) for s in op.shards) // OUTPUT_BYTES
-            self.outputs[op.layout] = filled_tensor(_output_shape(op, elements), device)
+            self.outputs[op.sharding_kind] = filled_tensor(_output_shape(op, elements), device)
         self.gradients = {kind: torch.full_like(outputs, _GRADIENT) for kind, outputs in self.outputs.items()}
 
     def forward(self, batch: int) -> None:
@@ -118,7 +118,7 @@ def _output_shape(op: Op, elements: int) -> tuple[int, ...]:
 
 def _has_flat_outputs(op: Op) -> bool:
     """True if an op's outputs form no matrix: sequences, or features with other numbers of values than samples."""
-    return op.layout.sequence or any(s.table.has_variable_batch for s in op.shards)
+    return op.sharding_kind.sequence or any(s.table.has_variable_batch for s in op.shards)
 
 
 def _fused_requests(op: Op) -> list[ComputeRequest]:
@@ -126,7 +126,7 @@ def _fused_requests(op: Op) -> list[ComputeRequest]:
     shards: dict[tuple[str, int], list[Shard]] = defaultdict(list)
     for shard in op.shards:
         # An op of FBGEMM has one precision, and with sequences one width.
-        shards[shard.table.precision, shard.width if op.layout.sequence else 0].append(shard)
+        shards[shard.table.precision, shard.width if op.sharding_kind.sequence else 0].append(shard)
     return [ComputeRequest(tuple(group), op.batch) for group in shards.values()]
 
 
@@ -148,7 +148,7 @@ class ReferenceRuns:
             self._bench = benches[_request_precision(reference[0])]
             self._run = self._bench.prepare(reference[0], seed)
 
-    def run_once(self, caches: Caches) -> None:
+    def run_once(self, caches: HardwareCaches) -> None:
         """Run the reference op once with cold caches, and record its time."""
         if self._bench and self._run:
             # The caches are cold before each step, too.
@@ -234,13 +234,13 @@ def measure_compute(
     benches = make_benches(workloads, range(len(workloads[0].ops)), setting, config, "cpu", reference)
     reference_runs, caches, times = (
         ReferenceRuns(benches, reference, config.seed),
-        Caches(config.evict_bytes, "cpu"),
+        HardwareCaches(config.evict_bytes, "cpu"),
         [],
     )
     for workload in workloads:
         of_devices = np.zeros((len(workload.ops), 2))
         for device in range(len(workload.ops)):
-            ops, took_ms = Ops(benches, workload, device, config, "cpu"), []
+            ops, took_ms = RankOps(benches, workload, device, config, "cpu"), []
             for index in range(config.warmups + config.repeats):
                 caches.evict_caches()
                 # Backward comes first, as a step begins after the dense part.

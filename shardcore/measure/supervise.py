@@ -35,11 +35,11 @@ _STARTS = 3
 """Workers of one device that may die while they start before it is given up. Memory may be short for a moment."""
 
 
-class Ended(Exception):
+class WorkerEnded(Exception):
     """Raised when a measuring worker is gone or hangs, or its device no longer works. The message gives the reason."""
 
 
-class Refused(Ended):
+class WorkerRefused(WorkerEnded):
     """Raised when a worker cannot measure at all: FBGEMM is missing, or the arena does not fit."""
 
 
@@ -83,7 +83,7 @@ class Fleet(Protocol[W]):
 
 
 @dataclass(frozen=True)
-class Finished:
+class FinishedCall:
     """Results of one call of a measuring worker.
 
     samples: samples of requests and of the reference op.
@@ -124,12 +124,12 @@ class _Device(Generic[W]):
     outstanding: dict[str, ComputeRequest] = field(default_factory=dict)
 
 
-def chunk_size(waiting: int, devices: int, most: int) -> int:
-    """Number of requests for a worker's next call: its share of half of the waiting requests, at most `most`.
+def chunk_size(waiting: int, devices: int, max_size: int) -> int:
+    """Number of requests for a worker's next call: its share of half of the waiting requests, at most `max_size`.
 
     So chunks shrink towards the end, and all devices end together.
     """
-    return min(most, -(-waiting // (2 * devices)))
+    return min(max_size, -(-waiting // (2 * devices)))
 
 
 class Supervisor(Generic[W]):
@@ -223,7 +223,7 @@ class Supervisor(Generic[W]):
                     self._restart_worker(device)
         return self.reference_ms
 
-    def measure(self, requests: Iterable[ComputeRequest]) -> Iterator[list[Finished]]:
+    def measure(self, requests: Iterable[ComputeRequest]) -> Iterator[list[FinishedCall]]:
         """Measure requests with distinct ids on all devices at once. Yields results as they come.
 
         Requests are read as devices need work. One that ends or hangs its worker, and again when it runs
@@ -272,7 +272,7 @@ class Supervisor(Generic[W]):
                 device, "measure_for_seconds", device.chunk, last, PART_S, label=f"{waiting} waiting"
             )
 
-    def _collect_finished(self) -> list[Finished]:
+    def _collect_finished(self) -> list[FinishedCall]:
         """Wait for calls to end, and return their results."""
         finished = []
         for device, answer, error in self._wait_for_answers():
@@ -289,10 +289,10 @@ class Supervisor(Generic[W]):
                 for request in left:
                     del device.outstanding[self._request_id(request)]
                 settled = sum(device.outstanding.pop(s.id, None) is not None for s in samples)
-                finished.append(Finished(device.name, samples, settled, device.kernel_s))
+                finished.append(FinishedCall(device.name, samples, settled, device.kernel_s))
         return finished
 
-    def _call_all(self, method: str, *arguments: Any) -> tuple[list[Any], dict[_Device[W], Ended]]:
+    def _call_all(self, method: str, *arguments: Any) -> tuple[list[Any], dict[_Device[W], WorkerEnded]]:
         """Call a method on every idle device. Returns the answers, and the devices whose worker ended.
 
         If no device is idle, this waits a while for one that starts.
@@ -318,7 +318,7 @@ class Supervisor(Generic[W]):
         device.due = time.monotonic() + (START_S if device.starts else self.hang_s)
         device.worker.call(method, *arguments, label=label)
 
-    def _wait_for_answers(self) -> list[tuple[_Device[W], Any, Ended | None]]:
+    def _wait_for_answers(self) -> list[tuple[_Device[W], Any, WorkerEnded | None]]:
         """Wait up to a second for calls to end. Returns each device whose call ended, with its answer or error."""
         working = {d.worker: d for d in self._devices if d.busy}
         ended, answers = self._fleet.wait(list(working), 1.0), []
@@ -329,7 +329,7 @@ class Supervisor(Generic[W]):
                     answers.append((device, worker.answer(), None))
                 else:
                     self._check_progress(device)
-            except Ended as error:
+            except WorkerEnded as error:
                 device.busy = False
                 answers.append((device, None, error))
             self._add_counts(device)
@@ -342,12 +342,12 @@ class Supervisor(Generic[W]):
         # A Ray actor without a free device just does not start.
         if device.starts:
             late = sum(d.starts > 0 and now >= d.due for d in self._devices)
-            raise Refused(
+            raise WorkerRefused(
                 f"{late} measuring workers found no free device in {START_S:g} s; {self._fleet.describe_devices()}"
             )
         device.worker.update_counts()
         if device.worker.counts == device.seen:
-            raise Ended(f"it hung: no op ended for {self.hang_s:g} s")
+            raise WorkerEnded(f"it hung: no op ended for {self.hang_s:g} s")
         device.seen, device.due = device.worker.counts, now + self.hang_s
 
     def _add_counts(self, device: _Device[W]) -> None:
@@ -359,7 +359,7 @@ class Supervisor(Generic[W]):
         device.kernel_s += counts.kernel_s - before.kernel_s
         device.counted = counts
 
-    def _replace_worker(self, device: _Device[W], reason: Ended) -> list[Finished]:
+    def _replace_worker(self, device: _Device[W], reason: WorkerEnded) -> list[FinishedCall]:
         """Replace a worker that ended. Its requests are measured again one by one; a request that ran alone has
         failed."""
         failed, samples, setting = device.outstanding, [], self.spec.setting
@@ -374,9 +374,9 @@ class Supervisor(Generic[W]):
             self._suspects.extend(failed.values())
         kernel_s = device.kernel_s
         self._restart_worker(device)
-        return [Finished(device.name, [sample], 1, kernel_s) for sample in samples]
+        return [FinishedCall(device.name, [sample], 1, kernel_s) for sample in samples]
 
-    def _restart_worker(self, device: _Device[W], error: Ended | None = None) -> None:
+    def _restart_worker(self, device: _Device[W], error: WorkerEnded | None = None) -> None:
         """Start a new worker for a device.
 
         error: the reason why the last one did not start.
@@ -384,14 +384,14 @@ class Supervisor(Generic[W]):
         Raises ShardCoreError after a refusal, which will not change, and after _STARTS failed starts.
         """
         device.worker.end()
-        if error and (isinstance(error, Refused) or device.starts == _STARTS):
+        if error and (isinstance(error, WorkerRefused) or device.starts == _STARTS):
             raise ShardCoreError(f"a measuring worker cannot start: {error}")
         # A fresh worker counts from 0.
         device.outstanding, device.counted, device.starts = {}, Counts(), device.starts + 1
         device.worker = self._fleet.start(device.name, self.reference_ms)
         self._begin_call(device, "hardware")
 
-    def _admit_replacement(self, device: _Device[W], hardware: str | None, error: Ended | None) -> None:
+    def _admit_replacement(self, device: _Device[W], hardware: str | None, error: WorkerEnded | None) -> None:
         """Admit a replacement worker that has started, or start another; drop the device if none can start."""
         try:
             if error:

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardcore.io.measurements import Spread
+from shardcore.io.measurements import TimingSpread
 
 
-def timing_spread(values_ms: Sequence[float] | np.ndarray) -> Spread:
+def timing_spread(values_ms: Sequence[float] | np.ndarray) -> TimingSpread:
     # Quartiles, as the outliers of timings are all on one side.
     """Median and quartiles of repeated timings."""
     q1, median, q3 = np.percentile(np.asarray(values_ms), [25, 50, 75])
-    return Spread(float(median), float(q1), float(q3), len(values_ms))
+    return TimingSpread(float(median), float(q1), float(q3), len(values_ms))
 
 
 def relative_ci(values_ms: Sequence[float] | np.ndarray) -> float:
@@ -123,7 +123,7 @@ class SlowdownLog:
         return np.convolve(values, self._kernel)[reach : reach + len(values)]
 
 
-class Caches:
+class HardwareCaches:
     """A device's caches, evicted by overwriting a buffer larger than the caches.
 
     n_bytes: size of the buffer.

@@ -15,7 +15,7 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.measure import hardware, local_ranks
 from shardcore.measure.device_bench import BenchSpec
 from shardcore.measure.devices import device_by_name
-from shardcore.measure.hosts import Place
+from shardcore.measure.hosts import EmulatedHost
 from shardcore.measure.local_workers import LocalFleet
 from shardcore.measure.supervise import Fleet
 
@@ -43,7 +43,7 @@ class Transport:
     places: emulated host of each rank. Empty: hosts are real.
     """
 
-    def __init__(self, device: str = "cpu", places: Sequence[Place] = ()) -> None:
+    def __init__(self, device: str = "cpu", places: Sequence[EmulatedHost] = ()) -> None:
         self.device, self.places = device, places
 
     def hardware(self) -> str:

@@ -41,7 +41,7 @@ class Decision(Record):
     candidate_ms: cost of the candidate under the current model. None: unknown.
     previous_ms: cost of the previous plan under the current model. None: there was none, or it is no longer
       valid for this problem.
-    margin_ms: error of the gain (see gain.Gain). None: there was nothing to compare.
+    margin_ms: error of the gain (see gain.PlanGain). None: there was nothing to compare.
     threshold: the share of previous_ms by which a candidate must be cheaper, at any margin.
     decided_at: Unix s. 0: unknown.
     parent: id of the decision before.
@@ -106,7 +106,7 @@ def decision_from_json(data: Any, where: str) -> Decision:
 
 
 @dataclass(frozen=True)
-class Version:
+class PlanVersion:
     """A plan with its name for people, its cost, and the bytes that it needs on each device.
 
     what_if: what moves of its shards would do. None: it is not known.

@@ -25,7 +25,7 @@ import numpy as np
 
 from shardcore.core.catalog import DENSE_OPTIMIZERS, OPTIMIZERS
 from shardcore.core.types import Placement, Plan, Problem, Shard
-from shardcore.step.kinds import layout_of_kind, shards_by_device
+from shardcore.step.kinds import sharding_kind_by_name, shards_by_device
 
 NOTHING = "nothing, as the optimizer keeps no state"
 ALL_LOADS = "nothing"
@@ -35,7 +35,7 @@ OTHER_PARTS = "its optimizer state, which fails to load, for it has one number a
 
 
 @dataclass(frozen=True)
-class Move:
+class TableMove:
     """A table with cells that move to a device which did not have them, or with another kind of sharding.
 
     table: its name.
@@ -55,7 +55,7 @@ class Move:
 
 
 @dataclass(frozen=True)
-class Diff:
+class PlanDiff:
     """The difference of two plans. Tables are matched by name.
 
     moves: tables that move, largest first.
@@ -65,7 +65,7 @@ class Diff:
       over devices, most first. They may be in `moves` too.
     """
 
-    moves: tuple[Move, ...]
+    moves: tuple[TableMove, ...]
     added: tuple[str, ...]
     removed: tuple[str, ...]
     resized: Mapping[str, int] = field(default_factory=dict)
@@ -76,14 +76,14 @@ class Diff:
         return sum(m.bytes for m in self.moves)
 
     @property
-    def forced_moves(self) -> Diff:
+    def forced_moves(self) -> PlanDiff:
         """Moves of a plan difference that could not be avoided."""
-        return Diff(tuple(m for m in self.moves if m.forced), (), ())
+        return PlanDiff(tuple(m for m in self.moves if m.forced), (), ())
 
     @property
-    def voluntary_moves(self) -> Diff:
+    def voluntary_moves(self) -> PlanDiff:
         """Moves of a plan difference that could be avoided."""
-        return Diff(tuple(m for m in self.moves if not m.forced), (), ())
+        return PlanDiff(tuple(m for m in self.moves if not m.forced), (), ())
 
     @property
     def new_cell_bytes(self) -> int:
@@ -110,7 +110,9 @@ class Diff:
         return bool(self.moves or self.added or self.removed or self.resized)
 
 
-def diff_plans(old: Plan, new: Plan, problem: Problem | None = None, forced: Collection[str] = ()) -> Diff:
+def diff_plans(
+    old: Plan, new: Plan, problem: Problem | None = None, forced: Collection[str] = ()
+) -> PlanDiff:
     """Difference between two plans: the moves from the old plan to the new one.
 
     problem: has the optimizers, whose state a checkpoint may lose (see `checkpoint_loss_text`).
@@ -126,14 +128,14 @@ def diff_plans(old: Plan, new: Plan, problem: Problem | None = None, forced: Col
         # Another kind changes a checkpoint even where no cell moves.
         if moved or {p.kind for p in was} != {p.kind for p in now}:
             loses = checkpoint_loss_text(was, now, problem)
-            moves.append(Move(name, moved, tuple(was), tuple(now), name in forced, loses))
+            moves.append(TableMove(name, moved, tuple(was), tuple(now), name in forced, loses))
         if (old_table.rows, old_table.dim) != (new_table.rows, new_table.dim):
             # Weights that the old table did not have, counted once per device.
             known = common_cells([(0, Shard.whole(old_table))], device_shard_pairs(now))
             resized[name] = sum(s.bytes for _, s in device_shard_pairs(now)) - sum(
                 cells.bytes for _, _, cells in known
             )
-    return Diff(
+    return PlanDiff(
         moves=tuple(sorted(moves, key=lambda m: (-m.bytes, m.table))),
         added=tuple(sorted(after.keys() - before.keys())),
         removed=tuple(sorted(before.keys() - after.keys())),
@@ -148,7 +150,7 @@ def checkpoint_loss_text(old: Sequence[Placement], new: Sequence[Placement], pro
     problem: has the optimizers. None: state by rows is assumed, which loses most.
     """
     # [old, new]: True if some placement is a replica, whose state is in the dense optimizer.
-    replicas = [any(layout_of_kind(p.kind).dense_gradient for p in plan) for plan in (old, new)]
+    replicas = [any(sharding_kind_by_name(p.kind).dense_gradient for p in plan) for plan in (old, new)]
     # Parts of columns: one for each group of devices. State by rows is kept for each part.
     parts = [len({p.devices for p in plan}) for plan in (old, new)]
     if {p.kind for p in old} == {p.kind for p in new} and parts[0] == parts[1]:
@@ -174,7 +176,7 @@ def relabel_devices(new: Plan, old: Plan, problem: Problem) -> Plan:
 
     # Columns may be reordered in any case. Devices may be renumbered only if none is special.
     unchanged = reorder_columns(new, old)
-    if problem.pinned_devices or any(layout_of_kind(p.kind).divides_rows for p in new.placements):
+    if problem.pinned_devices or any(sharding_kind_by_name(p.kind).divides_rows for p in new.placements):
         return unchanged
     # stay[i, j] is the gain of giving new device i the number j: maximize the sum.
     devices, before = problem.topology.devices, old.placements_by_table()
@@ -209,7 +211,7 @@ def reorder_columns(new: Plan, old: Plan) -> Plan:
     before, placements = old.placements_by_table(), list[Placement]()
     for name, now in new.placements_by_table().items():
         was = before.get(name, [])
-        if was and len(now) > 1 and all(layout_of_kind(p.kind).is_on_one_device for p in now):
+        if was and len(now) > 1 and all(sharding_kind_by_name(p.kind).is_on_one_device for p in now):
             # Columns are interchangeable in cost, so only their order on devices matters for moves.
             # Devices without an old shard come last.
             first, last = {p.devices[0]: p.shard.col_lo for p in was}, now[0].shard.table.dim

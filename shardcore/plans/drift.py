@@ -10,8 +10,8 @@ from shardcore.core.types import Plan, Problem, Table
 from shardcore.core.validation import require
 from shardcore.cost.model import CostModel, price_plan
 from shardcore.io.files import describe_changed_parts, problem_part_digests
-from shardcore.plans.diff import Diff, diff_plans
-from shardcore.plans.gain import Gain, plan_gain
+from shardcore.plans.diff import PlanDiff, diff_plans
+from shardcore.plans.gain import PlanGain, plan_gain
 from shardcore.plans.replan import ReplanConfig, replan, tables_forced_to_move
 from shardcore.search.anneal.reshard import rebind_tables
 from shardcore.search.ties import min_by_cost
@@ -23,7 +23,7 @@ _MEASURED = (*_FRESH, "dedup", "ordered", "row_shares", "strides")
 
 
 @dataclass(frozen=True)
-class Drift:
+class PlanDrift:
     """A plan's cost under one model, with its old and its current statistics.
 
     planned_ms: with the statistics that it was made for.
@@ -44,8 +44,8 @@ class Drift:
     best: Plan
     replan_ms: float
     replan: Plan
-    moves: Diff
-    gain: Gain
+    moves: PlanDiff
+    gain: PlanGain
     most_tables: int | None
     threshold: float
 
@@ -61,9 +61,14 @@ class Drift:
 
 
 def plan_drift(
-    plan: Plan, problem: Problem, now: Problem, model: CostModel, config: ReplanConfig, threshold: float = 0.0
-) -> Drift:
-    """Drift of a plan of `problem` from the best plan of the same tables with newer statistics, `now`.
+    plan: Plan,
+    problem: Problem,
+    new_problem: Problem,
+    model: CostModel,
+    config: ReplanConfig,
+    threshold: float = 0.0,
+) -> PlanDrift:
+    """Drift of a plan of `problem` from the best plan of the same tables with newer statistics, `new_problem`.
 
     Tables may have grown. Each search gets the config's budget. Neither result is dearer than the plan
     itself.
@@ -71,25 +76,25 @@ def plan_drift(
     Raises what `lower` raises if the plan is no longer valid. A new plan is then needed at any cost.
     """
     # The old placements with the tables of now.
-    old = rebind_tables(plan, now)
-    planned, current = price_plan(plan, problem, model), price_plan(old, now, model)
+    old = rebind_tables(plan, new_problem)
+    planned, current = price_plan(plan, problem, model), price_plan(old, new_problem, model)
 
     # No limit on moves: the best plan is a yardstick, not a proposal.
     free = replace(config, max_moved_tables=None, max_moved_bytes=None)
     searches = (config, free) if config.limits_moves else (config,)
-    plans = [price_plan(replan(plan, now, model, limits), now, model) for limits in searches]
+    plans = [price_plan(replan(plan, new_problem, model, limits), new_problem, model) for limits in searches]
     replanned = plans[0]
     # The unlimited search is heuristic. It can lose to the limited one.
     best = min_by_cost(plans, lambda x: x.cost.total_ms)
-    return Drift(
+    return PlanDrift(
         planned_ms=planned.cost.total_ms,
         now_ms=current.cost.total_ms,
         best_ms=best.cost.total_ms,
         best=best.plan,
         replan_ms=replanned.cost.total_ms,
         replan=replanned.plan,
-        moves=diff_plans(plan, replanned.plan, now, tables_forced_to_move(plan, now)),
-        gain=plan_gain(current, replanned, now, model),
+        moves=diff_plans(plan, replanned.plan, new_problem, tables_forced_to_move(plan, new_problem)),
+        gain=plan_gain(current, replanned, new_problem, model),
         most_tables=config.max_moved_tables,
         threshold=threshold,
     )

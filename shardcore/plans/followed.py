@@ -77,7 +77,7 @@ class JobReport(Record, noun="a job's report"):
 
 
 @dataclass(frozen=True)
-class Followed:
+class FollowedVersion:
     """A published plan that a running job may move to.
 
     most_ratio: its predicted step with the margin of its gain, over that of the plan that it replaced. None:
@@ -114,7 +114,7 @@ class StoredPlans:
         """
         return store.current_version(self.root, self.name)
 
-    def read(self, version: str) -> Followed:
+    def read(self, version: str) -> FollowedVersion:
         """Read a version of the plan. Raises ShardCoreError for a version that is missing or not valid."""
         plan, problem = store.load_plan(self.root, self.name, version)
         decision, most_ratio = store.adopting_decision(self.root, self.name, version), None
@@ -122,7 +122,7 @@ class StoredPlans:
         if decision and decision.previous_ms and decision.candidate_ms is not None:
             # With the margin: a step slower than that is beyond the model's error.
             most_ratio = (decision.candidate_ms + (decision.margin_ms or 0.0)) / decision.previous_ms
-        return Followed(plan, problem, most_ratio)
+        return FollowedVersion(plan, problem, most_ratio)
 
     def roll_back(self, version: str, reason: str) -> str:
         """Make the version before a given one current again, and return it. Raises ShardCoreError as

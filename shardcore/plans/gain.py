@@ -33,7 +33,7 @@ CALIBRATION = 0.56
 
 
 @dataclass(frozen=True)
-class Gain:
+class PlanGain:
     """The ms that a plan saves over another one.
 
     ms: saved ms of a step.
@@ -54,9 +54,9 @@ class Gain:
         return f"gain {self.ms / before_ms:.1%} ± {self.margin_ms / before_ms:.1%}"
 
 
-def plan_gain(before: PricedPlan, now: PricedPlan, problem: Problem, model: CostModel) -> Gain:
+def plan_gain(old_plan: PricedPlan, new_plan: PricedPlan, problem: Problem, model: CostModel) -> PlanGain:
     """Predicted gain of a plan over another plan of the same tables, with the cost model's margin of error."""
-    plans, costs = (before.plan, now.plan), (before.cost, now.cost)
+    plans, costs = (old_plan.plan, new_plan.plan), (old_plan.cost, new_plan.cost)
     # Work of lookups: a range of rows counts by its share of them.
     lookups = _changed_work_share(*plans, lambda s: s.table.lookups_per_sample * s.width * access_share(s))
     # Bytes of outputs stand for those of all exchanges.
@@ -72,7 +72,7 @@ def plan_gain(before: PricedPlan, now: PricedPlan, problem: Problem, model: Cost
         )
     )
     totals = [cost.total_ms for cost in costs]
-    return Gain(totals[0] - totals[1], CALIBRATION * sqrt(max(0.0, variance)), totals[0])
+    return PlanGain(totals[0] - totals[1], CALIBRATION * sqrt(max(0.0, variance)), totals[0])
 
 
 def _changed_work_share(old: Plan, new: Plan, work: Callable[[Shard], float]) -> float:

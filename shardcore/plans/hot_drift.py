@@ -74,27 +74,27 @@ def hot_row_drifts(problem: Problem, hot: Mapping[str, HotIds], counts: RowCount
 
 
 def _table_drift(
-    now: HotIds, hot_part: Table, cold_part: Table, counts: RowCounts, problem: Problem
+    hot_ids: HotIds, hot_part: Table, cold_part: Table, counts: RowCounts, problem: Problem
 ) -> HotDrift:
     # Hot ids of another version would count other rows as hot.
     """Drift of one table's hot rows."""
-    name, rows = now.table, hot_part.rows + cold_part.rows
+    name, rows = hot_ids.table, hot_part.rows + cold_part.rows
     require(
-        (now.rows, len(now.ids)) == (rows, hot_part.rows),
-        f"table {name!r} was given {len(now.ids)} hot ids of {now.rows} rows; problem {problem.name!r} has "
+        (hot_ids.rows, len(hot_ids.ids)) == (rows, hot_part.rows),
+        f"table {name!r} was given {len(hot_ids.ids)} hot ids of {hot_ids.rows} rows; problem {problem.name!r} has "
         f"{hot_part.rows} of {rows}: they are of another table or version",
     )
     # [R] lookups of each row in the samples of now.
-    of_rows = counts.table_counts(name, now.rows)
+    of_rows = counts.table_counts(name, hot_ids.rows)
     total = int(of_rows.sum())
     require(
         total > 0,
         f"table {name!r} has no access statistics: its row counts are all 0; it needs some lookups",
     )
-    new, n_devices = _hottest_ids(now, of_rows), len(problem.topology)
+    new, n_devices = _hottest_ids(hot_ids, of_rows), len(problem.topology)
     # As many rows leave as enter: the number of hot rows stays.
-    entering = len(np.setdiff1d(new.ids, now.ids, assume_unique=True))
-    share, best_share = (float(of_rows[hot.ids].sum()) / total for hot in (now, new))
+    entering = len(np.setdiff1d(new.ids, hot_ids.ids, assume_unique=True))
+    share, best_share = (float(of_rows[hot.ids].sum()) / total for hot in (hot_ids, new))
     planned = hot_part.pooling + cold_part.pooling
     payload_bytes = hot_part.dim * FP32_BYTES * sum(codec.size_ratio for codec in problem.payload_codecs)
     # Lookups in a step that `new` makes hot. Of a cold one, (D - 1) / D come from another device.
@@ -104,7 +104,7 @@ def _table_drift(
         new=new,
         entering=entering,
         # The last of the hottest rows is the threshold: rows with equally many lookups are as hot.
-        still_hot=float(np.mean(of_rows[now.ids] >= max(1, of_rows[new.ids].min()))),
+        still_hot=float(np.mean(of_rows[hot_ids.ids] >= max(1, of_rows[new.ids].min()))),
         planned_share=hot_part.pooling / planned if planned else 0.0,
         share=share,
         best_share=best_share,
@@ -116,10 +116,10 @@ def _table_drift(
     )
 
 
-def _hottest_ids(now: HotIds, counts: np.ndarray) -> HotIds:
+def _hottest_ids(hot_ids: HotIds, counts: np.ndarray) -> HotIds:
     """The table's hottest ids, as many as it holds as hot rows now. Ties favour ids that are hot now."""
     was = np.zeros(len(counts), dtype=bool)
-    was[now.ids] = True
+    was[hot_ids.ids] = True
     # lexsort sorts by its last key first: most lookups, then those that are hot now.
     order = np.lexsort((~was, -counts))
-    return HotIds(now.table, now.rows, np.sort(order[: len(now.ids)]))
+    return HotIds(hot_ids.table, hot_ids.rows, np.sort(order[: len(hot_ids.ids)]))

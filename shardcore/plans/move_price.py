@@ -31,7 +31,7 @@ from shardcore.cost.model import CostModel
 from shardcore.cost.move_rates import MoveRates
 from shardcore.plans.diff import common_cells, device_shard_pairs
 from shardcore.step.exchange_lines import total_linear_cost
-from shardcore.step.kinds import Channel, layout_of_kind, shards_by_device
+from shardcore.step.kinds import Channel, sharding_kind_by_name, shards_by_device
 from shardcore.step.memory import size_text
 
 _LARGE_BYTES, _LEAST_BYTE_MS = 2.0**26, 1e-15
@@ -166,7 +166,7 @@ def _overhead_s(
 
 
 def _has_replica(placements: Iterable[Placement]) -> bool:
-    return any(layout_of_kind(p.kind).dense_gradient for p in placements)
+    return any(sharding_kind_by_name(p.kind).dense_gradient for p in placements)
 
 
 def _bytes_with_optimizer_state(shard: Shard, states: Optimizer) -> int:

@@ -1,7 +1,8 @@
 """One cut for many machines: each table cut in the same way on every offered machine, with a placement on each.
 
 So one checkpoint and one job definition fit all of them, whichever is free. How much has to be the same is a choice
-(SAME). Column parts always are the same columns, and no two parts of a table are on one device, where they would become
+(MUST_MATCH). Column parts always are the same columns, and no two parts of a table are on one device, where they would
+become
 one: an optimizer with one number a row has one for each part (see diff.py).
 
 The search begins with the best plan of each machine alone. The cuts of these are tried on all others, also without
@@ -19,15 +20,15 @@ from shardcore.core import progress
 from shardcore.core.errors import Infeasible, ShardCoreError
 from shardcore.core.types import Plan, Problem
 from shardcore.cost.model import CostModel, price_plan
-from shardcore.search.decisions.driver import Found, Outcome
+from shardcore.search.decisions.driver import FoundPlan, ProposalOutcome
 from shardcore.search.decisions.provision import Offer, cluster_of_offer
 from shardcore.search.state.column_parts import ColumnParts, even_cut_columns, with_tables_in_parts
-from shardcore.step.kinds import LAYOUTS, Layout, layout_of_kind
+from shardcore.step.kinds import SHARDING_KINDS, ShardingKind, sharding_kind_by_name
 
-SAME: Mapping[str, Callable[[Layout], object]] = {
-    "columns": lambda layout: None,
-    "replicas": lambda layout: layout.dense_gradient,
-    "kinds": lambda layout: layout.name,
+MUST_MATCH: Mapping[str, Callable[[ShardingKind], object]] = {
+    "columns": lambda sharding_kind: None,
+    "replicas": lambda sharding_kind: sharding_kind.dense_gradient,
+    "kinds": lambda sharding_kind: sharding_kind.name,
 }
 """Part of a table's kind that is the same on all machines, besides its columns, by name.
 
@@ -45,24 +46,24 @@ Cut = Mapping[str, tuple[object, tuple[int, ...]]]
 first."""
 
 
-def cut_of_plan(plan: Plan, problem: Problem, same: str, most: int | None = None) -> Cut:
+def cut_of_plan(plan: Plan, problem: Problem, must_match: str, max_parts: int | None = None) -> Cut:
     """The cut of a plan.
 
-    same: a name of SAME.
-    most: parts of a table, at most. A table in more parts is cut into that many even ones. None: any number.
+    must_match: a name of MUST_MATCH.
+    max_parts: parts of a table, at most. A table in more parts is cut into that many even ones. None: any number.
     """
     return {
         name: (
-            SAME[same](layout_of_kind(placements[0].kind)),
+            MUST_MATCH[must_match](sharding_kind_by_name(placements[0].kind)),
             tuple(sorted({p.shard.col_lo for p in placements} - {0}))
-            if len(placements) <= (most or len(placements))
-            else tuple(even_cut_columns(placements[0].shard.table, most or 1, problem)),
+            if len(placements) <= (max_parts or len(placements))
+            else tuple(even_cut_columns(placements[0].shard.table, max_parts or 1, problem)),
         )
         for name, placements in sorted(plan.placements_by_table().items())
     }
 
 
-def _problem_in_parts(problem: Problem, cut: Cut, same: str, apart: bool) -> ColumnParts:
+def _problem_in_parts(problem: Problem, cut: Cut, must_match: str, apart: bool) -> ColumnParts:
     """Problem whose tables are the parts of a cut, which no plan cuts by columns again.
 
     apart: each part has other devices than the other parts of its table, in the order of their columns.
@@ -78,9 +79,9 @@ def _problem_in_parts(problem: Problem, cut: Cut, same: str, apart: bool) -> Col
     kinds = {
         name: tuple(
             kind
-            for kind in problem.restricted_kinds_by_table.get(whole.name, LAYOUTS)
-            if SAME[same](LAYOUTS[kind]) == cut[whole.name][0]
-            and (LAYOUTS[kind].cuts_columns or whole.name not in columns_of)
+            for kind in problem.restricted_kinds_by_table.get(whole.name, SHARDING_KINDS)
+            if MUST_MATCH[must_match](SHARDING_KINDS[kind]) == cut[whole.name][0]
+            and (SHARDING_KINDS[kind].cuts_columns or whole.name not in columns_of)
         )
         for name, (whole, _) in wholes.items()
     }
@@ -108,23 +109,27 @@ def _problem_in_parts(problem: Problem, cut: Cut, same: str, apart: bool) -> Col
 
 
 def plan_with_cut(
-    problem: Problem, model: CostModel, cut: Cut, same: str, search: Callable[[Problem, CostModel], Plan]
+    problem: Problem,
+    model: CostModel,
+    cut: Cut,
+    must_match: str,
+    search: Callable[[Problem, CostModel], Plan],
 ) -> Plan:
     """Plan of a problem with a given cut.
 
     model: cost model for the problem.
-    same: a name of SAME.
+    must_match: a name of MUST_MATCH.
 
     Raises Infeasible where no such plan is found, and ShardCoreError where the devices cannot run the cut.
     """
     most = max(len(columns) + 1 for _, columns in cut.values())
     # Without pins first: they leave good plans out.
     for apart in (False, True) if most <= len(problem.topology) else ():
-        parts = _problem_in_parts(problem, cut, same, apart)
+        parts = _problem_in_parts(problem, cut, must_match, apart)
         found = search(parts.problem, model)
         # Canonical: parts on one device become one, and unequal ones get their columns by the order of devices.
         plan = Plan(parts.with_whole_tables(found.placements))
-        if parts.are_runnable(found.placements) and cut_of_plan(plan, problem, same) == cut:
+        if parts.are_runnable(found.placements) and cut_of_plan(plan, problem, must_match) == cut:
             return replace(
                 plan,
                 provenance={
@@ -143,9 +148,9 @@ def plan_each(
     offers: Sequence[Offer],
     models: Mapping[str, CostModel],
     search: Callable[[Problem, CostModel], Plan],
-    same: str = "columns",
+    must_match: str = "columns",
     end_s: float = float("inf"),
-) -> list[tuple[Outcome, float]]:
+) -> list[tuple[ProposalOutcome, float]]:
     """Plans with one cut, that of the least worst regret found, on all hosts of each offer.
 
     Each is an outcome, whose proposal is the offer, with the predicted ms of the cheapest plan that was found for this
@@ -153,14 +158,14 @@ def plan_each(
 
     models: cost models by the offers' `model_or_hardware`.
     search: a sharder with its seed and budget. It makes up to n + 14 n² plans for n offers, and seldom half of these.
-    same: what is the same on all machines, a name of SAME.
+    must_match: what is the same on all machines, a name of MUST_MATCH.
     end_s: when the search for a better cut ends, by `progress.clock`.
 
     Raises ShardCoreError if no offer has any plan.
     """
-    tried = dict[tuple[Offer, object], Outcome]()
+    tried = dict[tuple[Offer, object], ProposalOutcome]()
 
-    def plan_on(offer: Offer, cut: Cut | None = None) -> Outcome:
+    def plan_on(offer: Offer, cut: Cut | None = None) -> ProposalOutcome:
         """Plan on an offer with a cut, or with any, or the reason that there is none. Searched once."""
         key = offer, cut and tuple(cut.items())
         if key not in tried:
@@ -168,11 +173,11 @@ def plan_each(
                 with progress.prefixed_phases(offer.name):
                     on = cluster_of_offer(problem, offer, offer.most_hosts).problem
                     model = models[offer.model_or_hardware].for_problem(on)
-                    plan = plan_with_cut(on, model, cut, same, search) if cut else search(on, model)
-                    found = Found(problem=on, plan=plan, ms=plan.provenance["predicted_ms"], evals=0)
-                    tried[key] = Outcome(proposal=offer, found=found)
+                    plan = plan_with_cut(on, model, cut, must_match, search) if cut else search(on, model)
+                    found = FoundPlan(problem=on, plan=plan, ms=plan.provenance["predicted_ms"], evals=0)
+                    tried[key] = ProposalOutcome(proposal=offer, found=found)
             except ShardCoreError as error:
-                tried[key] = Outcome(proposal=offer, error=error)
+                tried[key] = ProposalOutcome(proposal=offer, error=error)
         return tried[key]
 
     own = {x.proposal: x.found for x in map(plan_on, offers) if x.found}
@@ -180,7 +185,9 @@ def plan_each(
         raise next(x.error for x in tried.values() if x.error)
     # A search with the own cut may find no plan as good again.
     tried |= {
-        (offer, tuple(cut_of_plan(found.plan, problem, same).items())): Outcome(proposal=offer, found=found)
+        (offer, tuple(cut_of_plan(found.plan, problem, must_match).items())): ProposalOutcome(
+            proposal=offer, found=found
+        )
         for offer, found in own.items()
     }
 
@@ -200,7 +207,7 @@ def plan_each(
 
     # A table with more parts than the smallest machine has devices gets fewer.
     sizes = [len(found.problem.topology) for found in own.values()]
-    cuts = [cut_of_plan(found.plan, problem, same, min(sizes)) for found in own.values()]
+    cuts = [cut_of_plan(found.plan, problem, must_match, min(sizes)) for found in own.values()]
     cuts += [{name: (kind, ()) for name, (kind, _) in cut.items()} for cut in cuts]
     best, at = cuts[0], rank(cuts[0], next(iter(own)), (float("inf"), 0.0))
     for goal, blocks in [(goal, blocks) for blocks in BLOCKS for goal in cuts]:

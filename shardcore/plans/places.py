@@ -18,14 +18,14 @@ from shardcore.io.schema import ABSENT
 
 
 @dataclass(frozen=True)
-class Remote:
+class RemotePath:
     """A file or folder on an fsspec file system, with a few methods of Path."""
 
     fs: Any
     path: str
 
-    def __truediv__(self, name: str) -> Remote:
-        return Remote(self.fs, f"{self.path.rstrip('/')}/{name}")
+    def __truediv__(self, name: str) -> RemotePath:
+        return RemotePath(self.fs, f"{self.path.rstrip('/')}/{name}")
 
     def __str__(self) -> str:
         return str(self.fs.unstrip_protocol(self.path))
@@ -48,11 +48,11 @@ class Remote:
             ) from None
 
 
-Place = Path | Remote
+StorePath = Path | RemotePath
 
 
 @contextmanager
-def raise_plain_errors(place: Place, but: tuple[type[OSError], ...] = ()) -> Iterator[None]:
+def raise_plain_errors(place: StorePath, but: tuple[type[OSError], ...] = ()) -> Iterator[None]:
     """Context that turns OSErrors into ShardCoreErrors of one line, and suppresses those in `but`."""
     try:
         yield
@@ -62,7 +62,7 @@ def raise_plain_errors(place: Place, but: tuple[type[OSError], ...] = ()) -> Ite
         raise Unreachable(f"cannot use {error.filename or place}: {error.strerror or error}") from None
 
 
-def open_place(root: str | Path) -> Place:
+def open_place(root: str | Path) -> StorePath:
     """Local path or remote folder that a path or URL names.
 
     Raises ShardCoreError for an unknown URL scheme, a missing package, or an invalid folder name.
@@ -83,30 +83,30 @@ def open_place(root: str | Path) -> Place:
             f"plans are at {root}, which cannot be opened: {' '.join(str(error).split())[:200]}"
         ) from None
     # A file URL is a local folder, with locks and atomic renames.
-    return Path(path) if isinstance(fs, LocalFileSystem) else Remote(fs, path)
+    return Path(path) if isinstance(fs, LocalFileSystem) else RemotePath(fs, path)
 
 
-def is_link(at: Place) -> bool:
-    with raise_plain_errors(at):
-        return isinstance(at, Path) and at.is_symlink()
+def is_link(path: StorePath) -> bool:
+    with raise_plain_errors(path):
+        return isinstance(path, Path) and path.is_symlink()
 
 
-def is_folder(at: Place) -> bool:
+def is_folder(path: StorePath) -> bool:
     """Tell if a path is neither a link nor a file. In an object store, any name may be a folder."""
-    with raise_plain_errors(at):
-        return not isinstance(at, Path) or not (at.is_symlink() or at.is_file())
+    with raise_plain_errors(path):
+        return not isinstance(path, Path) or not (path.is_symlink() or path.is_file())
 
 
-def exists(at: Place) -> bool:
+def path_exists(path: StorePath) -> bool:
     """Tell if a file or folder exists, locally or on a remote file system."""
-    with raise_plain_errors(at, ABSENT):
+    with raise_plain_errors(path, ABSENT):
         # fsspec's `exists` takes any failure for a no.
-        at.stat() if isinstance(at, Path) else at.call_file_system("info")
+        path.stat() if isinstance(path, Path) else path.call_file_system("info")
         return True
     return False
 
 
-def list_names(folder: Place) -> list[str]:
+def list_names(folder: StorePath) -> list[str]:
     """Sorted names in a folder, without names that begin with a dot. Empty if the folder is missing."""
     paths = []
     with raise_plain_errors(folder, ABSENT):
@@ -118,23 +118,23 @@ def list_names(folder: Place) -> list[str]:
     return sorted(name for name in names if not name.startswith("."))
 
 
-def write_file(at: Place, content: bytes) -> None:
+def write_file(path: StorePath, content: bytes) -> None:
     """Write a file atomically: whole or not at all."""
-    with raise_plain_errors(at):
-        if isinstance(at, Remote):
-            at.call_file_system("pipe_file", content)
+    with raise_plain_errors(path):
+        if isinstance(path, RemotePath):
+            path.call_file_system("pipe_file", content)
             return
         # Writing to a pipe may never end. A link may lead to a device.
-        require(not at.exists() or at.is_file(), f"cannot write {at}: it is no regular file; remove it")
-    writing.write_atomic(at, content)
+        require(not path.exists() or path.is_file(), f"cannot write {path}: it is no regular file; remove it")
+    writing.write_atomic(path, content)
 
 
-def remove_file_or_folder(at: Place) -> None:
+def remove_file_or_folder(path: StorePath) -> None:
     """Remove a file, or a folder with its content, if present."""
-    with raise_plain_errors(at, ABSENT):
-        if not isinstance(at, Path):
-            at.call_file_system("rm", recursive=True)
-        elif at.is_dir() and not at.is_symlink():
-            shutil.rmtree(at)
+    with raise_plain_errors(path, ABSENT):
+        if not isinstance(path, Path):
+            path.call_file_system("rm", recursive=True)
+        elif path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
         else:
-            at.unlink()
+            path.unlink()

@@ -18,9 +18,9 @@ from shardcore.core.validation import MOST_COUNT, Count, Record, Rule, Seed, num
 from shardcore.cost.model import CostModel, PricedPlan, is_less, price_plan
 from shardcore.io import files
 from shardcore.plans import store
-from shardcore.plans.decisions import ROLLED_BACK, Decision, Version, version_name
-from shardcore.plans.diff import Diff, diff_plans, relabel_devices
-from shardcore.plans.gain import CONFIDENCE, Gain, plan_gain
+from shardcore.plans.decisions import ROLLED_BACK, Decision, PlanVersion, version_name
+from shardcore.plans.diff import PlanDiff, diff_plans, relabel_devices
+from shardcore.plans.gain import CONFIDENCE, PlanGain, plan_gain
 from shardcore.plans.replan import ReplanConfig, replan, tables_forced_to_move
 from shardcore.plans.what_if import price_single_moves
 from shardcore.plans.words import moves_summary, threshold_text, time_text
@@ -48,7 +48,9 @@ _EXPLAIN = Budget(evals=10_000)
 _EARLIER = 12
 """Earlier decisions that a page is handed."""
 
-Page = Callable[[Version, Problem, Explanation, Sequence[Decision], Diff | None, Version | None], str]
+Page = Callable[
+    [PlanVersion, Problem, Explanation, Sequence[Decision], PlanDiff | None, PlanVersion | None], str
+]
 """Renderer of a plan's page: report.plan_page.published_version_page."""
 
 
@@ -102,7 +104,7 @@ class PublishConfig(Record):
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedPlan:
     """A problem's current plan after a decision.
 
     problem: the problem.
@@ -118,7 +120,7 @@ class Published:
 
 
 @dataclass(frozen=True)
-class _Previous:
+class _PreviousPlan:
     """The last published plan of a problem.
 
     decision: the last decision.
@@ -134,7 +136,7 @@ class _Previous:
     priced: PricedPlan | None
     reason: str = ""
 
-    def moves_to_plan(self, plan: Plan, problem: Problem) -> Diff | None:
+    def moves_to_plan(self, plan: Plan, problem: Problem) -> PlanDiff | None:
         """Moves from the previous plan to a new plan. None if the previous plan's files are damaged."""
         if self.published is None:
             return None
@@ -163,7 +165,7 @@ class Publisher:
     def __post_init__(self) -> None:
         sharder(self.config.algorithm, self.policy)  # refused here, not at the first problem
 
-    def publish(self, problem: Problem) -> Published:
+    def publish(self, problem: Problem) -> PublishedPlan:
         """Decide on the plan of one problem, and publish it. Raises Infeasible if no plan is found."""
         # Another publisher must not decide between our read and our write.
         with store.publishing_lock(self.plans, problem.name):
@@ -178,9 +180,9 @@ class Publisher:
             except ShardCoreError as error:
                 # The decision stands. Versions that are not needed harm nobody.
                 _logger.warning("problem %r: old versions stay for now: %s", problem.name, error)
-        return Published(problem, decision, cost, _total_ms_by_sharder(others))
+        return PublishedPlan(problem, decision, cost, _total_ms_by_sharder(others))
 
-    def _previous_plan(self, problem: Problem) -> _Previous | None:
+    def _previous_plan(self, problem: Problem) -> _PreviousPlan | None:
         """Last published plan of a problem, priced under the current model; None if nothing was published."""
         decision = store.last_decision(self.plans, problem.name)
         if decision is None:
@@ -190,14 +192,14 @@ class Publisher:
         try:
             published = store.read_plan(self.plans, problem.name)[0]
             plan = rebind_tables(published, problem)
-            return _Previous(decision, published, plan, price_plan(plan, problem, self.model))
+            return _PreviousPlan(decision, published, plan, price_plan(plan, problem, self.model))
         # A store that is not reached says nothing of the plan, so publishing stops.
         except Unreachable:
             raise
         except ShardCoreError as error:
-            return _Previous(decision, published, plan, None, str(error))
+            return _PreviousPlan(decision, published, plan, None, str(error))
 
-    def _make_decision(self, problem: Problem, previous: _Previous | None, **fields: Any) -> Decision:
+    def _make_decision(self, problem: Problem, previous: _PreviousPlan | None, **fields: Any) -> Decision:
         """Decision from `fields` and from those fields that all decisions of this publisher share."""
         return Decision(
             problem=problem.name,
@@ -213,7 +215,7 @@ class Publisher:
     # --- the earlier plan under this model ----------------------------------------------------------------
 
     def _restored_decision(
-        self, problem: Problem, previous: _Previous | None
+        self, problem: Problem, previous: _PreviousPlan | None
     ) -> tuple[Decision, PredictedCost] | None:
         """Decision to restore the plan that was current under the same model version before, with its cost; None
         without one.
@@ -250,7 +252,7 @@ class Publisher:
     # --- a new plan --------------------------------------------------------------------------------------
 
     def _searched_decision(
-        self, problem: Problem, previous: _Previous | None, others: Mapping[str, compare.Outcome]
+        self, problem: Problem, previous: _PreviousPlan | None, others: Mapping[str, compare.SharderOutcome]
     ) -> tuple[Decision, PredictedCost]:
         """Decision between a newly searched plan and the published one, and the cost of the chosen plan."""
         candidate = self._candidate_plan(problem, previous, others)
@@ -280,7 +282,7 @@ class Publisher:
             self._store_version(problem, plan, version, decision, previous, others)
         return decision, chosen.cost
 
-    def _baseline_outcomes(self, problem: Problem) -> dict[str, compare.Outcome]:
+    def _baseline_outcomes(self, problem: Problem) -> dict[str, compare.SharderOutcome]:
         """Plans to compare with, by sharder: of BASELINES, NeuroShard's beam, and TorchRec's planner if it may run."""
         budgets: dict[str, Budget | None] = {
             **dict.fromkeys(BASELINES),
@@ -301,11 +303,11 @@ class Publisher:
                 outcomes[name] = compare.run_sharder(name, problem, self.model, self.config.seed, budget)
             except ShardCoreError as error:
                 # A failure of a baseline must not keep our plan from being published.
-                outcomes[name] = compare.Outcome(name, 0.0, error=str(error))
+                outcomes[name] = compare.SharderOutcome(name, 0.0, error=str(error))
         return outcomes
 
     def _candidate_plan(
-        self, problem: Problem, previous: _Previous | None, others: Mapping[str, compare.Outcome]
+        self, problem: Problem, previous: _PreviousPlan | None, others: Mapping[str, compare.SharderOutcome]
     ) -> PricedPlan:
         """Plan by the config's algorithm, with the publisher's provenance; or the published plan if no other is found.
 
@@ -366,7 +368,7 @@ class Publisher:
         return dataclasses.replace(found, plan=Plan(found.plan.placements, origin))
 
     def _judge_candidate(
-        self, plan: Plan, previous: _Previous, gained: Gain, problem: Problem
+        self, plan: Plan, previous: _PreviousPlan, gained: PlanGain, problem: Problem
     ) -> tuple[str, str]:
         """Outcome of a candidate plan, "better" or "kept", with the reason. gained: over a plan that is still valid."""
         if plan is previous.plan:
@@ -398,8 +400,8 @@ class Publisher:
         priced: PricedPlan,
         version: str,
         decision: Decision,
-        previous: _Previous | None,
-        others: Mapping[str, compare.Outcome],
+        previous: _PreviousPlan | None,
+        others: Mapping[str, compare.SharderOutcome],
     ) -> None:
         """Store a plan as a version with its report page, unless the version is stored already."""
         # Immutable versions: one that is whole is never written again.
@@ -429,8 +431,8 @@ class Publisher:
         store.add_version(self.plans, problem, priced.plan, numbers, page)
 
 
-def _stored_version(version: str, priced: PricedPlan) -> Version:
-    return Version(version_name(version), priced.plan, priced.cost, priced.workload.memory_bytes)
+def _stored_version(version: str, priced: PricedPlan) -> PlanVersion:
+    return PlanVersion(version_name(version), priced.plan, priced.cost, priced.workload.memory_bytes)
 
 
 def _model_identity(provenance: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -438,5 +440,5 @@ def _model_identity(provenance: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(provenance.get(key) for key in ("model", "model_version", "data"))
 
 
-def _total_ms_by_sharder(outcomes: Mapping[str, compare.Outcome]) -> dict[str, float | str]:
+def _total_ms_by_sharder(outcomes: Mapping[str, compare.SharderOutcome]) -> dict[str, float | str]:
     return {name: o.cost.total_ms if o.cost else o.error or "" for name, o in outcomes.items()}

@@ -22,17 +22,17 @@ from shardcore.core.validation import (
 )
 from shardcore.cost.model import CostModel
 from shardcore.cost.move_rates import MoveRates
-from shardcore.plans.diff import Diff, device_shard_pairs, diff_plans, relabel_devices, reorder_columns
+from shardcore.plans.diff import PlanDiff, device_shard_pairs, diff_plans, relabel_devices, reorder_columns
 from shardcore.plans.move_price import MovePrice, price_move
 from shardcore.search.anneal.reshard import Reshard, rebind_tables
 from shardcore.search.budget import Budget
-from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
+from shardcore.search.decisions.driver import Decision, FoundPlan, Proposal, ProposalOutcome
 from shardcore.search.portfolio import search_with_annealing
 from shardcore.search.sharders import DEFAULT_SHARDER, SPACE_OF
 from shardcore.search.state.column_parts import parts_of_plan
 from shardcore.search.state.packing import least_excess_plan
 from shardcore.search.state.shards import CONCESSION, priced_plan
-from shardcore.step.kinds import device_names, layout_of_kind
+from shardcore.step.kinds import device_names, sharding_kind_by_name
 from shardcore.step.lower import require_valid_plan
 from shardcore.step.memory import plan_fits, usable_bytes, used_bytes
 from shardcore.step.ways import must_be_on_all_devices
@@ -82,7 +82,7 @@ class ReplanConfig(Record, noun="re-plan config"):
         limits = {"tables": self.max_moved_tables, "bytes": self.max_moved_bytes}
         return " and ".join(f"{most} {unit}" for unit, most in limits.items() if most is not None)
 
-    def moves_beyond_limits(self, moved: Diff) -> tuple[int, int]:
+    def moves_beyond_limits(self, moved: PlanDiff) -> tuple[int, int]:
         """Number of tables, and of bytes, by which moves exceed the limits; 0 or less within the limits."""
         return (
             0 if self.max_moved_tables is None else len(moved.moves) - self.max_moved_tables,
@@ -90,49 +90,57 @@ class ReplanConfig(Record, noun="re-plan config"):
         )
 
 
-def renumber_devices(old: Plan, before: Problem, now: Problem, gone: Sequence[int]) -> tuple[Plan, Problem]:
+def renumber_devices(
+    old: Plan, old_problem: Problem, new_problem: Problem, lost_devices: Sequence[int]
+) -> tuple[Plan, Problem]:
     """Old plan with its devices numbered as in the new problem, and the problem to re-plan.
 
     Devices that stay keep their order and come first, those that are gone last. Where the problem still has
     as many devices as before, numbers stay, and no table may live on those that are gone.
 
-    before: the problem of the old plan.
-    gone: indices of its devices.
+    old_problem: the problem of the old plan.
+    lost_devices: indices of its devices.
 
     Raises ShardCoreError for a device that it does not have, or if more are missing than that.
     """
-    n_before, n_now = len(before.topology), len(now.topology)
+    n_before, n_now = len(old_problem.topology), len(new_problem.topology)
     # Device numbers are those of the old problem.
-    wrong = [d for d in gone if not 0 <= d < n_before]
+    wrong = [d for d in lost_devices if not 0 <= d < n_before]
     require(
         not wrong,
-        f"{device_names(wrong)} of problem {before.name!r} cannot be gone; it has devices 0 to {n_before - 1}",
+        f"{device_names(wrong)} of problem {old_problem.name!r} cannot be gone; it has devices 0 to {n_before - 1}",
     )
-    left = [d for d in range(n_before) if d not in gone]
+    left = [d for d in range(n_before) if d not in lost_devices]
     require(
-        bool(left), f"all {n_before} devices of problem {before.name!r} are gone; it needs to have one left"
+        bool(left),
+        f"all {n_before} devices of problem {old_problem.name!r} are gone; it needs to have one left",
     )
     if n_now == n_before:
-        if not gone:
-            return old, now
+        if not lost_devices:
+            return old, new_problem
         # Devices that are gone are still in the problem, so pins keep tables away from them.
-        pins = {t.name: sorted(set(now.allowed_devices(t.name)) - set(gone)) for t in now.tables}
+        pins = {
+            t.name: sorted(set(new_problem.allowed_devices(t.name)) - set(lost_devices))
+            for t in new_problem.tables
+        }
         if empty := [name for name, devices in pins.items() if not devices]:
             raise Infeasible(
-                f"table {empty[0]!r} may live on {device_names(now.allowed_devices(empty[0]))} "
+                f"table {empty[0]!r} may live on {device_names(new_problem.allowed_devices(empty[0]))} "
                 "only, which are gone; pin it elsewhere"
             )
-        return old, replace(now, constraints=replace(now.constraints, pinned=tuple(pins.items())))
+        return old, replace(
+            new_problem, constraints=replace(new_problem.constraints, pinned=tuple(pins.items()))
+        )
     # Fewer devices than are left: which ones are missing is unknown.
     require(
-        not gone or n_now >= len(left),
-        f"problem {now.name!r} has {n_now} devices; {before.name!r} has {len(left)} "
-        f"without {device_names(gone)}: name all devices that are gone",
+        not lost_devices or n_now >= len(left),
+        f"problem {new_problem.name!r} has {n_now} devices; {old_problem.name!r} has {len(left)} "
+        f"without {device_names(lost_devices)}: name all devices that are gone",
     )
     # Devices that are gone get numbers that the problem does not have.
-    number = {d: i for i, d in enumerate(left)} | {d: n_now + i for i, d in enumerate(gone)}
+    number = {d: i for i, d in enumerate(left)} | {d: n_now + i for i, d in enumerate(lost_devices)}
     placements = (replace(p, devices=tuple(number[d] for d in p.devices)) for p in old.placements)
-    return replace(old, placements=tuple(placements)), now
+    return replace(old, placements=tuple(placements)), new_problem
 
 
 @dataclass(frozen=True)
@@ -166,7 +174,7 @@ class Start(Decision, noun="a plan to start from"):
 
     def proposals(
         self, problem: Problem, model: CostModel, seconds: float | None
-    ) -> Generator[Proposal, Outcome, None]:
+    ) -> Generator[Proposal, ProposalOutcome, None]:
         """Problem to be searched from the old plan.
 
         Raises ShardCoreError for a plan with towers where the problem has none, as `renumber_devices`, and
@@ -201,7 +209,7 @@ class Start(Decision, noun="a plan to start from"):
             rename_to_cold_parts(self.old, problem), self.before, problem, sorted({*self.gone})
         )
 
-    def moves_to_plan(self, plan: Plan, problem: Problem) -> Diff:
+    def moves_to_plan(self, plan: Plan, problem: Problem) -> PlanDiff:
         """Moves from the old plan to a new one."""
         old, now = self.renumbered_plan(problem)
         return diff_plans(old, plan, problem, tables_forced_to_move(old, now))
@@ -211,7 +219,7 @@ class Start(Decision, noun="a plan to start from"):
         old, _ = self.renumbered_plan(problem)
         return price_move(old, plan, problem, model.for_problem(problem), self.config.move_rates)
 
-    def adopt(self, proposal: Proposal, found: Found, problem: Problem, model: CostModel) -> Found:
+    def adopt(self, proposal: Proposal, found: FoundPlan, problem: Problem, model: CostModel) -> FoundPlan:
         if proposal.search is None:
             # A search afresh starts from no plan, so it has no moves to record.
             return found
@@ -300,7 +308,7 @@ def _kept_plan(old: Plan, problem: Problem, model: CostModel, space: str) -> Pla
     except ShardCoreError:
         return None
     # Other kinds are in a space of columns only where a table has no choice.
-    others = [p.shard.table for p in left.placements if not layout_of_kind(p.kind).is_on_one_device]
+    others = [p.shard.table for p in left.placements if not sharding_kind_by_name(p.kind).is_on_one_device]
     if space != "all" and not all(must_be_on_all_devices(table, problem) for table in others):
         return None
     price = priced_plan(left.placements, problem, model).provenance
@@ -333,24 +341,24 @@ def _searched_plan(old: Plan, problem: Problem, limits: ReplanConfig, search: Ca
     return reorder_columns(searched, old) if limits.limits_moves else relabel_devices(searched, old, problem)
 
 
-def _packed_plan(stays: Plan, problem: Problem) -> Plan | None:
+def _packed_plan(kept_plan: Plan, problem: Problem) -> Plan | None:
     """Partial plan completed by packing its missing tables into free memory; None if none are missing or they do not
     fit.
     """
-    there = stays.placements_by_table()
+    there = kept_plan.placements_by_table()
     missing = tuple(t for t in problem.tables if t.name not in there)
-    if not stays.placements or not missing:
+    if not kept_plan.placements or not missing:
         return None
     devices = (
         replace(device, memory_bytes=max(1, device.memory_bytes - used))
-        for device, used in zip(problem.topology.devices, used_bytes(stays, problem), strict=True)
+        for device, used in zip(problem.topology.devices, used_bytes(kept_plan, problem), strict=True)
     )
     constraints = problem.constraints.restricted_to({t.name for t in missing})
     topology = problem.topology.with_devices(devices)
     packing, _ = least_excess_plan(
         replace(problem, tables=missing, topology=topology, constraints=constraints)
     )
-    packed = Plan((*stays.placements, *(packing.placements if packing else ())))
+    packed = Plan((*kept_plan.placements, *(packing.placements if packing else ())))
     return packed if plan_fits(packed, problem) else None
 
 

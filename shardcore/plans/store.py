@@ -40,7 +40,7 @@ from shardcore.io import files, schema, writing
 from shardcore.io.envelope import add_digest, remove_digest
 from shardcore.plans import decisions, places
 from shardcore.plans.decisions import ROLLED_BACK, Decision
-from shardcore.plans.places import Place
+from shardcore.plans.places import StorePath
 from shardcore.step.lower import require_valid_plan
 
 FEWEST_KEPT = 2
@@ -96,7 +96,7 @@ def read_plan(root: str | Path, name: str, version: str | None = None) -> tuple[
     return _load_version(_version_folder(home, version), name)
 
 
-def _load_version(folder: Place, name: str) -> tuple[Plan, Problem]:
+def _load_version(folder: StorePath, name: str) -> tuple[Plan, Problem]:
     problem = files.read_problem(folder / "problem.json")
     # A folder copied to another name would be used for the wrong problem.
     require(
@@ -105,12 +105,12 @@ def _load_version(folder: Place, name: str) -> tuple[Plan, Problem]:
     return files.read_plan(folder / "plan.json", problem), problem
 
 
-def _version_folder(home: Place, version: str) -> Place:
+def _version_folder(home: StorePath, version: str) -> StorePath:
     files.require_digest(version, str(home), "version")
     return home / "versions" / version
 
 
-def _list_versions(home: Place) -> list[str]:
+def _list_versions(home: StorePath) -> list[str]:
     """Names of a problem's version folders. Links are left out, as they may lead out of the store."""
     folder = home / "versions"
     return [
@@ -171,17 +171,17 @@ def published_problem_names(root: str | Path) -> list[str]:
     ]
 
 
-def _has_published_plan(home: Place) -> bool:
+def _has_published_plan(home: StorePath) -> bool:
     """Tell if a problem's folder has published plans and is no link, as a link may lead in a circle."""
     with suppress(ShardCoreError):
-        return not places.is_link(home) and places.exists(home / _POINTER)
+        return not places.is_link(home) and places.path_exists(home / _POINTER)
     return False
 
 
-def _current_decision_id(home: Place) -> str | None:
+def _current_decision_id(home: StorePath) -> str | None:
     """Id of the current decision, from the problem's pointer file; None without such a file."""
     path = home / _POINTER
-    if not places.exists(path):
+    if not places.path_exists(path):
         return None
     # A damaged pointer may be long: decode no more than an id can need.
     decision_id = schema.read_bytes(path)[:100].decode(errors="replace").strip()
@@ -190,7 +190,7 @@ def _current_decision_id(home: Place) -> str | None:
     return decision_id
 
 
-def _read_decision(home: Place, name: str, decision_id: str) -> Decision:
+def _read_decision(home: StorePath, name: str, decision_id: str) -> Decision:
     path = home / "decisions" / f"{decision_id}.json"
     decision = decisions.decision_from_json(schema.read_json(path), str(path))
     require(
@@ -259,7 +259,7 @@ def plan_version(plan: Plan, problem: Problem) -> str:
 
 
 def has_version(root: str | Path, name: str, version: str) -> bool:
-    return places.exists(_version_folder(_problem_folder(root, name), version) / "plan.json")
+    return places.path_exists(_version_folder(_problem_folder(root, name), version) / "plan.json")
 
 
 def is_version_intact(root: str | Path, name: str, version: str) -> bool:
@@ -403,12 +403,12 @@ def require_outside_versions(path: Path) -> None:
         )
 
 
-def jobs_folder(root: str | Path, name: str) -> Place:
+def jobs_folder(root: str | Path, name: str) -> StorePath:
     """Folder with the reports of jobs that follow a problem's plan (see `followed`)."""
     return _require_no_link(_problem_folder(root, name) / "jobs")
 
 
-def _problem_folder(root: str | Path, name: str) -> Place:
+def _problem_folder(root: str | Path, name: str) -> StorePath:
     """Folder of a problem's plans. Raises ShardCoreError for a link, and for a name that no problem can have."""
     name = name if isinstance(name, str) else repr(name)
     require(
@@ -426,7 +426,7 @@ def _problem_folder(root: str | Path, name: str) -> Place:
     return home
 
 
-def _require_no_link(folder: Place) -> Place:
+def _require_no_link(folder: StorePath) -> StorePath:
     """Return a problem's folder unchanged. Raises ShardCoreError for a link."""
     require(
         not places.is_link(folder),

@@ -100,12 +100,12 @@ def prepare_plans(
             )
 
 
-def _problem_without(problem: Problem, gone: Sequence[int]) -> Problem:
+def _problem_without(problem: Problem, lost_devices: Sequence[int]) -> Problem:
     """Problem of a job on the devices that are left, with as many samples on each as before.
 
     A table whose pins are all gone may live anywhere.
     """
-    number = {d: i for i, d in enumerate(d for d in problem.topology.device_indices if d not in gone)}
+    number = {d: i for i, d in enumerate(d for d in problem.topology.device_indices if d not in lost_devices)}
     pins = ((name, tuple(number[d] for d in of if d in number)) for name, of in problem.constraints.pinned)
     return replace(
         problem,

@@ -13,13 +13,13 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Plan, Problem, Setting
 from shardcore.cost import traced_factors
 from shardcore.cost.model import CostModel, PricedPlan, predicted_total_ms, price_plan
-from shardcore.cost.traced_factors import Correction
+from shardcore.cost.traced_factors import TracedCorrection
 from shardcore.io import job_folder
 from shardcore.io.traced_samples import TracedSample
 from shardcore.io.traced_steps import TracedJob
 from shardcore.measure.traces.job import read_traced_job
-from shardcore.plans.diff import Diff, diff_plans
-from shardcore.plans.gain import Gain, plan_gain
+from shardcore.plans.diff import PlanDiff, diff_plans
+from shardcore.plans.gain import PlanGain, plan_gain
 from shardcore.plans.move_price import price_move
 from shardcore.plans.replan import ReplanConfig, replan
 from shardcore.step.lower import lower
@@ -71,7 +71,7 @@ class CheckedJob:
     after: PricedPlan
     problem: Problem
     model: Any
-    correction: Correction
+    correction: TracedCorrection
     interval_ms: tuple[float, float]
     remarks: tuple[str, ...]
 
@@ -87,8 +87,8 @@ class Proposal:
 
     now: PricedPlan
     interval_ms: tuple[float, float]
-    gain: Gain
-    moved: Diff
+    gain: PlanGain
+    moved: PlanDiff
     seconds: float
 
 
@@ -202,7 +202,9 @@ def check_traced_job(job: ReadJob, model: CostModel) -> CheckedJob:
     )
 
 
-def step_interval_ms(plan: Plan, problem: Problem, model: Any, correction: Correction) -> tuple[float, float]:
+def step_interval_ms(
+    plan: Plan, problem: Problem, model: Any, correction: TracedCorrection
+) -> tuple[float, float]:
     """Interval of a step's predicted ms, with correction factors drawn from their posterior."""
     # A fixed seed, so that the same traces give the same interval.
     rng, workload = np.random.default_rng(0), lower(plan, problem, fits=False)

@@ -18,7 +18,7 @@ import numpy as np
 
 from shardcore.core.types import Problem, Shard, Table
 from shardcore.cost.model import CostModel, PricedPlan, step_ms
-from shardcore.step.kinds import layout_of_kind, merged_placements
+from shardcore.step.kinds import merged_placements, sharding_kind_by_name
 from shardcore.step.lower import traffic_of_outputs
 from shardcore.step.memory import memory_account, shard_sums, size_text
 from shardcore.tables.host_rows import with_shared_cache_load_factors
@@ -32,7 +32,7 @@ _AT_ONCE = 1 << 21
 
 
 @dataclass(frozen=True)
-class Changed:
+class ChangedDevice:
     """Compute and memory of one device after a hypothetical move.
 
     busy_ms: compute and exchanges, without waiting and ids.
@@ -45,7 +45,7 @@ class Changed:
 
 
 @dataclass(frozen=True)
-class Move:
+class PricedMove:
     """A hypothetical move of one shard to another device, with its price.
 
     shard: the shard.
@@ -60,7 +60,7 @@ class Move:
     devices: tuple[int, int]
     total_ms: float
     refused: str
-    changed: tuple[Changed, ...]
+    changed: tuple[ChangedDevice, ...]
     last: int
 
 
@@ -75,8 +75,8 @@ class WhatIf:
       shard is on that device alone.
     """
 
-    best: tuple[Move, ...] = ()
-    of_table: Mapping[str, tuple[Move, ...]] = field(default_factory=dict)
+    best: tuple[PricedMove, ...] = ()
+    of_table: Mapping[str, tuple[PricedMove, ...]] = field(default_factory=dict)
     stays: Mapping[str, str] = field(default_factory=dict)
     heaviest: tuple[str, float] | None = None
 
@@ -89,7 +89,7 @@ def price_single_moves(priced: PricedPlan, problem: Problem, model: CostModel) -
     problem: with the plan's towers, if it has some (decisions.towers.with_towers_of_plan).
     model: what prices the plan.
     """
-    if not any(op.layout.is_on_one_device for ops in priced.workload.ops for op in ops):
+    if not any(op.sharding_kind.is_on_one_device for ops in priced.workload.ops for op in ops):
         return WhatIf()
     plan = _PlanSums(priced, problem, model)
     stays = {s.table.name: why for s in plan.shards if (why := _reason_to_stay(s.table, problem))}
@@ -97,7 +97,7 @@ def price_single_moves(priced: PricedPlan, problem: Problem, model: CostModel) -
     ordered = sorted(
         plan.priced_moves(plan.possible_moves(free)), key=lambda move: (bool(move.refused), move.total_ms)
     )
-    of_table: dict[str, list[Move]] = defaultdict(list)
+    of_table: dict[str, list[PricedMove]] = defaultdict(list)
     for move in ordered:
         of_table[move.shard.table.name].append(move)
     return WhatIf(
@@ -134,11 +134,11 @@ class _PlanSums:
         self.plan, self.problem, self.model = plan, problem, model
         work, placements = plan.workload, merged_placements(plan.plan.placements)
         self.runs, n = list(work.traffic_slots), len(problem.topology)
-        ops = [(d, op) for d, ops in enumerate(work.ops) for op in ops if op.layout.is_on_one_device]
+        ops = [(d, op) for d, ops in enumerate(work.ops) for op in ops if op.sharding_kind.is_on_one_device]
         op_of = np.repeat(range(len(ops)), [len(op.shards) for _, op in ops])
         self.shards = [shard for _, op in ops for shard in op.shards]
         self.at = np.array([d for d, _ in ops])[op_of]
-        self.run = np.array([self.runs.index(op.layout) for _, op in ops])[op_of]
+        self.run = np.array([self.runs.index(op.sharding_kind) for _, op in ops])[op_of]
         as_cached = [with_shared_cache_load_factors(op.shards, op.batch) for _, op in ops]
         self.codes = model.encode([shard for of_op in as_cached for shard in of_op], problem.global_batch)
         number = self.run * n + self.at
@@ -180,33 +180,33 @@ class _PlanSums:
         placements, moves = self.plan.plan.placements_by_table(), []
         for i in free:
             name = self.shards[i].table.name
-            taken = {p.devices[0] for p in placements[name] if layout_of_kind(p.kind).is_on_one_device}
+            taken = {p.devices[0] for p in placements[name] if sharding_kind_by_name(p.kind).is_on_one_device}
             allowed = {*self.problem.allowed_devices(name)} - taken
             moves += [(i, d) for d in [d for d in first if d in allowed][:most]]
         return np.array(moves, dtype=int).reshape(-1, 2)
 
-    def priced_moves(self, moves: np.ndarray) -> Iterator[Move]:
+    def priced_moves(self, moves: np.ndarray) -> Iterator[PricedMove]:
         """Moves [K, 2] of shards to devices, priced in chunks that bound the memory."""
         at_once = max(1, _AT_ONCE // self.plan.workload.traffic.size)
         for k in range(0, len(moves), at_once):
             yield from self._price_moves_in_one_call(*moves[k : k + at_once].T)
 
-    def _price_moves_in_one_call(self, i: np.ndarray, to: np.ndarray) -> Iterator[Move]:
+    def _price_moves_in_one_call(self, i: np.ndarray, new_devices: np.ndarray) -> Iterator[PricedMove]:
         """Moves of shards i [K] to devices [K], priced in one call of the cost model."""
         cost, work, topology = self.plan.cost, self.plan.workload, self.problem.topology
         k, at, run = np.arange(len(i)), self.at[i], self.run[i]
         # [3, K, D] forward and backward compute, and time on slower links.
         parts = (cost.forward_compute_ms, cost.backward_compute_ms, cost.link_ms)
         compute = np.repeat(np.array(parts)[:, None], len(i), axis=1)
-        number = run * len(topology) + to
+        number = run * len(topology) + new_devices
         compute[:, k, at] -= self.saved_ms[:, i]
         grown_ms = self._ops_ms(self.sums[number] + self.codes[i], self.counts[number] + 1, number)
-        compute[:, k, to] += grown_ms - self.op_ms[:, number]
+        compute[:, k, new_devices] += grown_ms - self.op_ms[:, number]
         forward, backward, link = compute
         # [2, R, K, D] bytes of outputs and ids, and [K, D, P] bytes of memory.
         change = np.zeros((2, len(self.runs), *forward.shape))
         memory = np.repeat(self.memory[None], len(i), axis=0)
-        for sign, device in ((-1, at), (1, to)):
+        for sign, device in ((-1, at), (1, new_devices)):
             change[:, run, k, device] += sign * self.carried[:, i]
             memory[k, device] += sign * self.columns[i]
         outputs, ids = (dict(zip(self.runs, of, strict=True)) for of in change)
@@ -218,15 +218,17 @@ class _PlanSums:
         used = memory[..., : self.phases].max(2)
         lacks = np.ceil(used - self.limits[:, 0])
         beyond = (memory - self.limits).max((1, 2)) > 0
-        for k, (shard, *devices) in enumerate(zip(i.tolist(), at.tolist(), to.tolist(), strict=True)):
+        for k, (shard, *devices) in enumerate(
+            zip(i.tolist(), at.tolist(), new_devices.tolist(), strict=True)
+        ):
             refused = "an op would have more ids or features than FBGEMM runs" if beyond[k] else ""
             if lacks[k].max() > 0:
                 refused = f"device {lacks[k].argmax()} lacks {size_text(lacks[k].max())}"
             changed = (
-                Changed(d, float(busy_ms[k, d]), round(used[k, d]))
+                ChangedDevice(d, float(busy_ms[k, d]), round(used[k, d]))
                 for d in dict.fromkeys((*devices, last[k]))
             )
-            yield Move(
+            yield PricedMove(
                 self.shards[shard],
                 (devices[0], devices[1]),
                 float(total_ms[k]),

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from datetime import UTC, datetime
 
-from shardcore.plans.diff import Diff
+from shardcore.plans.diff import PlanDiff
 from shardcore.step.memory import size_text
 
 
-def moves_summary(moves: Diff) -> str:
+def moves_summary(moves: PlanDiff) -> str:
     """Text on tables that move, grow, are new or are gone, and on losses of a checkpoint."""
     return "; ".join(moves_phrases(moves))
 
 
-def moves_phrases(moves: Diff) -> list[str]:
+def moves_phrases(moves: PlanDiff) -> list[str]:
     forced, chosen = moves.forced_moves, moves.voluntary_moves
     words = [f"{moved_amount_text(moves)} to move" if moves.moves else "nothing moves"]
     # Forced moves are named apart, as no setting avoids them.
@@ -41,7 +41,7 @@ def moves_phrases(moves: Diff) -> list[str]:
     return words
 
 
-def moved_amount_text(moves: Diff) -> str:
+def moved_amount_text(moves: PlanDiff) -> str:
     """Text on the number of tables and bytes that move."""
     return (
         f"{count_text(len(moves.moves), 'table')}, {size_text(moves.bytes)} of weights"

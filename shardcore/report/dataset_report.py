@@ -88,7 +88,12 @@ def exchange_summary(samples: Sequence[CollectiveSample]) -> list[tuple[str, str
     rows = [("exchanges", f"{len(timed)} timed, {len(samples) - len(timed)} failed")]
     if timed:
         transfers = [
-            x for s in timed for way in (s.forward, s.backward) if way for x in way if x.median_ms > 0
+            x
+            for s in timed
+            for direction in (s.forward, s.backward)
+            if direction
+            for x in direction
+            if x.median_ms > 0
         ]
         rows += [
             ("of them", ", ".join(f"{n} {kind}" for kind, n in kinds.most_common())),
@@ -105,20 +110,22 @@ def exchange_summary(samples: Sequence[CollectiveSample]) -> list[tuple[str, str
     return rows
 
 
-def step_summary(kept: Sequence[ReplaySet]) -> list[tuple[str, str]]:
+def step_summary(replay_sets: Sequence[ReplaySet]) -> list[tuple[str, str]]:
     """Coverage and noise of replayed steps: rows of name and value."""
-    costs = [cost for one in kept for cost in one.costs.values()]
+    costs = [cost for one in replay_sets for cost in one.costs.values()]
     kinds = Counter(
         name
-        for one in kept
+        for one in replay_sets
         for plan in one.plans.values()
         for name in dict.fromkeys(p.kind for p in plan.placements)
     )
-    problems = sum(all(one.problem != other.problem for other in kept[:i]) for i, one in enumerate(kept))
+    problems = sum(
+        all(one.problem != other.problem for other in replay_sets[:i]) for i, one in enumerate(replay_sets)
+    )
     return [
         ("steps", f"{len(costs)} plans of {problems} problems"),
         ("of them with shards of kind", ", ".join(f"{n} {kind}" for kind, n in kinds.most_common())),
-        ("devices", _range_text([len(one.problem.topology) for one in kept])),
+        ("devices", _range_text([len(one.problem.topology) for one in replay_sets])),
         ("step ms", _range_text([c.total_ms for c in costs])),
         (
             "spread of one step's repeats",

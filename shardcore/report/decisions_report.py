@@ -15,7 +15,7 @@ from shardcore.cost.profile import MEASUREMENTS
 from shardcore.plans.hot_drift import HotDrift
 from shardcore.report.figures import Figure, figure_with_panels
 from shardcore.report.text import records_table, text_table
-from shardcore.search.decisions.driver import Entry, Found, Ledger, Outcome
+from shardcore.search.decisions.driver import DecisionLedger, FoundPlan, LedgerEntry, ProposalOutcome
 from shardcore.search.decisions.memory_tiers import least_link_ms, link_ms_savings, tier_of_each_table
 from shardcore.search.decisions.provision import Provision, best_cluster_of_each_offer
 from shardcore.search.decisions.towers import with_towers_of_plan
@@ -32,7 +32,7 @@ _MORE_GIB = (1, 2, 4, 8, 16, 32, 64)
 # --- the ledger --------------------------------------------------------------------------------------------
 
 
-def ledger_text(ledger: Ledger | None) -> str:
+def ledger_text(ledger: DecisionLedger | None) -> str:
     """Tables of all proposals in a ledger of decisions, nested ones after, each with the reason for its choice; "" for
     None.
     """
@@ -43,7 +43,7 @@ def ledger_text(ledger: Ledger | None) -> str:
     return f"{table}{because}\n\n{ledger_text(ledger.winning_entry.within)}".rstrip("\n")
 
 
-def proposals_table(decision: str, entries: Sequence[Entry], chosen: Entry | None = None) -> str:
+def proposals_table(decision: str, entries: Sequence[LedgerEntry], chosen: LedgerEntry | None = None) -> str:
     """Table with a row for each proposal of a decision, at most MOST_ENTRIES.
 
     chosen: the proposal that won. None: none did.
@@ -66,7 +66,7 @@ def proposals_table(decision: str, entries: Sequence[Entry], chosen: Entry | Non
     return table + more * (len(entries) > len(shown))
 
 
-def has_several_proposals(ledger: Ledger | None) -> bool:
+def has_several_proposals(ledger: DecisionLedger | None) -> bool:
     """Tell if a decision in the ledger, at any level, had more than one proposal."""
     return ledger is not None and (
         len(ledger.entries) > 1 or has_several_proposals(ledger.winning_entry.within)
@@ -84,15 +84,15 @@ def _cell_text(value: Any) -> str:
 # --- hot rows ----------------------------------------------------------------------------------------------
 
 
-def hot_rows_table(before: Problem, problem: Problem) -> str:
+def hot_rows_table(old_problem: Problem, problem: Problem) -> str:
     """Table of how many rows of each table are hot; "" if none are.
 
-    before: the problem without hot rows.
+    old_problem: the problem without hot rows.
     """
     hot = {t.name.removesuffix(HOT): t for t in problem.tables if t.name.endswith(HOT)}
     rows = [
         (t.name, f"{t.rows:,}", f"{hot[t.name].rows:,}", f"{hot[t.name].pooling / t.pooling:.1%}")
-        for t in before.tables
+        for t in old_problem.tables
         if t.name in hot
     ]
     return text_table(["table", "rows", "hot rows", "their lookups"], rows) if rows else ""
@@ -164,13 +164,13 @@ def memory_tiers_text(problem: Problem) -> str:
 # --- clusters ----------------------------------------------------------------------------------------------
 
 
-def _error_band(model: CostModel, found: Found) -> float:
+def _error_band(model: CostModel, found: FoundPlan) -> float:
     """Relative error that a profile expects of a plan's step; 0 for a trained model."""
     problem = with_towers_of_plan(found.plan, found.problem)
     return (error_bands(model.for_problem(problem), lower(found.plan, problem)) or (0.0,))[0]
 
 
-def _cluster_record(outcome: Outcome, band: float) -> dict[str, Any]:
+def _cluster_record(outcome: ProposalOutcome, band: float) -> dict[str, Any]:
     """Table row of a cluster that has a plan, by header. band: relative error of its step."""
     cluster, samples_per_s = outcome.proposal, outcome.proposal.samples_per_s(outcome.ms)
     return {
@@ -184,7 +184,7 @@ def _cluster_record(outcome: Outcome, band: float) -> dict[str, Any]:
     }
 
 
-def cluster_lines(decision: Provision, result: Found) -> Iterator[str]:
+def cluster_lines(decision: Provision, result: FoundPlan) -> Iterator[str]:
     """Lines on provisioned clusters: the chosen one, the best of each offer, and those without a plan."""
     outcomes = result.outcomes
     best = best_cluster_of_each_offer(outcomes, decision.target)
@@ -216,13 +216,13 @@ def cluster_lines(decision: Provision, result: Found) -> Iterator[str]:
         yield f"{len(none)} clusters have no plan, such as {none[0].proposal.words}: {none[0].error}"
 
 
-def clusters_figure(outcomes: Sequence[Outcome], chosen: Outcome | None) -> Figure:
+def clusters_figure(outcomes: Sequence[ProposalOutcome], chosen: ProposalOutcome | None) -> Figure:
     """Figure of samples per second against price per hour, with the best cluster at each price and the chosen one.
 
     chosen: None if none meets the target.
     """
 
-    def prices_and_rates(of: Sequence[Outcome]) -> tuple[list[float], list[float]]:
+    def prices_and_rates(of: Sequence[ProposalOutcome]) -> tuple[list[float], list[float]]:
         return [x.proposal.price_per_hour for x in of], [x.proposal.samples_per_s(x.ms) for x in of]
 
     made, [axes] = figure_with_panels((8, 5))

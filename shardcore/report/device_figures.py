@@ -12,7 +12,7 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Plan, Problem
 from shardcore.cost.model import CostModel, price
 from shardcore.io.writing import write_atomic
-from shardcore.plans.decisions import Version
+from shardcore.plans.decisions import PlanVersion
 from shardcore.report.figures import Axes, Figure, figure_with_panels, png_bytes, svg_text
 from shardcore.report.plan_explorer import PARTS
 from shardcore.step.lower import lower
@@ -23,7 +23,7 @@ _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (1, "bytes"))
 
 
 @dataclass(frozen=True)
-class Picture:
+class PlanPicture:
     """Matplotlib figure that a notebook shows and `save` writes.
 
     figure: matplotlib's, to change it.
@@ -44,7 +44,7 @@ class Picture:
         return png_bytes(self.figure)
 
 
-def plot(plan: Plan, problem: Problem, model: CostModel, before: Plan | None = None) -> Picture:
+def plot(plan: Plan, problem: Problem, model: CostModel, before: Plan | None = None) -> PlanPicture:
     """Bars of each device under a plan: the parts of a step in ms, and the memory used.
 
     plan: the plan to draw.
@@ -65,11 +65,11 @@ def plot(plan: Plan, problem: Problem, model: CostModel, before: Plan | None = N
             cost = price(workload, model)
             by = drawn.provenance.get("algorithm", "an unknown algorithm")
             words = f"{name}, by {by}: {cost.total_ms:.2f} ms a step" * (before is not None)
-            shown.append(Version(words, drawn, cost, workload.memory_bytes))
-    return Picture(device_figure(problem, shown))
+            shown.append(PlanVersion(words, drawn, cost, workload.memory_bytes))
+    return PlanPicture(device_figure(problem, shown))
 
 
-def device_figure(problem: Problem, plans: Sequence[Version]) -> Figure:
+def device_figure(problem: Problem, plans: Sequence[PlanVersion]) -> Figure:
     """Figure with two panels for each plan of a problem: stacked step parts by device, and memory used."""
     n = len(plans)
     made, panels = figure_with_panels((11, 3.4 * n), n, 2)
@@ -82,7 +82,7 @@ def device_figure(problem: Problem, plans: Sequence[Version]) -> Figure:
     return made
 
 
-def _draw_step_parts(axes: Axes, plan: Version, most_ms: float) -> None:
+def _draw_step_parts(axes: Axes, plan: PlanVersion, most_ms: float) -> None:
     below = np.zeros(len(plan.memory_bytes))
     for label, name, color in PARTS:
         heights = np.array(getattr(plan.cost, name))

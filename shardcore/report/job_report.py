@@ -54,7 +54,9 @@ def traced_step_text(job: TracedJob) -> str:
     return table + f"\nand {left} more ranks" * (left > 0) + _missing_ranks_text(step, "\n")
 
 
-def prediction_text(step: TracedStep, before: StepCost, after: StepCost, ranks: Sequence[int]) -> str:
+def prediction_text(
+    step: TracedStep, cost_before: StepCost, cost_after: StepCost, ranks: Sequence[int]
+) -> str:
     """Table of measured and predicted step parts of each rank, before and after correction.
 
     ranks: the device of each rank.
@@ -65,7 +67,7 @@ def prediction_text(step: TracedStep, before: StepCost, after: StepCost, ranks: 
         device = ranks[rank.rank]
         for name in (*PARTS, "dense_ms"):
             measured = rank.cost_ms(name)
-            both = [getattr(cost, name) for cost in (before, after)]
+            both = [getattr(cost, name) for cost in (cost_before, cost_after)]
             values = both if name == "dense_ms" else [of_devices[device] for of_devices in both]
             if measured or any(values):
                 cells = [x for ms in values for x in (f"{ms:.2f}", f"{ms - measured:+.2f}")]

@@ -66,16 +66,16 @@ def prediction_scatter_figure(measured_ms: np.ndarray, predicted_ms: np.ndarray,
     return figure
 
 
-def replay_scatter_figure(rows: Sequence[replay_metrics.ReplayRecord], title: str) -> Figure:
+def replay_scatter_figure(replays: Sequence[replay_metrics.PlanReplay], title: str) -> Figure:
     """Figure of predicted over replayed step ms of plans of many problems, on log axes.
 
     A colour marks the algorithm. A line joins the plans of a problem. Bars are 95% intervals of replays. The
     line of equality and ±10% are drawn too.
     """
     predicted, replayed, noise = (
-        np.array([getattr(r, k) for r in rows]) for k in ("predicted_ms", "replayed_ms", "noise_ms")
+        np.array([getattr(r, k) for r in replays]) for k in ("predicted_ms", "replayed_ms", "noise_ms")
     )
-    found = replay_metrics.flat_metrics(rows)
+    found = replay_metrics.flat_metrics(replays)
     tau = f"\nKendall tau within problems {found['kendall_tau']:.2f}" if "kendall_tau" in found else ""
     words = (
         f"{found['plans']:.0f} plans of {found['problems']:.0f} problems\nmean absolute error "
@@ -83,11 +83,11 @@ def replay_scatter_figure(rows: Sequence[replay_metrics.ReplayRecord], title: st
     )
     figure, axes = _equality_figure(title, np.concatenate([predicted, replayed]), words, width=8)
     axes.set(xlabel="replayed ms")
-    for problem in dict.fromkeys(r.problem for r in rows):
-        own = sorted((r.replayed_ms, r.predicted_ms) for r in rows if r.problem == problem)
+    for problem in dict.fromkeys(r.problem for r in replays):
+        own = sorted((r.replayed_ms, r.predicted_ms) for r in replays if r.problem == problem)
         axes.plot(*np.array(own).T, color="0.7", linewidth=0.7, zorder=1)
-    for i, name in enumerate(dict.fromkeys(r.algorithm for r in rows)):
-        of = np.array([r.algorithm == name for r in rows])
+    for i, name in enumerate(dict.fromkeys(r.algorithm for r in replays)):
+        of = np.array([r.algorithm == name for r in replays])
         # A bar must not reach 0 on a log axis.
         axes.errorbar(
             replayed[of],
@@ -218,10 +218,10 @@ def _training_table(model: NeuralModel) -> str:
 
 def _step_factors_text(model: NeuralModel) -> str:
     factors = [
-        f"{channel.description} {way} {collective_model.step_factor(model.weights, channel, way):.2f}"
+        f"{channel.description} {direction} {collective_model.step_factor(model.weights, channel, direction):.2f}"
         for channel in CHANNELS
-        for way in channel.definition.ways
-        if collective_model.step_factor_name(channel, way) in model.weights
+        for direction in channel.definition.directions
+        if collective_model.step_factor_name(channel, direction) in model.weights
     ]
     return f"{model.meta['steps']:,}: {', '.join(factors)}"
 
@@ -291,9 +291,9 @@ def _accuracy_text(studied: StudyResults) -> str:
     return markdown_table(("", *studied.metrics), rows) + "\n\n" + " ".join(sentences)
 
 
-def _metric_cell(found: Mapping[str, float], key: str, form: str) -> str:
-    count = found.get(f"n_{key.removesuffix('_mape')}") if "comm" in key else None
-    return "-" if key not in found else form.format(found[key]) + (f" ({count:.0f})" if count else "")
+def _metric_cell(metrics: Mapping[str, float], key: str, form: str) -> str:
+    count = metrics.get(f"n_{key.removesuffix('_mape')}") if "comm" in key else None
+    return "-" if key not in metrics else form.format(metrics[key]) + (f" ({count:.0f})" if count else "")
 
 
 _USE = """```

@@ -14,7 +14,7 @@ from importlib.resources import files
 from typing import Any
 
 from shardcore.core.types import Placement, Problem
-from shardcore.plans.decisions import Version
+from shardcore.plans.decisions import PlanVersion
 from shardcore.plans.diff import diff_plans
 from shardcore.plans.what_if import OF_TABLE, WhatIf
 from shardcore.report.html import note_html
@@ -64,30 +64,30 @@ def script_policy() -> str:
     return f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
 
 
-def bottleneck_sentence(now: Version) -> str:
+def bottleneck_sentence(new_version: PlanVersion) -> str:
     """Sentence on the bottleneck device of a plan, and why it is the bottleneck."""
-    cost, d = now.cost, _bottleneck_device(now)
+    cost, d = new_version.cost, _bottleneck_device(new_version)
     others = [ms for i, ms in enumerate(cost.waiting_ms) if i != d]
     compute, exchange = cost.compute_ms[d], max(cost.forward_comm_ms) + cost.backward_comm_ms[d]
     why = f"its compute takes {compute:.3f} ms, with a mean of {sum(cost.compute_ms) / len(cost.compute_ms):.3f}"
-    if now.what_if and now.what_if.heaviest:
-        name, saves_ms = now.what_if.heaviest
+    if new_version.what_if and new_version.what_if.heaviest:
+        name, saves_ms = new_version.what_if.heaviest
         why += f" ({saves_ms:.3f} for table {name})"
     waits = f"; the others wait {sum(others) / len(others):.3f} ms for it on average" if others else ""
     share = f"; exchanges take {exchange / cost.total_ms:.0%} of the step" if exchange else ""
     return f"Device {d} is the bottleneck, ready last: {why}{waits}{share}."
 
 
-def _bottleneck_device(version: Version) -> int:
+def _bottleneck_device(version: PlanVersion) -> int:
     """Number of the device that is ready last in a step."""
     ready = [c + b for c, b in zip(version.cost.compute_ms, version.cost.backward_comm_ms, strict=True)]
     return ready.index(max(ready))
 
 
-def explorer_html(now: Version, problem: Problem, before: Version | None = None) -> str:
+def explorer_html(new_version: PlanVersion, problem: Problem, old_version: PlanVersion | None = None) -> str:
     """Interactive part of a plan's page, as HTML; a note for plans too large for browsers.
 
-    before: a plan of the same devices to compare with.
+    old_version: a plan of the same devices to compare with.
     """
     if len(problem.tables) > MOST_TABLES or len(problem.topology) > MOST_DEVICES:
         return note_html(
@@ -95,15 +95,17 @@ def explorer_html(now: Version, problem: Problem, before: Version | None = None)
             "would take too long: shardcore price lists the devices."
         )
     # What is in the page cannot end the element that it is in.
-    data = json.dumps(_page_data(now, problem, before), separators=(",", ":")).replace("<", "\\u003c")
+    data = json.dumps(_page_data(new_version, problem, old_version), separators=(",", ":")).replace(
+        "<", "\\u003c"
+    )
     moved = (
-        f'<label><input id="moved" type="checkbox"> only what differs from {escape(before.name)}</label>'
-        if before
+        f'<label><input id="moved" type="checkbox"> only what differs from {escape(old_version.name)}</label>'
+        if old_version
         else ""
     )
-    against = f" The line on a bar is {escape(before.name)}." if before else ""
-    highest_ms = max(sum(parts) for v in (now, before) if v for parts in _device_parts_ms(v))
-    shares = [u / max(f, 1) for u, f in zip(now.memory_bytes, usable_bytes(problem), strict=True)]
+    against = f" The line on a bar is {escape(old_version.name)}." if old_version else ""
+    highest_ms = max(sum(parts) for v in (new_version, old_version) if v for parts in _device_parts_ms(v))
+    shares = [u / max(f, 1) for u, f in zip(new_version.memory_bytes, usable_bytes(problem), strict=True)]
     legend = "".join(f'<span><i style="background:{color}"></i>{words}</span>' for words, _, color in PARTS)
     return "\n".join(
         [
@@ -117,7 +119,7 @@ def explorer_html(now: Version, problem: Problem, before: Version | None = None)
             '<svg id="memory" class="bars" preserveAspectRatio="none"></svg></div></div>',
             f'<div class="legend note">{legend}</div>',
             '<div id="device"></div>',
-            _what_if_html(now.what_if) if now.what_if else "",
+            _what_if_html(new_version.what_if) if new_version.what_if else "",
             "<h2>Tables</h2>",
             '<div class="tools"><input id="filter" type="search" placeholder="name of a table" aria-label="filter">'
             f'<select id="kind" aria-label="kind"></select>{moved}'
@@ -131,15 +133,15 @@ def explorer_html(now: Version, problem: Problem, before: Version | None = None)
     )
 
 
-def _what_if_html(known: WhatIf) -> str:
-    if not (known.of_table or known.stays):
+def _what_if_html(what_if: WhatIf) -> str:
+    if not (what_if.of_table or what_if.stays):
         return '<p class="note">No table of this plan is on one device alone and may move.</p>'
     return "\n".join(
         [
             '<section id="what-if"><h2>What if one table moved?</h2>',
-            f'<p class="note">Of all moves, {len(known.best) or "none"} that fit are listed, the best first. For up to '
-            f"{OF_TABLE} moves of a table choose it below: click its row, or press Enter on it. Each move is priced as "
-            "the plan after it.</p>",
+            f'<p class="note">Of all moves, {len(what_if.best) or "none"} that fit are listed, the best first. '
+            f"For up to {OF_TABLE} moves of a table choose it below: click its row, or press Enter on it. "
+            "Each move is priced as the plan after it.</p>",
             '<div class="tools"><b id="what-if-table"></b><select id="what-if-move" aria-label="move"></select>'
             '<button id="what-if-back" type="button">the best moves</button></div>',
             '<p id="what-if-says" aria-live="polite"></p><table><thead><tr><th></th>'
@@ -150,25 +152,29 @@ def _what_if_html(known: WhatIf) -> str:
     )
 
 
-def _device_parts_ms(version: Version) -> Iterable[tuple[float, ...]]:
+def _device_parts_ms(version: PlanVersion) -> Iterable[tuple[float, ...]]:
     """ms of each device's step parts, in the order of PARTS."""
     return zip(*(getattr(version.cost, name) for _, name, _ in PARTS), strict=True)
 
 
-def _page_data(now: Version, problem: Problem, before: Version | None) -> dict[str, Any]:
-    is_, was = now.plan.placements_by_table(), before.plan.placements_by_table() if before else {}
-    changed = diff_plans(before.plan, now.plan) if before else None
+def _page_data(new_version: PlanVersion, problem: Problem, old_version: PlanVersion | None) -> dict[str, Any]:
+    is_, was = (
+        new_version.plan.placements_by_table(),
+        old_version.plan.placements_by_table() if old_version else {},
+    )
+    changed = diff_plans(old_version.plan, new_version.plan) if old_version else None
     moved = {m.table for m in changed.moves} | {*changed.added} if changed else set()
     n = len(problem.topology)
     return {
         "parts": [(words, color) for words, _, color in PARTS],
-        "devices": _device_records(now, problem),
-        "bottleneck": _bottleneck_device(now),
-        "total_ms": now.cost.total_ms,
-        "what_if": _what_if_data(now.what_if, problem)
-        if now.what_if and (now.what_if.of_table or now.what_if.stays)
+        "devices": _device_records(new_version, problem),
+        "bottleneck": _bottleneck_device(new_version),
+        "total_ms": new_version.cost.total_ms,
+        "what_if": _what_if_data(new_version.what_if, problem)
+        if new_version.what_if and (new_version.what_if.of_table or new_version.what_if.stays)
         else None,
-        "before": before and {"version": before.name, "devices": _device_records(before, problem)},
+        "before": old_version
+        and {"version": old_version.name, "devices": _device_records(old_version, problem)},
         "tables": [
             {
                 "name": t.name,
@@ -185,11 +191,11 @@ def _page_data(now: Version, problem: Problem, before: Version | None) -> dict[s
     }
 
 
-def _what_if_data(known: WhatIf, problem: Problem) -> dict[str, Any]:
+def _what_if_data(what_if: WhatIf, problem: Problem) -> dict[str, Any]:
     numbers = {table.name: i for i, table in enumerate(problem.tables)}
-    moves = list(dict.fromkeys((*known.best, *(move for of in known.of_table.values() for move in of))))
+    moves = list(dict.fromkeys((*what_if.best, *(move for of in what_if.of_table.values() for move in of))))
     return {
-        "best": list(range(len(known.best))),
+        "best": list(range(len(what_if.best))),
         "moves": [
             (
                 numbers[x.shard.table.name],
@@ -203,7 +209,7 @@ def _what_if_data(known: WhatIf, problem: Problem) -> dict[str, Any]:
             )
             for x in moves
         ],
-        "stays": {numbers[name]: why for name, why in known.stays.items()},
+        "stays": {numbers[name]: why for name, why in what_if.stays.items()},
     }
 
 
@@ -220,7 +226,7 @@ def _placement_records(placements: Sequence[Placement], n: int) -> list[dict[str
     ]
 
 
-def _device_records(version: Version, problem: Problem) -> list[dict[str, Any]]:
+def _device_records(version: PlanVersion, problem: Problem) -> list[dict[str, Any]]:
     return [
         {
             "host": device.host,

@@ -7,8 +7,8 @@ from html import escape
 
 from shardcore.core.html import MOST_ROWS, first_rows_html, html_table
 from shardcore.core.types import Problem
-from shardcore.plans.decisions import Decision, Version, version_name
-from shardcore.plans.diff import Diff, diff_plans
+from shardcore.plans.decisions import Decision, PlanVersion, version_name
+from shardcore.plans.diff import PlanDiff, diff_plans
 from shardcore.plans.words import moves_summary, time_text
 from shardcore.report import plan_report
 from shardcore.report.html import html_page, note_html
@@ -21,35 +21,39 @@ _REFUSED = ' <span class="warn">(considered, not taken)</span>'
 
 
 def published_version_page(
-    now: Version,
+    new_version: PlanVersion,
     problem: Problem,
     explained: Explanation,
     decisions: Sequence[Decision],
-    moves: Diff | None,
-    before: Version | None = None,
+    moves: PlanDiff | None,
+    old_version: PlanVersion | None = None,
 ) -> str:
     """HTML report page of a published version of a plan.
 
-    now: the version.
+    new_version: the version.
     decisions: first the decision that this version was made for, then earlier ones.
     moves: from the version before. None: there was none.
-    before: the version before, with what it takes now. None: there was none that still fits.
+    old_version: the version before, with what it takes now. None: there was none that still fits.
     """
     decision = decisions[0]
-    refused = "" if now.name == version_name(decision.current) else _REFUSED
+    refused = "" if new_version.name == version_name(decision.current) else _REFUSED
     what = "the embeddings and the dense part" if explained.cost.dense_ms else "the embeddings"
     return html_page(
-        f"{problem.name}, {now.name}",
+        f"{problem.name}, {new_version.name}",
         [
             f"<h1>{escape(problem.name)}</h1>\n"
-            f'<p class="note">{now.name}{refused}, {time_text(decision.decided_at)}</p>',
+            f'<p class="note">{new_version.name}{refused}, {time_text(decision.decided_at)}</p>',
             f"<p><b>{explained.total_ms:.2f} ms</b> predicted for {what} of one training step: "
             f"{len(problem.tables)} tables on {len(problem.topology)} devices, global batch "
             f"{problem.global_batch:,}.<br>{escape(decision.outcome.capitalize())}: "
             f"{escape(decision.reason)}.</p>",
-            *([_extrapolation_warning(now.cost.extrapolated)] if now.cost.extrapolated else []),
-            f'<p class="glance">{escape(bottleneck_sentence(now))}</p>',
-            explorer_html(now, problem, before),
+            *(
+                [_extrapolation_warning(new_version.cost.extrapolated)]
+                if new_version.cost.extrapolated
+                else []
+            ),
+            f'<p class="glance">{escape(bottleneck_sentence(new_version))}</p>',
+            explorer_html(new_version, problem, old_version),
             "<h2>What bounds it</h2>",
             *(f"<p>{escape(line)}</p>" for line in plan_report.explanation_sentences(explained)),
             first_rows_html(
@@ -70,46 +74,54 @@ def published_version_page(
                 words=(1, 2, 6),
             ),
             "<h2>Where it comes from</h2>",
-            html_table(("", ""), {**decision.provenance, **now.plan.provenance}.items(), words=(1,)),
+            html_table(("", ""), {**decision.provenance, **new_version.plan.provenance}.items(), words=(1,)),
         ],
         script_policy(),
         STYLE,
     )
 
 
-def plan_comparison_page(problem: Problem, now: Version, before: Version) -> str:
+def plan_comparison_page(problem: Problem, new_version: PlanVersion, old_version: PlanVersion) -> str:
     """HTML page that compares two plans of a problem."""
-    summary = moves_summary(diff_plans(before.plan, now.plan, problem))
-    title = f"{problem.name}: {now.name} against {before.name}"
-    ms, was = now.cost.total_ms, before.cost.total_ms
+    summary = moves_summary(diff_plans(old_version.plan, new_version.plan, problem))
+    title = f"{problem.name}: {new_version.name} against {old_version.name}"
+    ms, was = new_version.cost.total_ms, old_version.cost.total_ms
     totals = f"<b>{ms:.2f} ms</b> predicted for a step, {percent_change(ms, was)} against {was:.2f} ms"
     return html_page(
         title,
         [
             f"<h1>{escape(title)}</h1>",
             f"<p>{totals}. {escape(summary[0].upper() + summary[1:])}.</p>",
-            *([_extrapolation_warning(now.cost.extrapolated)] if now.cost.extrapolated else []),
-            f'<p class="glance">{escape(bottleneck_sentence(now))}</p>',
-            explorer_html(now, problem, before),
+            *(
+                [_extrapolation_warning(new_version.cost.extrapolated)]
+                if new_version.cost.extrapolated
+                else []
+            ),
+            f'<p class="glance">{escape(bottleneck_sentence(new_version))}</p>',
+            explorer_html(new_version, problem, old_version),
         ],
         script_policy(),
         STYLE,
     )
 
 
-def unpublished_plan_page(problem: Problem, now: Version) -> str:
+def unpublished_plan_page(problem: Problem, new_version: PlanVersion) -> str:
     """HTML page of one plan that is in no store."""
     return html_page(
-        f"{problem.name}: {now.name}",
+        f"{problem.name}: {new_version.name}",
         [
-            f'<h1>{escape(problem.name)}</h1><p class="note">{escape(now.name)}</p>',
-            f"<p><b>{now.cost.total_ms:.2f} ms</b> predicted for a step: {len(problem.tables)} tables on "
+            f'<h1>{escape(problem.name)}</h1><p class="note">{escape(new_version.name)}</p>',
+            f"<p><b>{new_version.cost.total_ms:.2f} ms</b> predicted for a step: {len(problem.tables)} tables on "
             f"{len(problem.topology)} devices, global batch {problem.global_batch:,}.</p>",
-            *([_extrapolation_warning(now.cost.extrapolated)] if now.cost.extrapolated else []),
-            f'<p class="glance">{escape(bottleneck_sentence(now))}</p>',
-            explorer_html(now, problem),
+            *(
+                [_extrapolation_warning(new_version.cost.extrapolated)]
+                if new_version.cost.extrapolated
+                else []
+            ),
+            f'<p class="glance">{escape(bottleneck_sentence(new_version))}</p>',
+            explorer_html(new_version, problem),
             "<h2>Where it comes from</h2>",
-            html_table(("", ""), now.plan.provenance.items(), words=(1,)),
+            html_table(("", ""), new_version.plan.provenance.items(), words=(1,)),
         ],
         script_policy(),
         STYLE,
@@ -121,7 +133,7 @@ def _extrapolation_warning(extrapolated: Sequence[str]) -> str:
     return f'<p class="warn">Beyond what was measured: {escape("; ".join(extrapolated))}.</p>'
 
 
-def _moves_html(moves: Diff) -> str:
+def _moves_html(moves: PlanDiff) -> str:
     """Section on what moves between a version and the one before; without a table where nothing does."""
     summary = moves_summary(moves)
     rows = plan_report.move_rows(moves)

@@ -7,15 +7,15 @@ from collections.abc import Iterable, Iterator
 from shardcore.core.step_cost import PredictedCost
 from shardcore.core.types import Placement, Problem
 from shardcore.cost.profile import MEASUREMENTS
-from shardcore.plans.decisions import Decision, Version
-from shardcore.plans.diff import Diff
-from shardcore.plans.drift import Drift
+from shardcore.plans.decisions import Decision, PlanVersion
+from shardcore.plans.diff import PlanDiff
+from shardcore.plans.drift import PlanDrift
 from shardcore.plans.replan import ReplanConfig
 from shardcore.plans.words import count_text, moves_phrases, moves_summary, threshold_text, time_text
 from shardcore.report.plan_explorer import PARTS, bottleneck_sentence
 from shardcore.report.text import device_table, number_text, percent_change, text_table
 from shardcore.search.explain import Explanation
-from shardcore.step.kinds import device_names, layout_of_kind
+from shardcore.step.kinds import device_names, sharding_kind_by_name
 from shardcore.step.memory import size_text, usable_bytes
 
 MOST_SHARDS = 8
@@ -171,25 +171,25 @@ def alternative_rows(x: Explanation) -> list[tuple[str, str, str]]:
 # --- cost ------------------------------------------------------------------------------------------------
 
 
-def device_costs_text(now: Version, problem: Problem) -> str:
+def device_costs_text(new_version: PlanVersion, problem: Problem) -> str:
     """Table of each device's step parts and memory, and a sentence on the bottleneck."""
-    cost = now.cost
+    cost = new_version.cost
     columns = {words: getattr(cost, name) for words, name, _ in PARTS} | {
         "total ms": cost.device_ms,
-        "memory": [size_text(used) for used in now.memory_bytes],
+        "memory": [size_text(used) for used in new_version.memory_bytes],
         "of its limit": [
             f"{used / max(1, most):.0%}"
-            for used, most in zip(now.memory_bytes, usable_bytes(problem), strict=True)
+            for used, most in zip(new_version.memory_bytes, usable_bytes(problem), strict=True)
         ],
     }
     dense = f" The dense part adds {cost.dense_ms:.3f} ms." if cost.dense_ms else ""
-    return f"{device_table(columns, [-ms for ms in cost.waiting_ms])}\n\n{bottleneck_sentence(now)}{dense}"
+    return f"{device_table(columns, [-ms for ms in cost.waiting_ms])}\n\n{bottleneck_sentence(new_version)}{dense}"
 
 
 # --- moves, drift ----------------------------------------------------------------------------------------
 
 
-def replan_text(moves: Diff, config: ReplanConfig) -> str:
+def replan_text(moves: PlanDiff, config: ReplanConfig) -> str:
     """Moves of a re-plan in words, with a remark if moves that had to be made exceed the limits."""
     beyond = max(config.moves_beyond_limits(moves)) > 0
     return (
@@ -201,7 +201,7 @@ def replan_text(moves: Diff, config: ReplanConfig) -> str:
 MOVES_HEADERS = ("table", "moves", "had to", "was", "is")
 
 
-def move_rows(moves: Diff) -> list[tuple[str, ...]]:
+def move_rows(moves: PlanDiff) -> list[tuple[str, ...]]:
     """Table rows under MOVES_HEADERS: each table that moves, its bytes, and its old and new place."""
     return [
         (m.table, size_text(m.bytes), "yes" if m.forced else "", placement_text(m.old), placement_text(m.new))
@@ -209,7 +209,7 @@ def move_rows(moves: Diff) -> list[tuple[str, ...]]:
     ]
 
 
-def moves_by_table_text(moves: Diff) -> str:
+def moves_by_table_text(moves: PlanDiff) -> str:
     """Summary and table of the moves between two plans."""
     listed = [text_table(MOVES_HEADERS, move_rows(moves), words=(2, 3, 4))] if moves.moves else []
     return "\n\n".join([moves_summary(moves), *listed])
@@ -222,12 +222,12 @@ def placement_text(placements: Iterable[Placement]) -> str:
         s = p.shard
         columns = f" columns {s.col_lo}:{s.col_hi} of {s.table.dim}" * (s.width < s.table.dim)
         words.append(
-            f"{device_names(p.devices)}{columns}{f', {layout_of_kind(p.kind).words}' * (len(p.devices) > 1)}"
+            f"{device_names(p.devices)}{columns}{f', {sharding_kind_by_name(p.kind).words}' * (len(p.devices) > 1)}"
         )
     return "; ".join(words)
 
 
-def plan_drift_text(x: Drift) -> str:
+def plan_drift_text(x: PlanDrift) -> str:
     """Drift of a plan's cost under newer statistics, in a few lines for a terminal."""
     moved = count_text(len(x.moves.moves), "table")
     limit = "" if x.most_tables is None else f", of {x.most_tables} that may"

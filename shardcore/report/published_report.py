@@ -9,7 +9,7 @@ from urllib.parse import quote
 from shardcore.core.html import Link, html_table
 from shardcore.plans import store
 from shardcore.plans.decisions import Decision
-from shardcore.plans.publisher import Published
+from shardcore.plans.publisher import PublishedPlan
 from shardcore.plans.words import time_text
 from shardcore.report.html import html_page, note_html
 from shardcore.report.text import number_text, percent_change
@@ -30,7 +30,7 @@ HEADERS = (
 """Headers of a table of published plans."""
 
 
-def published_plan_row(published: Published) -> tuple[Any, ...]:
+def published_plan_row(published: PublishedPlan) -> tuple[Any, ...]:
     """Table row of a published plan under HEADERS. A plan kept against a cheaper one has the gain's margin."""
     decision, total = published.decision, published.cost.total_ms
     # A candidate that is cheaper, but not surely, is not current.

@@ -25,7 +25,7 @@ from shardcore.core.validation import MOST_COUNT, Count, Record, number_within
 from shardcore.cost.model import CostModel, is_less, is_minimum
 from shardcore.search.anneal.search_space import SearchSpace
 from shardcore.search.budget import Meter
-from shardcore.search.lockstep import Placed, search_space_by_columns
+from shardcore.search.lockstep import PlacedPlans, search_space_by_columns
 from shardcore.search.state.feasible import feasible_shards, find_fitting_plan
 from shardcore.search.state.shards import priced_plan
 from shardcore.search.ties import cost_ranks, min_by_cost, sort_by_cost
@@ -92,7 +92,7 @@ class InnerSearch(Protocol):
     @property
     def plans(self) -> int: ...
 
-    def __call__(self, space: SearchSpace, keys: np.ndarray) -> Placed:
+    def __call__(self, space: SearchSpace, keys: np.ndarray) -> PlacedPlans:
         """Plans of beam states, keys [C, N, 2]: for each shard of a state its item and blocks."""
         ...
 

@@ -15,7 +15,7 @@ from shardcore.search.sharders import sharder
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SharderOutcome:
     """Result of running one sharder on a problem: a plan, or the reason that there is none.
 
     algorithm: its name.
@@ -45,7 +45,7 @@ def run_sharder(
     seed: int = 0,
     budget: Budget | None = None,
     policy: Policy | None = None,
-) -> Outcome:
+) -> SharderOutcome:
     """Run one sharder on a problem; a learned sharder with its policy.
 
     Infeasible becomes part of the outcome; other errors are raised.
@@ -54,9 +54,9 @@ def run_sharder(
     try:
         plan = sharder(algorithm, policy)(problem, model, seed=seed, budget=budget)
     except Infeasible as error:
-        return Outcome(algorithm, clock() - began, error=str(error))
+        return SharderOutcome(algorithm, clock() - began, error=str(error))
     # Seconds are taken first: pricing for the report does not count as the search's time.
-    return Outcome(algorithm, clock() - began, price_plan(plan, problem, model))
+    return SharderOutcome(algorithm, clock() - began, price_plan(plan, problem, model))
 
 
 def compute_balance(cost: StepCost) -> float:

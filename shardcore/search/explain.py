@@ -22,12 +22,12 @@ from shardcore.core.types import Plan, Problem, Shard
 from shardcore.core.validation import MOST_BYTES
 from shardcore.cost.model import CostModel, PricedPlan, predicted_total_ms
 from shardcore.search import compare
-from shardcore.search.bound.lower_bound import Bound, prove_lower_bound
+from shardcore.search.bound.lower_bound import LowerBound, prove_lower_bound
 from shardcore.search.budget import Budget
 from shardcore.search.decisions.towers import step_ms_without_towers
 from shardcore.search.doubts import Doubt, plan_doubts
 from shardcore.search.sharders import BASELINES, SHARDERS, SPACE_OF
-from shardcore.step.kinds import ID_CHANNELS, layout_of_kind
+from shardcore.step.kinds import ID_CHANNELS, sharding_kind_by_name
 from shardcore.step.lower import Workload, lower
 from shardcore.step.memory import DeviceMemory, memory_by_part, usable_bytes
 
@@ -110,7 +110,7 @@ class Explanation:
     memory: DeviceMemory
     reserved_bytes: int
     balance: float
-    bound: Bound | None
+    bound: LowerBound | None
     baselines: tuple[Alternative, ...]
     changes: tuple[Alternative, ...]
     searched: str
@@ -124,7 +124,7 @@ def explain(
     problem: Problem,
     model: CostModel,
     budget: Budget | None = None,
-    known: Mapping[str, compare.Outcome] | None = None,
+    known: Mapping[str, compare.SharderOutcome] | None = None,
 ) -> Explanation:
     """Explain the limits of a plan, its distance to a lower bound, and the cost of alternatives.
 
@@ -207,7 +207,8 @@ def explain(
             replace(max(parts, key=lambda p: p.shard.width), shard=Shard.whole(parts[0].shard.table)),
         )
         for name, parts in plan.placements_by_table().items()
-        if len(parts) > 1 and problem.may_run(layout_of_kind(parts[0].kind), parts[0].shard.table)
+        if len(parts) > 1
+        and problem.can_run_table(sharding_kind_by_name(parts[0].kind), parts[0].shard.table)
     }
     return Explanation(
         algorithm=algorithm,
@@ -250,7 +251,7 @@ def _shard_costs(workload: Workload, device: int, model: CostModel) -> tuple[Sha
         # An op with a single shard disappears with it, launch included.
         without = model.op_ms(sums - codes) if len(codes) > 1 else np.zeros(1)
         saves = (model.op_ms(sums[None])[0] - without) / workload.topology.devices[device].speed
-        kind = f"{op.kind}, {op.layout.collection}" if op.layout.collection else op.kind
+        kind = f"{op.kind}, {op.sharding_kind.collection}" if op.sharding_kind.collection else op.kind
         costs += [
             ShardCost(s.label, kind, float(ms), s.bytes) for s, ms in zip(op.shards, saves, strict=True)
         ]

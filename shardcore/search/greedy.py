@@ -24,8 +24,8 @@ from shardcore.cost.model import CostModel
 from shardcore.search.anneal.search_space import SearchSpace
 from shardcore.search.beam import TABLE_WISE, Beam
 from shardcore.search.budget import Budget
-from shardcore.search.lockstep import Placed, PlanBatch, place_in_order
-from shardcore.step.options import Options
+from shardcore.search.lockstep import PlacedPlans, PlanBatch, place_in_order
+from shardcore.step.options import ShardOptions
 
 Load = Callable[[Shard], float]
 
@@ -42,12 +42,12 @@ class LeastLoaded:
     rng: np.random.Generator
     plans: int = 1
 
-    def __call__(self, space: SearchSpace, keys: np.ndarray) -> Placed:
+    def __call__(self, space: SearchSpace, keys: np.ndarray) -> PlacedPlans:
         return place_in_order(
             space, keys, self._shard_loads(space.cache, keys), self.plans, self._device_scores
         )
 
-    def _shard_loads(self, cache: Options, keys: np.ndarray) -> np.ndarray:
+    def _shard_loads(self, cache: ShardOptions, keys: np.ndarray) -> np.ndarray:
         """[1, N] load of each shard; of a bundle, the sum over its tables."""
         if self.load is None:
             return np.zeros(keys.shape[:2])

@@ -26,7 +26,7 @@ from shardcore.search.state.shards import priced_plan
 from shardcore.search.ties import cost_ranks
 from shardcore.step.engine.arrays import FREE, LACK, LOAD, ROOM
 from shardcore.step.engine.pointers import pack_batch, pack_record
-from shardcore.step.options import Integers, Options
+from shardcore.step.options import Integers, ShardOptions
 from shardcore.step.ways import IMPOSSIBLE
 
 
@@ -38,7 +38,7 @@ def search_space_by_columns(
     cut: whether shards may be cut further. If not, only those that they form on a device are encoded.
     """
     shards = list(shards)
-    cache = Options(problem, model, shards)
+    cache = ShardOptions(problem, model, shards)
     cache.add_merged_shards(cache.shard_keys(shards))
     return search_space(cache, shards, everywhere=False, cut=cut)
 
@@ -144,7 +144,7 @@ the plans have the shard, and `devices` says where.
 
 
 @dataclass(frozen=True, eq=False)
-class Placed:
+class PlacedPlans:
     """Result of placing the shards of several beam states, with several plans each.
 
     batch: the plans.
@@ -182,7 +182,7 @@ class Placed:
 
 def place_in_order(
     space: SearchSpace, keys: np.ndarray, costs: np.ndarray, plans: int, scorer: Scorer, equal: float = EQUAL
-) -> Placed:
+) -> PlacedPlans:
     """Place shards in many plans at once: those with fewest allowed devices first, then the costliest, then the
     largest.
 
@@ -207,4 +207,4 @@ def place_in_order(
         devices[:, :, i] = np.where(best, left_bytes, -np.inf).argmax(-1)
         # Also where none is legal: `excess_bytes` then shows by how much.
         batch.place_shard(item, blocks, devices[:, :, i])
-    return Placed(batch, order, legal, devices)
+    return PlacedPlans(batch, order, legal, devices)

@@ -20,7 +20,12 @@ from shardcore.cost.model import CostModel, group_op_ms, is_less, predicted_tota
 from shardcore.search.budget import Meter
 from shardcore.search.state.shards import CONCESSION, priced_plan
 from shardcore.step.access import output_bytes
-from shardcore.step.kinds import layout_for_table, layout_of_kind, possible_groups, shards_by_device
+from shardcore.step.kinds import (
+    possible_groups,
+    sharding_kind_by_name,
+    sharding_kind_for_table,
+    shards_by_device,
+)
 from shardcore.step.lower import Workload, lower
 from shardcore.step.memory import peak_bytes_function
 from shardcore.step.ways import consolidate_placements, fixed_placements
@@ -77,7 +82,10 @@ def _moves_off_fullest_device(
     # [N, 3] bytes of each shard, ms as an op of its own, and bytes of outputs.
     each = np.stack(
         [
-            [peak_bytes(layout_for_table(p.kind, s.table), s) for p, s in zip(movable, shards, strict=True)],
+            [
+                peak_bytes(sharding_kind_for_table(p.kind, s.table), s)
+                for p, s in zip(movable, shards, strict=True)
+            ],
             group_op_ms([[shard] for shard in shards], model),
             [output_bytes(shard, problem.global_batch) for shard in shards],
         ],
@@ -91,7 +99,7 @@ def _moves_off_fullest_device(
     slowness = np.stack([ones, [1 / d.speed for d in problem.topology.devices], ones], -1)
     groups = [
         possible_groups(
-            layout_of_kind(p.kind),
+            sharding_kind_by_name(p.kind),
             p.shard.table.rows,
             problem.topology,
             problem.pinned_devices.get(p.shard.table.name),

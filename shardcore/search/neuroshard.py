@@ -33,7 +33,7 @@ from shardcore.cost.model import CostModel
 from shardcore.search.anneal.search_space import SearchSpace
 from shardcore.search.beam import Beam, BeamConfig
 from shardcore.search.budget import Budget
-from shardcore.search.lockstep import Placed, PlanBatch, place_in_order
+from shardcore.search.lockstep import PlacedPlans, PlanBatch, place_in_order
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class GreedyGrid:
         self.plans = len(scales)
         self._caps = np.array([np.inf if scale is None else scale for scale in scales])
 
-    def __call__(self, space: SearchSpace, keys: np.ndarray) -> Placed:
+    def __call__(self, space: SearchSpace, keys: np.ndarray) -> PlacedPlans:
         cache = space.cache
         single_ms = cache.single_op_ms[cache.option_numbers(keys[..., 0], keys[..., 1])]
         return place_in_order(space, keys, single_ms, self.plans, self.device_scores)

@@ -38,11 +38,11 @@ from shardcore.search.state.feasible import find_fitting_plan
 from shardcore.search.state.shards import priced_plan
 from shardcore.search.ties import cost_ranks
 from shardcore.step.access import output_bytes
-from shardcore.step.kinds import LAYOUTS
+from shardcore.step.kinds import SHARDING_KINDS
 from shardcore.step.ways import searched_tables
 
 if TYPE_CHECKING:
-    from shardcore.search.anneal.sharder import Search
+    from shardcore.search.anneal.sharder import AnnealingSearch
 
 _BEAM = NeuroShardConfig()
 _HOT, _LEVELS = 0.5, (2.0, 4.0, 1.0)
@@ -50,7 +50,11 @@ _HOT, _LEVELS = 0.5, (2.0, 4.0, 1.0)
 
 The hottest table alone is also cut in two.
 """
-_GRIDS = tuple(layout for layout in LAYOUTS.values() if layout.divides_rows and layout.cuts_columns)
+_GRIDS = tuple(
+    sharding_kind
+    for sharding_kind in SHARDING_KINDS.values()
+    if sharding_kind.divides_rows and sharding_kind.cuts_columns
+)
 """Kinds by which a group may share the part of a table."""
 _SPARE = 3.0
 """Greedy baselines and rounds with tables in parts need this multiple of the first round's seconds, and the beam that
@@ -139,8 +143,8 @@ class _Anytime:
     def _run_searches(self, space: str, others: bool, reshard: Reshard | None) -> None:
         """Run annealing, and all other searches if asked for, until the budget ends."""
         with stopped_clock():  # numba takes a second to import
-            from shardcore.search.anneal.sharder import Search
-        search = Search(self.problem, self.model, self.meter, self.seed)
+            from shardcore.search.anneal.sharder import AnnealingSearch
+        search = AnnealingSearch(self.problem, self.model, self.meter, self.seed)
         beam_evals = (
             self.meter.budget.threads_to_keep_busy * _annealing_trials_of_beam(self.problem)
             if others
@@ -187,7 +191,7 @@ class _Anytime:
         earlier_ms = [ms for at, ms in self._curve if at <= (1 - LATE_SHARE) * evals]
         return self.best is not None and bool(earlier_ms) and earlier_ms[-1] <= (1 + within) * self.best_ms
 
-    def _keep_annealed_plan(self, search: Search) -> None:
+    def _keep_annealed_plan(self, search: AnnealingSearch) -> None:
         # Pricing a plan takes long with very many tables, so only a new one is priced.
         if search.best is not None and is_less(search.best.ms, self.best_ms):
             self._keep_if_cheapest(search.best.placements, self.name, search.best.ms)

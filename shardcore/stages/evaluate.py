@@ -28,7 +28,7 @@ from shardcore.report import figures, model_report
 from shardcore.search import BASELINES, DEFAULT_SHARDER, SHARDERS, compare
 from shardcore.search.budget import Budget
 from shardcore.stages.measure import Failures, replay_device_count
-from shardcore.stages.progress import Progress, Work
+from shardcore.stages.progress import Progress, StageWork
 
 HEADLINES = {
     "accuracy": ("compute_mape", "forward_comm_mape", "backward_comm_mape"),
@@ -72,7 +72,7 @@ class EvaluateConfig(ProblemConfig):
 
 
 @dataclass(frozen=True, eq=False)
-class Candidate:
+class CandidateModel:
     """A cost model to evaluate, with its data and config.
 
     pool: tables of drawn problems.
@@ -92,7 +92,7 @@ class Candidate:
 
 
 def evaluate(
-    candidate: Candidate, out: Path, transport: Callable[[], AbstractContextManager[Transport]]
+    candidate: CandidateModel, out: Path, transport: Callable[[], AbstractContextManager[Transport]]
 ) -> dict[str, dict[str, float]]:
     """Judge a cost model on held-out samples, sharders on held-out problems, and both on replays.
 
@@ -113,7 +113,7 @@ def evaluate(
     return found
 
 
-def judge_model(candidate: Candidate, out: Path) -> dict[str, float]:
+def judge_model(candidate: CandidateModel, out: Path) -> dict[str, float]:
     """Accuracy of a cost model on the test split of this machine's measurements.
 
     Writes predictions.csv and predictions.png to `out`.
@@ -141,7 +141,7 @@ def judge_model(candidate: Candidate, out: Path) -> dict[str, float]:
     return study.judge_test_split(model, known)
 
 
-def compare_sharders(candidate: Candidate, out: Path) -> dict[str, float]:
+def compare_sharders(candidate: CandidateModel, out: Path) -> dict[str, float]:
     """Compare the sharders in COMPARED on held-out problems. Returns metrics, and writes sharders.csv to `out`.
 
     They are, for each sharder, the share of problems solved, the cost relative to the best other sharder, and seconds.
@@ -150,7 +150,7 @@ def compare_sharders(candidate: Candidate, out: Path) -> dict[str, float]:
     config, progress = candidate.config, candidate.progress
     problems = candidate.draw_problems(config.problems, config)
     rows: list[dict[str, Any]] = []
-    work = Work(progress, "problems compared", len(problems))
+    work = StageWork(progress, "problems compared", len(problems))
     for i, problem in enumerate(problems):
         with report_to_listener(work.show_phase):
             # Their seconds are without compilation.
@@ -183,7 +183,7 @@ def compare_sharders(candidate: Candidate, out: Path) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
-class Standing:
+class SharderStanding:
     """Result of one sharder over several problems.
 
     solved: the share of problems with a plan.
@@ -204,7 +204,7 @@ def compute_standings(
     costs: Mapping[str, Sequence[float | None]],
     seconds: Mapping[str, Sequence[float]],
     reference: str | None = None,
-) -> dict[str, Standing]:
+) -> dict[str, SharderStanding]:
     """Standing of each sharder over several problems: share solved, relative cost, time.
 
     costs: ms of each sharder on each problem; None or nan for no plan.
@@ -225,7 +225,7 @@ def compute_standings(
         ratios = table[i, common] / table[others][:, common].min(0) if common.any() else np.full(1, np.nan)
         # Of the same problems as the costs: hard ones take longer, and some sharders do not solve them.
         took_s = np.array(seconds[name], dtype=float)
-        compared[name] = Standing(
+        compared[name] = SharderStanding(
             solved=float(np.isfinite(table[i]).mean()),
             common=int(common.sum()),
             cost=float(ratios.mean()),
@@ -251,7 +251,7 @@ def comparison_metrics(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def replay_plans(
-    candidate: Candidate, out: Path, transport: Callable[[], AbstractContextManager[Transport]]
+    candidate: CandidateModel, out: Path, transport: Callable[[], AbstractContextManager[Transport]]
 ) -> dict[str, float]:
     """Replay plans of held-out problems on devices, and compare with the model. Returns metrics; {} if nothing can be
     replayed.
@@ -294,7 +294,7 @@ def _why_not_replayable(
     return None if problems else f"all tables of the problems drawn are above {ARENA_BYTES >> 20} MiB"
 
 
-def _draw_replay_problems(candidate: Candidate, devices: int) -> list[Problem]:
+def _draw_replay_problems(candidate: CandidateModel, devices: int) -> list[Problem]:
     """Draw held-out problems for replays, without tables that are too large for a rank."""
     config = candidate.config
     most = max(config.min_tables, min(config.max_tables, MOST_TABLES))
@@ -306,7 +306,7 @@ def _draw_replay_problems(candidate: Candidate, devices: int) -> list[Problem]:
 
 def plans_to_replay(
     problem: Problem, model: CostModel, seed: int = 0, budget: Budget | None = None, random: int = 3
-) -> list[compare.Outcome]:
+) -> list[compare.SharderOutcome]:
     """Plans of a problem to replay: of each sharder in WORTH_REPLAYING, and `random` random ones.
 
     The same seed gives the same plans.
@@ -318,13 +318,13 @@ def plans_to_replay(
 
 
 def _replay_problems(
-    candidate: Candidate, problems: Sequence[Problem], out: Path, transport: Transport
+    candidate: CandidateModel, problems: Sequence[Problem], out: Path, transport: Transport
 ) -> list[replays.ReplaySet]:
     """Replay the plans of all problems, or load stored replays. Removes replays of other problems from `out`."""
     model, config, progress = candidate.model, candidate.config, candidate.progress
     steps, kept = ReplayConfig(repeats=config.replay_repeats, arena_bytes=ARENA_BYTES), []
     reference = dataset.reference_op(candidate.measurements, model.setting)
-    work, failures = Work(progress, "problems replayed", len(problems)), Failures(progress.warning)
+    work, failures = StageWork(progress, "problems replayed", len(problems)), Failures(progress.warning)
     if not all((out / problem.name).exists() for problem in problems):
         transport.prepare(len(problems[0].topology))  # beside the searches
     plans_of = [

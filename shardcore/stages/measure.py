@@ -29,7 +29,7 @@ from shardcore.measure.sampling import Request, distinct_requests
 from shardcore.measure.sampling.collectives import draw_collective_request
 from shardcore.measure.sampling.groups import draw_compute_request, reference_request
 from shardcore.measure.sampling.steps import Plans, draw_first_step_plans, fitting_tables
-from shardcore.measure.supervise import Finished, Supervisor
+from shardcore.measure.supervise import FinishedCall, Supervisor
 from shardcore.measure.tally import NAMES, Tally, duration_text
 from shardcore.measure.transport import NoRoom, Transport
 from shardcore.stages.measure_config import MeasureConfig
@@ -77,7 +77,7 @@ def requests_to_measure(
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedSamples:
     """Samples that a MeasureConfig asks for, drawn from a pool in a setting, for the devices of a transport."""
 
     pool: Sequence[Table]
@@ -193,31 +193,35 @@ def _count_plans(steps: Iterable[tuple[Problem, Plans]]) -> int:
     return sum(len(plans) for _, plans in steps)
 
 
-def replay_device_count(transport: Transport, most: int, batch: int) -> int:
+def replay_device_count(transport: Transport, max_devices: int, batch: int) -> int:
     """Number of devices of one host that replay plans without sharing a core.
 
-    It divides the batch and is at most `most`.
+    It divides the batch and is at most `max_devices`.
     """
     there = transport.hosts()[0].devices
-    return max(n for n in range(1, max(1, min(most, there)) + 1) if batch % n == 0)
+    return max(n for n in range(1, max(1, min(max_devices, there)) + 1) if batch % n == 0)
 
 
 # --- the time that it takes ---------------------------------------------------------------------------------
 
 
-def estimate_measuring_time(wanted: Wanted, folder: Path) -> list[str]:
+def estimate_measuring_time(wanted_samples: WantedSamples, folder: Path) -> list[str]:
     """Lines of text on each kind of wanted sample: how many a folder lacks, and the estimated time to measure them.
 
     No device is used. If the folder has samples of the setting, the time follows from the rate at which it grew.
     Else it follows from the usual rate of two CPU cores, and the line says so.
     """
-    devices = {"compute": wanted.n_processes, "comm": wanted.n_ranks, "steps": wanted.n_step_ranks}
+    devices = {
+        "compute": wanted_samples.n_processes,
+        "comm": wanted_samples.n_ranks,
+        "steps": wanted_samples.n_step_ranks,
+    }
     measured_at = {
-        "compute": [s.measured_at for s in dataset.read_compute_samples(folder, wanted.setting)],
-        "comm": [s.measured_at for s in dataset.read_collective_samples(folder, wanted.setting)],
+        "compute": [s.measured_at for s in dataset.read_compute_samples(folder, wanted_samples.setting)],
+        "comm": [s.measured_at for s in dataset.read_collective_samples(folder, wanted_samples.setting)],
     }
     lines = []
-    for kind, (n, missing) in wanted.count_missing(folder).items():
+    for kind, (n, missing) in wanted_samples.count_missing(folder).items():
         line = f"{NAMES[kind]}: {missing} of {n} are missing"
         if missing:
             each_s, basis = _seconds_per_sample(kind, measured_at.get(kind, []))
@@ -243,27 +247,27 @@ def _seconds_per_sample(kind: str, measured_at: Sequence[float]) -> tuple[float,
 # --- measuring ----------------------------------------------------------------------------------------------
 
 
-def measure(wanted: Wanted, folder: Path, progress: Progress) -> dict[str, int]:
+def measure(wanted_samples: WantedSamples, folder: Path, progress: Progress) -> dict[str, int]:
     """Measure the wanted samples that a dataset folder lacks. Returns the number of missing samples of each kind."""
     found = {
-        "compute": measure_groups(wanted, folder, progress),
-        "comm": measure_exchanges(wanted, folder, progress),
-        "steps": measure_steps(wanted, folder, progress),
+        "compute": measure_groups(wanted_samples, folder, progress),
+        "comm": measure_exchanges(wanted_samples, folder, progress),
+        "steps": measure_steps(wanted_samples, folder, progress),
     }
     # One file of each kind, as DVC and readers handle few files better than many.
     dataset.merge_parts(folder)
     return found
 
 
-def measure_groups(wanted: Wanted, folder: Path, progress: Progress) -> int:
+def measure_groups(wanted_samples: WantedSamples, folder: Path, progress: Progress) -> int:
     """Measure the groups of shards that a dataset folder lacks, then once more those that were disturbed.
 
     Returns the number of groups that were lacking and had time.
     """
-    config, setting, transport = wanted.config, wanted.setting, wanted.transport
+    config, setting, transport = wanted_samples.config, wanted_samples.setting, wanted_samples.transport
     until = time.monotonic() + 60 * (math.inf if config.minutes is None else config.minutes)
     known = dataset.read_timed_ids(folder, "compute")
-    missing: Iterable[ComputeRequest] = requests_to_measure(wanted.draw_groups(), known, config.again)
+    missing: Iterable[ComputeRequest] = requests_to_measure(wanted_samples.draw_groups(), known, config.again)
     total = None
     if config.compute_samples is not None:
         missing = list(missing)
@@ -275,25 +279,27 @@ def measure_groups(wanted: Wanted, folder: Path, progress: Progress) -> int:
         if not again:
             return []
         if config.compute_samples is not None:
-            return [r for key, r in wanted.draw_groups() if key in again]
+            return [r for key, r in wanted_samples.draw_groups() if key in again]
         return [s.request for s in dataset.read_compute_samples(folder, setting) if s.id in again]
 
     if total == 0 and not disturbed_requests():
         return 0
-    reference = wanted.reference_op_request()
-    rows = _STATES * max(t.rows for t in tables_with_lookups(wanted.pool))
+    reference = wanted_samples.reference_op_request()
+    rows = _STATES * max(t.rows for t in tables_with_lookups(wanted_samples.pool))
     kernels = dataclasses.replace(config.kernels, state_rows=config.kernels.state_rows or rows)
     fleet = transport.fleet(BenchSpec(setting, transport.device, kernels, reference), config.hang_s)
-    count = wanted.n_processes if total is None else min(wanted.n_processes, total or 1)
+    count = wanted_samples.n_processes if total is None else min(wanted_samples.n_processes, total or 1)
     usual_ms = dataset.median_ms(folder, setting, reference)
     # A supervisor draws some calls ahead. With a limit of time these are short, so that what is drawn has time.
     calls_of = config.chunk if config.minutes is None else 1
     with Supervisor(fleet, count, usual_ms, calls_of, config.hang_s, progress.warning) as bench:
-        first = itertools.islice(wanted.draw_groups(), config.kernels.interleave)
+        first = itertools.islice(wanted_samples.draw_groups(), config.kernels.interleave)
         reference_ms = bench.calibrate([request for _, request in first], CALIBRATE_S)
         progress.info("%d devices; the reference op takes %.3f ms", count, reference_ms)
         # This makes the folder. The bench has started by now, so no failed start leaves an empty one.
-        measured = _Groups(bench, folder, dataset.write_pool(folder, wanted.pool), config.chunk, until)
+        measured = _Groups(
+            bench, folder, dataset.write_pool(folder, wanted_samples.pool), config.chunk, until
+        )
         done = measured.measure(missing, Tally("compute", total), progress)
         if time.monotonic() < until and (again := disturbed_requests()):
             progress.info("%d samples were disturbed and are measured once more", len(again))
@@ -328,7 +334,7 @@ class _Groups:
             in_turn_s = self.bench.spec.config.interleave * each_s
             return now + min(in_turn_s, _LONGEST_END * (until - began)) < until
 
-        def report_finished(finished: Sequence[Finished]) -> None:
+        def report_finished(finished: Sequence[FinishedCall]) -> None:
             for f in finished:
                 tally.add(f.device, f.settled, f.kernel_s)
                 failed = [s.error for s in f.samples if s.error is not None]
@@ -359,17 +365,19 @@ class _Groups:
         return tally.done
 
 
-def measure_exchanges(wanted: Wanted, folder: Path, progress: Progress) -> int:
+def measure_exchanges(wanted_samples: WantedSamples, folder: Path, progress: Progress) -> int:
     """Measure the exchanges that a dataset folder lacks. Returns their number."""
-    config, transport = wanted.config, wanted.transport
+    config, transport = wanted_samples.config, wanted_samples.transport
     if not config.comm_samples:
         return 0
-    ranks = wanted.n_ranks
+    ranks = wanted_samples.n_ranks
     if ranks < 2:
         progress.warning(
             "one GPU cannot exchange: no exchanges are measured, and problems need to give their links"
         )
-    requests = list(requests_to_measure(wanted.draw_exchanges(), dataset.read_timed_ids(folder, "comm")))
+    requests = list(
+        requests_to_measure(wanted_samples.draw_exchanges(), dataset.read_timed_ids(folder, "comm"))
+    )
     if not requests:
         return 0
     tally = Tally("comm", len(requests))
@@ -379,20 +387,24 @@ def measure_exchanges(wanted: Wanted, folder: Path, progress: Progress) -> int:
         progress.show(tally)
 
     samples = collectives.measure_collectives(
-        requests, ranks, wanted.setting, config.exchange_config, transport, config.hosts
+        requests, ranks, wanted_samples.setting, config.exchange_config, transport, config.hosts
     )
     write = partial(dataset.write_collective_samples, folder)
     write_in_chunks(samples, lambda sample: [sample], config.chunk, write, report_exchange)
     return len(requests)
 
 
-def measure_steps(wanted: Wanted, folder: Path, progress: Progress) -> int:
+def measure_steps(wanted_samples: WantedSamples, folder: Path, progress: Progress) -> int:
     """Replay the plans whose steps a dataset folder lacks, and once more those that were disturbed.
 
     Returns the number of plans. If they cannot be replayed, it is 0, and the progress says why.
     """
-    setting, config, steps = wanted.setting, wanted.config.step_config, wanted.draw_steps()
-    if wanted.config.step_samples and (reason := wanted.why_no_steps()):
+    setting, config, steps = (
+        wanted_samples.setting,
+        wanted_samples.config.step_config,
+        wanted_samples.draw_steps(),
+    )
+    if wanted_samples.config.step_samples and (reason := wanted_samples.why_no_steps()):
         progress.warning("what exchanges take in steps stays unknown: %s", reason)
     total = _count_plans(replays.plans_without_replay(folder, steps, setting))
     if not total:
@@ -400,7 +412,7 @@ def measure_steps(wanted: Wanted, folder: Path, progress: Progress) -> int:
     tally, failures = Tally("steps", total), Failures(progress.warning)
     reference = dataset.reference_op(folder, setting)
     replay = partial(
-        replay_all, setting=setting, config=config, transport=wanted.transport, reference=reference
+        replay_all, setting=setting, config=config, transport=wanted_samples.transport, reference=reference
     )
     # The second round repeats replays that were disturbed in the first.
     for again in (False, True):
@@ -411,7 +423,7 @@ def measure_steps(wanted: Wanted, folder: Path, progress: Progress) -> int:
                 progress.info("%d steps of %s were disturbed; they run once more", len(plans), problem.name)
             work = partial(replays.add_missing_replays, folder, problem, plans, setting, config, replay)
             if failures.attempt(problem.name, work) and not again:
-                tally.add(f"{wanted.n_step_ranks} ranks", len(plans))
+                tally.add(f"{wanted_samples.n_step_ranks} ranks", len(plans))
                 progress.show(tally)
     failures.raise_if_any()
     return total

@@ -17,7 +17,7 @@ class Progress(Protocol):
         """Show the progress of a stage. Called often."""
 
 
-class Work:
+class StageWork:
     """Long work of a stage, whose progress is shown.
 
     parts: name of its parts, such as "problems compared".

@@ -18,9 +18,9 @@ from shardcore.core.types import Problem
 from shardcore.cost.known_errors import NOT_MEASURED
 from shardcore.io import files
 from shardcore.plans import store
-from shardcore.plans.publisher import Published, Publisher
+from shardcore.plans.publisher import PublishedPlan, Publisher
 from shardcore.report import published_report
-from shardcore.stages.progress import Progress, Work
+from shardcore.stages.progress import Progress, StageWork
 
 _KILLED = (
     "a process that searches plans was killed, as for lack of memory; lower publish.processes, publish again"
@@ -28,7 +28,7 @@ _KILLED = (
 
 
 @dataclass(frozen=True)
-class Results:
+class PublishResults:
     """Outcomes of publishing plans for several problems.
 
     problems: their files.
@@ -37,7 +37,7 @@ class Results:
     """
 
     problems: Sequence[Path]
-    published: dict[int, Published] = dataclasses.field(default_factory=dict)
+    published: dict[int, PublishedPlan] = dataclasses.field(default_factory=dict)
     failures: dict[int, ShardCoreError] = dataclasses.field(default_factory=dict)
 
     @property
@@ -75,7 +75,7 @@ def publish(
     processes: int | None,
     progress: Progress,
     begin: Callable[[], object] | None = None,
-) -> Results:
+) -> PublishResults:
     """Search a plan for each problem file, and publish the plan if worth the move. A failure does not stop the other
     problems.
 
@@ -85,12 +85,12 @@ def publish(
 
     Raises Unreachable at the end if a disk or service did not answer.
     """
-    results, items = Results(problems), dict[int, tuple[Publisher, Problem]]()
-    work = Work(progress, "problems", len(problems))
+    results, items = PublishResults(problems), dict[int, tuple[Publisher, Problem]]()
+    work = StageWork(progress, "problems", len(problems))
 
-    def record_result(i: int, found: Published | BaseException) -> None:
+    def record_result(i: int, found: PublishedPlan | BaseException) -> None:
         path = problems[i]
-        if isinstance(found, Published):
+        if isinstance(found, PublishedPlan):
             results.published[i] = found
             decision = found.decision
             progress.info(
@@ -134,7 +134,7 @@ def _publish_failure(path: Path, error: BaseException) -> ShardCoreError:
     return kind(message if message.startswith(str(path)) else f"{path}: {message}")
 
 
-def publish_plan_of_problem(publisher: Publisher, problem: Problem) -> Published:
+def publish_plan_of_problem(publisher: Publisher, problem: Problem) -> PublishedPlan:
     """Search and publish a plan of one problem under the publisher's model. Raises as Publisher.publish."""
     model = publisher.model.for_problem(problem)
     problem.require_setting(model.setting)
@@ -147,9 +147,9 @@ def publish_plan_of_problem(publisher: Publisher, problem: Problem) -> Published
 def _publish_each(
     items: Mapping[int, tuple[Publisher, Problem]],
     processes: int | None,
-    work: Work,
+    work: StageWork,
     begin: Callable[[], object] | None,
-) -> Iterator[tuple[int, Published | BaseException]]:
+) -> Iterator[tuple[int, PublishedPlan | BaseException]]:
     """Publish plans of problems in several processes. Yields each problem's number with its result or error, in order
     of completion."""
     count = min(processes or len(os.sched_getaffinity(0)), len(items))

@@ -10,7 +10,7 @@ from shardcore.cost.fit_config import FitConfig
 from shardcore.cost.neural import NeuralModel
 from shardcore.cost.profile import Profile
 from shardcore.report.model_report import StudyResults, doubling_gain_sentence
-from shardcore.stages.progress import Progress, Work
+from shardcore.stages.progress import Progress, StageWork
 
 
 def train(
@@ -19,7 +19,7 @@ def train(
     progress: Progress,
     start: NeuralModel | Profile | None = None,
     provenance: Mapping[str, Any] | None = None,
-) -> training.Trained:
+) -> training.TrainingResult:
     """Train a cost model, and report on the data and the model.
 
     start, provenance, errors: as of training.train.
@@ -27,7 +27,7 @@ def train(
     for warning in data.warnings:
         progress.warning("%s", warning)
     progress.info("%s", data)
-    work = Work(progress, "epochs", config.epochs)
+    work = StageWork(progress, "epochs", config.epochs)
 
     def report_epoch(model: str, epoch: int, values: dict[str, float]) -> None:
         if model == "compute":  # models of exchanges are fitted in one step, without epochs

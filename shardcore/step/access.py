@@ -494,12 +494,12 @@ def output_rows(shard: Shard, batch: int) -> int:
     return table_output_rows(shard.table, batch, access_share(shard) if shard.table.sequence else 1.0)
 
 
-def table_output_rows(table: Table, batch: int, share: float = 1.0) -> int:
-    """Number of rows of lookup outputs for a part of a table that gets `share` of its lookups."""
+def table_output_rows(table: Table, batch: int, fraction: float = 1.0) -> int:
+    """Number of rows of lookup outputs for a part of a table that gets `fraction` of its lookups."""
     # Whole rows, so that searches can add and subtract their bytes exactly. At least one: there is an op.
     if not table.sequence:
         return bag_count(table, batch)
-    return max(1, round(batch * table.lookups_per_sample * share))
+    return max(1, round(batch * table.lookups_per_sample * fraction))
 
 
 def output_bytes(shard: Shard, batch: int) -> int:

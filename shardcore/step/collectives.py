@@ -1,7 +1,7 @@
 """The collectives of a training step. One row of COLLECTIVES defines each.
 
 Cost models, draws, measurements, replays and reports read these rows and name none of them.
-To add a collective, add a row, and let a kind of sharding use it (kinds.LAYOUTS).
+To add a collective, add a row, and let a kind of sharding use it (kinds.SHARDING_KINDS).
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.payloads import MEASURED, payload_by_name
-from shardcore.step.memory_timeline import Stages, stage_buffers
+from shardcore.step.memory_timeline import Stages, buffers_of_stage
 
 Widths = Sequence[int]
 """Columns of each rank."""
 
 
 @dataclass(frozen=True)
-class Draw:
+class DrawRule:
     """Rule by which a collective is drawn to be measured.
 
     share: share of the varied draws; with a `stream`, of all draws.
@@ -56,7 +56,7 @@ class Collective:
 
     name: as channels and files give it.
     words: for people.
-    ways: its directions, in the order in which they run: "forward", "backward", or both.
+    directions: its directions, in the order in which they run: "forward", "backward", or both.
     call: the exchange in torch, a key of measure/exchanges.EXCHANGES. Ids have another (measure/id_transfer.py).
     draw: rule by which it is drawn to be measured.
     like: the collective whose rates stand in where its own were not measured. "": none.
@@ -75,9 +75,9 @@ class Collective:
 
     name: str
     words: str
-    ways: tuple[str, ...]
+    directions: tuple[str, ...]
     call: str
-    draw: Draw
+    draw: DrawRule
     like: str = "all_to_all"
     ring: bool = False
     passes: int = 1
@@ -104,13 +104,13 @@ class Collective:
 _RECEIVED = "received outputs: local"
 _SENT = "payloads: last there, local there"
 _SENT_BACK = "payloads: local back, last back"
-_WAIT = stage_buffers(
+_WAIT = buffers_of_stage(
     # Outputs are put together in the order of columns.
     _SENT,
     _RECEIVED,
     outputs_arrive=f"{_RECEIVED}; payloads: local there, local decoded",
 )
-_SEND_GRADIENTS = stage_buffers(
+_SEND_GRADIENTS = buffers_of_stage(
     # Gradients of outputs are ordered, cast and exchanged.
     "output gradients: gradient",
     _SENT_BACK,
@@ -124,7 +124,7 @@ _UPDATE = {
     "update": "output gradients: first; sorting: sorting",
 }
 _ALL_TO_ALL: Stages = (
-    stage_buffers(
+    buffers_of_stage(
         looked_up="outputs: first",
         # A codec clamps FP32 values to the range of the payload before it casts them.
         outputs_cast="outputs: first; payloads: first cast, first clamped",
@@ -136,10 +136,10 @@ _ALL_TO_ALL: Stages = (
     _WAIT,
     # Backward, gradients of local outputs leave, and those of the channel arrive.
     _SEND_GRADIENTS,
-    stage_buffers(_SENT_BACK, **_UPDATE),
+    buffers_of_stage(_SENT_BACK, **_UPDATE),
 )
 _SEQUENCES: Stages = (
-    stage_buffers(
+    buffers_of_stage(
         looked_up="outputs: first",
         # A second copy of all lookups, while they are put in order.
         outputs_in_order="outputs: first, first",
@@ -149,7 +149,7 @@ _SEQUENCES: Stages = (
         freed_late="outputs: first",
     ),
     _WAIT,
-    stage_buffers(
+    buffers_of_stage(
         # Those of features are joined, and sent as they are.
         "output gradients: gradient",
         _SENT_BACK,
@@ -157,12 +157,12 @@ _SEQUENCES: Stages = (
         gradients_cast="output gradients: local; payloads: local clamped, local recast",
         backward_exchange="output gradients: local; payloads: local recast, first back",
     ),
-    stage_buffers(_SENT_BACK, gradients_in_order="output gradients: first, first", **_UPDATE),
+    buffers_of_stage(_SENT_BACK, gradients_in_order="output gradients: first, first", **_UPDATE),
 )
 # The all-gather holds its output and gloo's own buffer: twice the channel's bytes.
 _GATHERED = "payloads: local copied, first back, first back"
 _REDUCE_SCATTER: Stages = (
-    stage_buffers(
+    buffers_of_stage(
         # Each device enters outputs of the global batch, and receives sums for its samples.
         looked_up="outputs: first",
         sums_cast="outputs: first; payloads: first cast, first clamped",
@@ -171,15 +171,15 @@ _REDUCE_SCATTER: Stages = (
         freed_late="outputs: first",
     ),
     _WAIT,
-    stage_buffers(
+    buffers_of_stage(
         "output gradients: gradient",
         _GATHERED,
         gradients_gathered=f"output gradients: gradient; {_GATHERED}",
     ),
-    stage_buffers(_GATHERED, **_UPDATE),
+    buffers_of_stage(_GATHERED, **_UPDATE),
 )
 _WITHIN_AND_ACROSS: Stages = (
-    stage_buffers(
+    buffers_of_stage(
         looked_up="outputs: first",
         # After the sum within the host, only the sums are left to cross hosts.
         sums_of_hosts_cast="outputs: first; payloads: first cast, first clamped",
@@ -192,7 +192,7 @@ _WITHIN_AND_ACROSS: Stages = (
     _WAIT,
     # Backward, hosts exchange first, as forward they do last.
     _SEND_GRADIENTS,
-    stage_buffers(
+    buffers_of_stage(
         _SENT_BACK,
         # Each device then gathers from its host what the reduce-scatter had divided.
         gradients_gathered="output gradients: last; payloads: last recast, first back, first back",
@@ -202,11 +202,11 @@ _WITHIN_AND_ACROSS: Stages = (
 # Gradients of replicas are beside DDP's buckets. Until then, those of outputs live, which a collection's include.
 _REPLICAS: Stages = (
     # Lookups are local, so outputs exist at once and nothing is waited for.
-    stage_buffers(looked_up="outputs: local", after="outputs: local"),
-    stage_buffers("outputs: local", _RECEIVED),
-    stage_buffers("output gradients: gradient", "output gradients: gradient"),
+    buffers_of_stage(looked_up="outputs: local", after="outputs: local"),
+    buffers_of_stage("outputs: local", _RECEIVED),
+    buffers_of_stage("output gradients: gradient", "output gradients: gradient"),
     # The dense kernel makes a gradient in addition to DDP's bucket, which is always there.
-    stage_buffers(
+    buffers_of_stage(
         "output gradients: gradient",
         gradients_of_replicas="output gradients: gradient; dense gradients: dense",
     ),
@@ -247,7 +247,7 @@ COLLECTIVES: Mapping[str, Collective] = {
             "all-to-all",
             ("forward", "backward"),
             "all_to_all",
-            Draw(0.2, scope="cross", scope_share=0.4),
+            DrawRule(0.2, scope="cross", scope_share=0.4),
             # Nothing stands in for it: it is the stand-in for others.
             like="",
             cast=True,
@@ -260,7 +260,7 @@ COLLECTIVES: Mapping[str, Collective] = {
             "reduce-scatter",
             ("forward", "backward"),
             "reduce_scatter",
-            Draw(0.5, scope="host", scope_share=0.5),
+            DrawRule(0.5, scope="host", scope_share=0.5),
             ring=True,
             cast=True,
             memory=_REDUCE_SCATTER,
@@ -272,7 +272,7 @@ COLLECTIVES: Mapping[str, Collective] = {
             ("backward",),
             # DDP reduces the same tensor on every rank, so drawn widths are made equal.
             "all_reduce",
-            Draw(0.3, loads=_equal_loads),
+            DrawRule(0.3, loads=_equal_loads),
             ring=True,
             # A ring all-reduce is a reduce-scatter and an all-gather, each of which passes all bytes.
             passes=2,
@@ -284,7 +284,7 @@ COLLECTIVES: Mapping[str, Collective] = {
             "all-to-all of ids",
             ("forward",),
             "ids",
-            Draw(0.1, stream=5, loads=_skewed_loads),
+            DrawRule(0.1, stream=5, loads=_skewed_loads),
             # How much will come, lengths, then ids (KJTAllToAll).
             exchanges=3,
             ids=True,
@@ -294,7 +294,7 @@ COLLECTIVES: Mapping[str, Collective] = {
             "all-to-all of ids, bucketized",
             ("forward",),
             "ids",
-            Draw(0.07, stream=8, loads=_near_even_loads),
+            DrawRule(0.07, stream=8, loads=_near_even_loads),
             # It travels as plain ids do, so it has their rates and adds its own work.
             like="all_to_all_ids",
             exchanges=3,
@@ -306,15 +306,15 @@ COLLECTIVES: Mapping[str, Collective] = {
 """By name. The first is the stand-in for all that were not measured."""
 
 
-def carried_payload(row: Collective, way: str, payload: str) -> str:
+def carried_payload(collective: Collective, direction: str, payload: str) -> str:
     """The payload type that a collective carries in a direction, in a job that asks for `payload`.
 
     TorchRec substitutes those that do not sum (get_qcomm_codecs_registry in its fbgemm_qcomm_codec.py).
     """
-    if not row.cast:
+    if not collective.cast:
         return "fp32"
-    summed = payload_by_name(payload).summed if row.ring else None
-    return summed[way == "backward"] if summed else payload
+    summed = payload_by_name(payload).summed if collective.ring else None
+    return summed[direction == "backward"] if summed else payload
 
 
 def collective_by_name(name: str) -> Collective:

@@ -15,9 +15,9 @@ from shardcore.core.links import joining_levels
 from shardcore.core.topology import Topology
 from shardcore.step.exchanges import (
     ChannelTerms,
+    CollectiveTerms,
     ExchangeLaw,
     OwnWork,
-    Terms,
     cached_channel_terms,
     channel_byte_counts,
     slowest_level_ms,
@@ -39,11 +39,11 @@ def linear_exchange_costs(
     """
     for channel, each in channels.items():
         terms = cached_channel_terms(model, channel, topology)
-        for way in channel.definition.ways:
-            line = _transfer_line(terms, way, each * low, each * high)
-            if way == channel.definition.ways[0]:
+        for direction in channel.definition.directions:
+            line = _transfer_line(terms, direction, each * low, each * high)
+            if direction == channel.definition.directions[0]:
                 line = line + linear_work_cost(terms.added_work)
-            yield channel, way, line * np.where(ONCE, 1.0, each)
+            yield channel, direction, line * np.where(ONCE, 1.0, each)
 
 
 def total_linear_cost(
@@ -51,23 +51,30 @@ def total_linear_cost(
     channels: Mapping[Channel, float],
     topology: Topology,
     points: tuple[float, float],
-    ways: Sequence[str] = ("forward", "backward"),
+    directions: Sequence[str] = ("forward", "backward"),
 ) -> np.ndarray:
     """[5] ms of collectives in some directions as a linear function of the amounts in LINE. points: low and high."""
     lines = linear_exchange_costs(model, channels, topology, *points)
-    return sum((line for _, way, line in lines if way in ways), 0 * ONCE)
+    return sum((line for _, direction, line in lines if direction in directions), 0 * ONCE)
 
 
-def _transfer_line(terms: ChannelTerms, way: str, low: float, high: float) -> np.ndarray:
+def _transfer_line(terms: ChannelTerms, direction: str, low_bytes: float, high_bytes: float) -> np.ndarray:
     """[5] ms of a collective's transfer as a linear function of the amounts in LINE, between two amounts of bytes."""
-    of_way = terms.ways.get(way)
-    if of_way is None:
+    of_direction = terms.directions.get(direction)
+    if of_direction is None:
         return 0 * ONCE
-    lines = np.array([_level_line(terms, level, k) for k, level in enumerate(of_way.levels)])
-    line = ONCE * of_way.once_ms + _level_weights(of_way, lines @ np.where(ONCE, 1.0, low)) @ lines
-    half = of_way.ramp_bytes
-    slope = of_way.ramp_ms * half / ((low + half) * (high + half))
-    return line + BUSIEST * slope + ONCE * (of_way.ramp_ms * low / (low + half) - slope * low)
+    lines = np.array([_level_line(terms, level, k) for k, level in enumerate(of_direction.levels)])
+    line = (
+        ONCE * of_direction.once_ms
+        + _level_weights(of_direction, lines @ np.where(ONCE, 1.0, low_bytes)) @ lines
+    )
+    half = of_direction.ramp_bytes
+    slope = of_direction.ramp_ms * half / ((low_bytes + half) * (high_bytes + half))
+    return (
+        line
+        + BUSIEST * slope
+        + ONCE * (of_direction.ramp_ms * low_bytes / (low_bytes + half) - slope * low_bytes)
+    )
 
 
 def _level_line(terms: ChannelTerms, level: Mapping[str, float], k: int) -> np.ndarray:
@@ -99,7 +106,7 @@ def linear_work_cost(work: OwnWork) -> np.ndarray:
     return np.array([work.byte_ms, 0.0, 0.0, work.mean_byte_ms, work.once_ms + work.all_once_ms])
 
 
-def _level_weights(terms: Terms, of_levels: np.ndarray) -> np.ndarray:
+def _level_weights(terms: CollectiveTerms, of_levels: np.ndarray) -> np.ndarray:
     """[K] gradient of the slowest level's ms by the ms of each level of links."""
     slowest = slowest_level_ms(terms, of_levels.tolist())
     if np.isinf(terms.sharpness) or not slowest:
@@ -114,8 +121,8 @@ def has_equal_transfers(model: ExchangeLaw, topology: Topology) -> bool:
     """True if each backward collective takes equally long on all devices."""
     return not any(
         "bytes" in level
-        for way, x in _terms_by_direction(model, topology)
-        if way == "backward"
+        for direction, x in _terms_by_direction(model, topology)
+        if direction == "backward"
         for level in x.levels
     )
 
@@ -135,7 +142,7 @@ def has_concave_exchanges(model: ExchangeLaw, topology: Topology) -> bool:
     return any(np.any(x.ramp_ms) for _, x in _terms_by_direction(model, topology))
 
 
-def _terms_by_direction(model: ExchangeLaw, topology: Topology) -> Iterator[tuple[str, Terms]]:
+def _terms_by_direction(model: ExchangeLaw, topology: Topology) -> Iterator[tuple[str, CollectiveTerms]]:
     """Each direction of all channels, with the terms of its collective."""
     for channel in CHANNELS:
-        yield from cached_channel_terms(model, channel, topology).ways.items()
+        yield from cached_channel_terms(model, channel, topology).directions.items()

@@ -36,7 +36,7 @@ SKEW_LIMIT_MS = 10.0
 
 
 @dataclass(frozen=True, eq=False)
-class Terms:
+class CollectiveTerms:
     """ms of a collective in one direction. Numbers, or arrays of many models that broadcast to [..., G, n].
 
     once_ms: of a call.
@@ -83,7 +83,7 @@ class ChannelTerms:
     members: [G, n] devices of each group.
     domains: [K, n] domain of each device of the first group, by level. All groups have the same shape. Levels that the
       terms do not know are merged with others (`merge_unknown_levels`).
-    ways: terms by direction. None where groups have one device.
+    directions: terms by direction. None where groups have one device.
     work: a device's own work.
     added_work: the part of it that is not in `once_ms` and the rates.
     """
@@ -91,7 +91,7 @@ class ChannelTerms:
     channel: Channel
     members: np.ndarray
     domains: np.ndarray
-    ways: Mapping[str, Terms]
+    directions: Mapping[str, CollectiveTerms]
     work: OwnWork = field(default_factory=OwnWork)
     added_work: OwnWork = field(default_factory=OwnWork)
 
@@ -103,19 +103,19 @@ class ChannelTerms:
         row, sent = self.channel.definition, np.asarray(sent_bytes, dtype=float)
         nothing: Any = np.zeros(sent.shape)
         ms = {"forward": nothing, "backward": nothing}
-        if self.ways and sent.any():
+        if self.directions and sent.any():
             grouped = sent[..., self.members]
             counts = channel_byte_counts(self.channel, grouped, self.domains)
             busiest = grouped.max(-1, keepdims=True)
             # If any device of a group has bytes, all take part. Of dense gradients: those that have some.
             runs = grouped > 0 if row.dense else busiest > 0
-            for way, terms in self.ways.items():
+            for direction, terms in self.directions.items():
                 took = np.where(runs, transfer_ms(terms, counts, busiest, skew_ms), 0.0)
                 took = np.broadcast_to(took, np.broadcast_shapes(took.shape, grouped.shape))
-                ms[way] = np.zeros((*took.shape[:-2], sent.shape[-1]))
-                ms[way][..., self.members] = took
+                ms[direction] = np.zeros((*took.shape[:-2], sent.shape[-1]))
+                ms[direction][..., self.members] = took
         # Ids are worked on before and after they travel forward, dense gradients once they are summed.
-        ms[row.ways[0]] = ms[row.ways[0]] + self.added_work.work_ms(sent)
+        ms[row.directions[0]] = ms[row.directions[0]] + self.added_work.work_ms(sent)
         return ms
 
 
@@ -128,7 +128,10 @@ def channel_byte_counts(channel: Channel, grouped: np.ndarray, domains: np.ndarr
 
 
 def transfer_ms(
-    terms: Terms, counts: Sequence[Mapping[str, Any]], busiest: np.ndarray, skew_ms: np.ndarray | float = 0.0
+    terms: CollectiveTerms,
+    counts: Sequence[Mapping[str, Any]],
+    busiest: np.ndarray,
+    skew_ms: np.ndarray | float = 0.0,
 ) -> np.ndarray:
     """[..., G, n] ms of a collective's transfers by the law of exchanges, from counts of bytes on each level of
     links.
@@ -143,32 +146,32 @@ def transfer_ms(
     return ms
 
 
-def slowest_level_ms(terms: Terms, of_levels: Iterable[Any]) -> Any:
+def slowest_level_ms(terms: CollectiveTerms, of_levels: Iterable[Any]) -> Any:
     """The ms of the slowest level of links, by a maximum or a smooth maximum."""
     if np.isinf(terms.sharpness):
         return reduce(np.maximum, of_levels, np.zeros(()))
     return sum(ms**terms.sharpness for ms in of_levels) ** (1 / terms.sharpness)
 
 
-def with_payload_share(terms: Terms, share: float) -> Terms:
-    """The terms of a collective whose payload takes `share` of the FP32 bytes."""
-    levels = [{name: share * rate for name, rate in level.items()} for level in terms.levels]
-    return replace(terms, levels=levels, ramp_bytes=terms.ramp_bytes / share)
+def with_payload_share(terms: CollectiveTerms, fraction: float) -> CollectiveTerms:
+    """The terms of a collective whose payload takes `fraction` of the FP32 bytes."""
+    levels = [{name: fraction * rate for name, rate in level.items()} for level in terms.levels]
+    return replace(terms, levels=levels, ramp_bytes=terms.ramp_bytes / fraction)
 
 
 def with_topology_rates(
-    levels: Sequence[Mapping[str, Any]], topology: Topology, share: float = 1.0
+    levels: Sequence[Mapping[str, Any]], topology: Topology, fraction: float = 1.0
 ) -> list[Mapping[str, Any]]:
     """[K] rates of each level of links, replaced where a topology states its bandwidth.
 
     The busiest device's bytes decide. Where the devices of a domain share a link, the busiest domain's do.
-    share: share of the bytes that travels.
+    fraction: share of the bytes that travels.
     """
     given = list(levels)
     for k, name in enumerate(LEVELS):
         link = topology.link(name)
         if link.gbps:
-            byte_ms = share / (link.gbps * BYTES_PER_MS_PER_GBPS)
+            byte_ms = fraction / (link.gbps * BYTES_PER_MS_PER_GBPS)
             # If nothing is known of links within such domains, a device's are as fast, or they would cost nothing.
             if link.shared and not any(given[:k]):
                 given[0] = {"busiest": byte_ms}
@@ -234,7 +237,7 @@ class ExchangeLaw(Protocol):
 
     @abstractmethod
     def channel_terms(self, channel: Channel, topology: Topology) -> ChannelTerms:
-        """The cost model's terms of a channel's collective in a topology."""
+        """Coefficients (latency, ms for each byte, and so on) by which the cost model prices a channel's collective."""
 
     def comm_cost(self, traffic: np.ndarray, compute_ms: np.ndarray, topology: Topology) -> CommCost:
         """Costs of a step's collectives on each device. They run one after another.
@@ -249,12 +252,12 @@ class ExchangeLaw(Protocol):
         compute_ms = np.asarray(compute_ms, dtype=float)
         shape = np.broadcast_shapes(np.shape(traffic)[1:], compute_ms.shape)
         input_ms, work_ms, forward, backward = (np.zeros(shape) for _ in range(4))
-        for channel, ways in channel_transfer_ms(self, traffic, compute_ms, topology).items():
+        for channel, directions in channel_transfer_ms(self, traffic, compute_ms, topology).items():
             if channel in ID_CHANNELS:
-                input_ms += ways["forward"]
+                input_ms += directions["forward"]
             else:
-                forward += ways["forward"]
-                backward += ways["backward"]
+                forward += directions["forward"]
+                backward += directions["backward"]
         # Work is counted by traffic slot: each run's ids are put in buckets and in order separately.
         for channel, arriving in zip(channels_of_traffic(traffic), traffic, strict=True):
             if channel in ID_CHANNELS and arriving.any():
@@ -284,8 +287,10 @@ def channel_transfer_ms(
             continue
         ms = cached_channel_terms(model, channel, topology).transfer_ms_by_direction(sent_bytes, skew_ms)
         # Runs exchange one after another.
-        by_channel[channel] = {way: before + ms[way] for way, before in by_channel[channel].items()}
-        if "forward" in channel.definition.ways:
+        by_channel[channel] = {
+            direction: before + ms[direction] for direction, before in by_channel[channel].items()
+        }
+        if "forward" in channel.definition.directions:
             # A collective synchronises the devices: the next one starts without skew.
             skew_ms = np.where(np.any(sent_bytes, axis=-1), 0.0, skew_ms)
     return by_channel

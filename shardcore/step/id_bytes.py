@@ -40,14 +40,14 @@ def received_id_bytes(shard: Shard, step: Problem | Workload) -> int:
     return round(of_samples) + strides
 
 
-def id_bytes_per_sample(table: Table, job: Job, share: float = 1.0, ranges: int = 1) -> float:
+def id_bytes_per_sample(table: Table, job: Job, fraction: float = 1.0, ranges: int = 1) -> float:
     """Mean bytes of a table's ids and lengths for one sample.
 
-    share: share of its lookups. ranges: number of ranges of its rows, each with separate lengths.
+    fraction: share of its lookups. ranges: number of ranges of its rows, each with separate lengths.
     """
     # Each range sends a length for every bag, even where it has none of the bag's ids.
     lengths = table.mean_bags * ranges
-    return id_bytes_per_lookup(table, job) * table.lookups_per_sample * share + job.length_bytes * lengths
+    return id_bytes_per_lookup(table, job) * table.lookups_per_sample * fraction + job.length_bytes * lengths
 
 
 def stride_bytes(table: Table) -> int:

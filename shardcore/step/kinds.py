@@ -1,7 +1,7 @@
-"""Kinds of sharding: how shards of each kind run in a training step. One row of LAYOUTS defines a kind.
+"""Kinds of sharding: how shards of each kind run in a training step. One row of SHARDING_KINDS defines a kind.
 
 On each device, a step of TorchRec runs one fused op for the shards of each kind and collection.
-It also runs one collective on each channel of that kind. A row of LAYOUTS gives:
+It also runs one collective on each channel of that kind. A row of SHARDING_KINDS gives:
 
 - where such a shard may live,
 - over which batch its op runs,
@@ -70,7 +70,7 @@ class Channel:
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class ShardingKind:
     """A kind of sharding as it runs in one collection: its channels, device groups and memory.
 
     name: in placements and files.
@@ -85,10 +85,10 @@ class Layout:
     sequence_channels: the same for tables whose lookups are not pooled. None: TorchRec runs no such tables.
     torchrec: the sharding types that TorchRec runs in this way: of whole tables, of tables cut by columns,
       others.
-    sequence: True if it runs tables whose lookups are not pooled (see `sequence_layout`).
+    sequence: True if it runs tables whose lookups are not pooled (see `sequence_kind`).
     tower_channels: bytes that its pooled shards enter into each channel where the job has towers (see
       `channels_in_job`), by the domain that has a tower. Of others, and None: the same as without.
-    collection: name of the collection whose tables it runs (see `layout_for_table`).
+    collection: name of the collection whose tables it runs (see `sharding_kind_for_table`).
     rows_over: domain of links.ROWS_OVER that it divides rows over. A job divides them over one of these. "": it
       divides them over all devices, or not.
     """
@@ -136,7 +136,7 @@ class Layout:
         return self.torchrec[cut and self.cuts_columns]
 
     @cached_property
-    def sequence_layout(self) -> Layout | None:
+    def sequence_kind(self) -> ShardingKind | None:
         """The variant of this kind for tables with unpooled lookups. None if TorchRec runs none."""
         if self.sequence_channels is None:
             return None
@@ -206,7 +206,7 @@ def _groups_by_domain(scope: str) -> Callable[[Topology], tuple[Group, ...]]:
 
 def row_domain_of(topology: Topology, placements: Iterable[Placement] = ()) -> str:
     """The domain over which a job divides rows ("host" or "pod"), by the topology, a plan, or the default."""
-    used = (domain for p in placements if (domain := layout_of_kind(p.kind).rows_over))
+    used = (domain for p in placements if (domain := sharding_kind_by_name(p.kind).rows_over))
     return topology.rows_over or next(used, topology.row_domain)
 
 
@@ -221,7 +221,7 @@ def pod_size(topology: Topology, placements: Iterable[Placement] = ()) -> int:
 
 def row_domain_choices(topology: Topology) -> tuple[str, ...]:
     """The domains ("host", "pod") over which a job may divide rows in a topology."""
-    able = (k.rows_over for k in LAYOUTS.values() if k.rows_over and k.possible_groups(topology))
+    able = (k.rows_over for k in SHARDING_KINDS.values() if k.rows_over and k.possible_groups(topology))
     # Without a kind for the default, such as on hosts of one device, a job has no rows over domains.
     return (
         (topology.row_domain,) if topology.rows_over else tuple(dict.fromkeys([topology.row_domain, *able]))
@@ -252,7 +252,7 @@ _SCOPES_OF = {domain: scopes_of_domain(level) for domain, level in ROWS_OVER.ite
 """Scopes within domains over which rows may be divided, and across them."""
 
 
-def _rows_over_domain_layout(name: str, domain: str) -> Layout:
+def _rows_over_domain_kind(name: str, domain: str) -> ShardingKind:
     """The kind of sharding that divides rows over the devices of one domain, such as a host."""
     within, across = _SCOPES_OF[domain]
 
@@ -260,7 +260,7 @@ def _rows_over_domain_layout(name: str, domain: str) -> Layout:
         """Bytes of outputs on each device after the devices of a domain have summed and divided them."""
         return outputs / len(groups_in_topology(problem.topology, within)[0])
 
-    return Layout(
+    return ShardingKind(
         name,
         f"rows divided over one {domain}",
         _groups_by_domain(within),
@@ -286,10 +286,10 @@ def _rows_over_domain_layout(name: str, domain: str) -> Layout:
     )
 
 
-LAYOUTS: Mapping[str, Layout] = {
-    layout.name: layout
-    for layout in (
-        Layout(
+SHARDING_KINDS: Mapping[str, ShardingKind] = {
+    sharding_kind.name: sharding_kind
+    for sharding_kind in (
+        ShardingKind(
             "column",
             "all rows on one device",
             _single_device_groups,
@@ -309,7 +309,7 @@ LAYOUTS: Mapping[str, Layout] = {
                 for domain, (within, across) in _SCOPES_OF.items()
             },
         ),
-        Layout(
+        ShardingKind(
             "row",
             "rows divided over all devices",
             _one_group_of_all,
@@ -323,8 +323,8 @@ LAYOUTS: Mapping[str, Layout] = {
             sequence_channels={Channel("all_to_all"): _entered_outputs},
             torchrec=("row_wise",),
         ),
-        *(_rows_over_domain_layout("host_row", "host"), _rows_over_domain_layout("pod_row", "pod")),
-        Layout(
+        *(_rows_over_domain_kind("host_row", "host"), _rows_over_domain_kind("pod_row", "pod")),
+        ShardingKind(
             "data_parallel",
             "a replica on every device",
             _one_group_of_all,
@@ -341,19 +341,21 @@ LAYOUTS: Mapping[str, Layout] = {
 }
 """The kinds by name. Ops, and collectives of one direction, run in this order."""
 
-RUNS: tuple[Layout, ...] = (
-    *LAYOUTS.values(),
-    *(x.sequence_layout for x in LAYOUTS.values() if x.sequence_layout),
+RUNS: tuple[ShardingKind, ...] = (
+    *SHARDING_KINDS.values(),
+    *(x.sequence_kind for x in SHARDING_KINDS.values() if x.sequence_kind),
 )
 """Runs: tables of a kind as one op on each device. Pooled tables first, then sequences.
 
-Each collection has separate runs (`layout_for_table`). These are those of the collection without a name.
+Each collection has separate runs (`sharding_kind_for_table`). These are those of the collection without a name.
 """
 
-ID_CHANNELS: tuple[Channel, ...] = tuple(dict.fromkeys(x.ids for x in LAYOUTS.values() if x.ids))
+ID_CHANNELS: tuple[Channel, ...] = tuple(dict.fromkeys(x.ids for x in SHARDING_KINDS.values() if x.ids))
 """The channels of input distribution."""
-_PLAIN = dict.fromkeys(c for layout in LAYOUTS.values() for c in layout.channels)
-_IN_TOWERS = (of for layout in LAYOUTS.values() for of in (layout.tower_channels or {}).values())
+_PLAIN = dict.fromkeys(c for sharding_kind in SHARDING_KINDS.values() for c in sharding_kind.channels)
+_IN_TOWERS = (
+    of for sharding_kind in SHARDING_KINDS.values() for of in (sharding_kind.tower_channels or {}).values()
+)
 _WITHIN_TOWERS = (c for of in _IN_TOWERS for c in of if not c.scope.across and c not in _PLAIN)
 CHANNELS: tuple[Channel, ...] = (*_WITHIN_TOWERS, *_PLAIN, *ID_CHANNELS)
 """All channels. Arrays of bytes [C, ...] use this order. Exchanges within hosts come before those across.
@@ -363,43 +365,48 @@ Where several runs have a channel, such arrays have traffic slots, one after ano
 """
 
 # Found by its properties, so that no code names a kind.
-WHOLE_ROWS = next(kind for kind in LAYOUTS.values() if kind.is_on_one_device)
+WHOLE_ROWS = next(kind for kind in SHARDING_KINDS.values() if kind.is_on_one_device)
 """The kind in which one device has all rows. Searches place most tables in this kind."""
 
 
 def kinds_of_channel(channel: Channel, towers: bool = False) -> str:
     """Names of the kinds of sharding that use a channel, as text, in a job with or without towers."""
-    plain = [name for name, x in LAYOUTS.items() if channel in (*x.channels, x.ids)]
+    plain = [name for name, x in SHARDING_KINDS.items() if channel in (*x.channels, x.ids)]
     in_towers = [
         name
-        for name, x in LAYOUTS.items()
+        for name, x in SHARDING_KINDS.items()
         if channel == x.ids or any(channel in of for of in (x.tower_channels or {"": x.channels}).values())
     ]
     return " and ".join(in_towers if towers else plain or in_towers)
 
 
-def kinds_on_all_devices(topology: Topology) -> tuple[Layout, ...]:
+def kinds_on_all_devices(topology: Topology) -> tuple[ShardingKind, ...]:
     """The kinds of sharding whose shards are always on all devices."""
     return tuple(
-        k for k in LAYOUTS.values() if len(topology) > 1 and k.device_groups(topology) == (topology.ranks,)
+        k
+        for k in SHARDING_KINDS.values()
+        if len(topology) > 1 and k.device_groups(topology) == (topology.ranks,)
     )
 
 
-def layout_of_kind(kind: str) -> Layout:
+def sharding_kind_by_name(kind: str) -> ShardingKind:
     """The definition of a kind of sharding. Raises ShardCoreError for an unknown name."""
-    if kind not in LAYOUTS:
-        raise ShardCoreError(f"a placement or constraint has kind {kind!r}; known are {', '.join(LAYOUTS)}")
-    return LAYOUTS[kind]
+    if kind not in SHARDING_KINDS:
+        raise ShardCoreError(
+            f"a placement or constraint has kind {kind!r}; known are {', '.join(SHARDING_KINDS)}"
+        )
+    return SHARDING_KINDS[kind]
 
 
-def layout_for_table(kind: str, table: Table) -> Layout:
-    """The layout of the fused op that runs a table by a kind of sharding, together with others of its collection.
+def sharding_kind_for_table(kind: str, table: Table) -> ShardingKind:
+    """The sharding kind of the fused op that runs a table by a kind of sharding, together with others of its
+    collection.
 
     Raises ShardCoreError for an unknown kind, or one that runs no such table.
     """
-    layout = layout_of_kind(kind)
-    run = layout.sequence_layout if table.sequence else layout
-    if table.in_host_memory and not layout.may_cache_rows:
+    sharding_kind = sharding_kind_by_name(kind)
+    run = sharding_kind.sequence_kind if table.sequence else sharding_kind
+    if table.in_host_memory and not sharding_kind.may_cache_rows:
         raise ShardCoreError(
             f"plan places table {table.name!r} by {kind}, with load_factor {table.load_factor:g}; TorchRec has no "
             "rows of it below device memory, so it needs another kind, or load_factor 1"
@@ -409,43 +416,47 @@ def layout_for_table(kind: str, table: Table) -> Layout:
             f"plan places table {table.name!r} by {kind}, which TorchRec does not run for a "
             "sequence; it needs another kind"
         )
-    return _layout_of_collection(run, table.collection)
+    return _kind_in_collection(run, table.collection)
 
 
 @cache  # one object each, for runs are compared by identity
-def _layout_of_collection(run: Layout, name: str) -> Layout:
-    return replace(run, collection=name) if name else run
+def _kind_in_collection(sharding_kind: ShardingKind, name: str) -> ShardingKind:
+    return replace(sharding_kind, collection=name) if name else sharding_kind
 
 
-def layout_on_one_device(table: Table) -> Layout:
-    """The layout of the fused op that runs a table on a single device."""
-    return layout_for_table(WHOLE_ROWS.name, table)
+def kind_on_one_device(table: Table) -> ShardingKind:
+    """The sharding kind of the fused op that runs a table on a single device."""
+    return sharding_kind_for_table(WHOLE_ROWS.name, table)
 
 
-def layouts_for_tables(tables: Iterable[Table]) -> tuple[Layout, ...]:
-    """Layouts of all fused ops that some tables may need, collection by collection, in the order in which they run."""
+def sharding_kinds_for_tables(tables: Iterable[Table]) -> tuple[ShardingKind, ...]:
+    """Sharding kinds of all fused ops that some tables may need, collection by collection, in the order in which they
+    run.
+    """
     collections = sorted({(t.collection, t.sequence) for t in tables})
     return tuple(
-        _layout_of_collection(run, name)
+        _kind_in_collection(run, name)
         for name, sequence in collections
         for run in RUNS
         if run.sequence == sequence
     )
 
 
-def layouts_of_torchrec(sharding_type: str) -> list[Layout]:
+def kinds_of_torchrec_type(sharding_type: str) -> list[ShardingKind]:
     """The kinds that TorchRec runs under a sharding type. A topology has at most one of them."""
-    return [layout for layout in LAYOUTS.values() if sharding_type in layout.torchrec]
+    return [
+        sharding_kind for sharding_kind in SHARDING_KINDS.values() if sharding_type in sharding_kind.torchrec
+    ]
 
 
-def layout_of_torchrec(
+def kind_of_torchrec_type(
     sharding_type: str, topology: Topology | None = None, devices: int | None = None
-) -> Layout | None:
+) -> ShardingKind | None:
     """The kind that TorchRec runs under a sharding type in a topology. None for an unknown type.
 
     devices: number of devices that share a shard. None: as the topology's rows_over, or the default, has it.
     """
-    named = layouts_of_torchrec(sharding_type)
+    named = kinds_of_torchrec_type(sharding_type)
     if topology is None or not named:
         return named[0] if named else None
     # A plan of the undecided topology has either kind; the size of its groups tells which.
@@ -472,7 +483,7 @@ def even_row_ranges(rows: int, n: int) -> list[tuple[int, int]] | None:
 def shards_by_device(placement: Placement) -> Iterator[tuple[int, Shard]]:
     """Each device of a placement, with the shard that it holds."""
     shard, devices = placement.shard, placement.devices
-    if not layout_of_kind(placement.kind).divides_rows:
+    if not sharding_kind_by_name(placement.kind).divides_rows:
         for device in devices:
             yield device, shard
         return
@@ -501,7 +512,7 @@ def merged_placements(placements: Sequence[Placement]) -> tuple[Placement, ...]:
 
 
 def possible_groups(
-    layout: Layout, rows: int, topology: Topology, allowed: Collection[int] | None
+    sharding_kind: ShardingKind, rows: int, topology: Topology, allowed: Collection[int] | None
 ) -> list[Group]:
     """The groups of devices that can share a table of `rows` rows by a kind of sharding.
 
@@ -510,31 +521,33 @@ def possible_groups(
     # An empty last range would break TorchRec's kernels (see even_row_share).
     return [
         group
-        for group in layout.device_groups(topology)
+        for group in sharding_kind.device_groups(topology)
         if (allowed is None or set(group) <= set(allowed))
-        and (not layout.divides_rows or even_row_share(rows, len(group)))
+        and (not sharding_kind.divides_rows or even_row_share(rows, len(group)))
     ]
 
 
 def require_valid_placement(placement: Placement, problem: Problem) -> None:
     """Raise ShardCoreError unless a placement's devices and cuts are possible for its kind."""
-    layout, shard, devices = (
-        layout_for_table(placement.kind, placement.shard.table),
+    sharding_kind, shard, devices = (
+        sharding_kind_for_table(placement.kind, placement.shard.table),
         placement.shard,
         placement.devices,
     )
-    what = f"plan places {shard.label} by {layout.name} on {device_names(devices)}"
+    what = f"plan places {shard.label} by {sharding_kind.name} on {device_names(devices)}"
     if max(devices) >= len(problem.topology):
         raise ShardCoreError(
             f"plan places {shard.label} on device {max(devices)}; "
             f"problem {problem.name!r} has devices 0 to {len(problem.topology) - 1}"
         )
-    if layout.is_on_one_device and len(devices) == 1 and shard.has_all_rows:
+    if sharding_kind.is_on_one_device and len(devices) == 1 and shard.has_all_rows:
         return  # the most common case
-    groups = layout.possible_groups(problem.topology)
-    if layout.rows_over and layout.rows_over != (domain := problem.topology.rows_over or layout.rows_over):
+    groups = sharding_kind.possible_groups(problem.topology)
+    if sharding_kind.rows_over and sharding_kind.rows_over != (
+        domain := problem.topology.rows_over or sharding_kind.rows_over
+    ):
         raise ShardCoreError(
-            f"{what}; topology.rows_over is {domain!r}: it needs to be {layout.rows_over!r}, or left out"
+            f"{what}; topology.rows_over is {domain!r}: it needs to be {sharding_kind.rows_over!r}, or left out"
         )
     if not groups:
         raise ShardCoreError(
@@ -544,11 +557,11 @@ def require_valid_placement(placement: Placement, problem: Problem) -> None:
     if devices not in groups:
         shown = " or ".join(device_names(g) for g in groups[:3]) + " or ..." * (len(groups) > 3)
         raise ShardCoreError(f"{what}; such a shard lives on {shown}, in this order")
-    if not shard.has_all_rows or not (layout.cuts_columns or shard.width == shard.table.dim):
+    if not shard.has_all_rows or not (sharding_kind.cuts_columns or shard.width == shard.table.dim):
         raise ShardCoreError(
-            f"{what}; it needs all rows{'' if layout.cuts_columns else ' and all columns'} of the table"
+            f"{what}; it needs all rows{'' if sharding_kind.cuts_columns else ' and all columns'} of the table"
         )
-    if layout.divides_rows and not even_row_share(shard.rows, len(devices)):
+    if sharding_kind.divides_rows and not even_row_share(shard.rows, len(devices)):
         raise ShardCoreError(
             f"{what}; {shard.rows} rows in even ranges would leave the last of {len(devices)} devices none"
         )

@@ -10,7 +10,7 @@ import numpy as np
 from shardcore.core.links import joining_levels
 
 COUNTS = ("bytes", "busiest", "port", "uplink", "shared_uplink", "head_start")
-"""Counts that the terms of a level of links multiply (core.links.Level.terms).
+"""Counts that the terms of a level of links multiply (core.links.LinkLevel.terms).
 
 bytes: of the device, out and in.
 busiest: the most of any device in one direction.

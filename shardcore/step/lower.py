@@ -30,13 +30,13 @@ from shardcore.step import memory
 from shardcore.step.kinds import (
     CHANNELS,
     Channel,
-    Layout,
+    ShardingKind,
     device_names,
-    layout_for_table,
-    layout_of_kind,
-    layouts_for_tables,
     merged_placements,
     require_valid_placement,
+    sharding_kind_by_name,
+    sharding_kind_for_table,
+    sharding_kinds_for_tables,
     shards_by_device,
 )
 from shardcore.step.memory import require_op_limits
@@ -57,9 +57,9 @@ class Op:
     batch: int
 
     @property
-    def layout(self) -> Layout:
-        """The layout by which the op's shards run."""
-        return layout_for_table(self.kind, self.shards[0].table)
+    def sharding_kind(self) -> ShardingKind:
+        """The sharding kind by which the op's shards run."""
+        return sharding_kind_for_table(self.kind, self.shards[0].table)
 
 
 def is_sequence_op(shards: Sequence[Shard]) -> bool:
@@ -82,7 +82,8 @@ def is_sequence_op(shards: Sequence[Shard]) -> bool:
 class Workload:
     """Work of one training step of a plan: fused ops, traffic and memory of all devices.
 
-    ops: (D tuples) of each device, in the order of `layouts_for_tables`. Devices that run the same shards share an Op.
+    ops: (D tuples) of each device, in the order of `sharding_kinds_for_tables`. Devices that run the same shards share
+      an Op.
     traffic: [L C, D] bytes that enter each channel; of kinds.ID_CHANNELS, bytes that arrive.
         All 0 along D means that its collective does not run.
     memory_bytes: (D) bytes held on each device.
@@ -106,7 +107,9 @@ class Workload:
             f"{self.global_batch})"
         )
 
-    def __getstate__(self) -> dict[str, Any]:  # layouts are compared by identity, so they stay in a process
+    def __getstate__(
+        self,
+    ) -> dict[str, Any]:  # sharding kinds are compared by identity, so they stay in a process
         return {k: v for k, v in self.__dict__.items() if k != "traffic_slots"}
 
     @property
@@ -115,17 +118,17 @@ class Workload:
         return channels_of_traffic(self.traffic)
 
     @cached_property
-    def traffic_slots(self) -> dict[Layout, int]:
-        """The layouts of the step's ops in their order, each with its traffic slot in the rows of traffic."""
+    def traffic_slots(self) -> dict[ShardingKind, int]:
+        """The sharding kinds of the step's ops in their order, each with its traffic slot in the rows of traffic."""
         # Ordered by first appearance, without duplicates. Traffic slots depend on the runs, not on their devices.
         ops = {id(op): op for ops in self.ops for op in ops}.values()
         return _traffic_slots_among_runs(
-            {op.layout: None for op in ops}, (s.table for op in ops for s in op.shards)
+            {op.sharding_kind: None for op in ops}, (s.table for op in ops for s in op.shards)
         )
 
-    def entering_bytes(self, run: Layout, channel: Channel) -> np.ndarray:
-        """[D] bytes that each device sends into one collective of a layout, its channel."""
-        return self.traffic[traffic_row(self.traffic_slots[run], channel)]
+    def entering_bytes(self, sharding_kind: ShardingKind, channel: Channel) -> np.ndarray:
+        """[D] bytes that each device sends into one collective of a sharding kind, its channel."""
+        return self.traffic[traffic_row(self.traffic_slots[sharding_kind], channel)]
 
 
 def lower(plan: Plan, problem: Problem, fits: bool = True) -> Workload:
@@ -146,26 +149,28 @@ def lower(plan: Plan, problem: Problem, fits: bool = True) -> Workload:
         require_op_limits(plan, problem)
     n_devices = len(problem.topology)
     # All shards of a run on a device are one fused op, as TorchRec groups them.
-    held: dict[tuple[Layout, int], list[Shard]] = defaultdict(list)
+    held: dict[tuple[ShardingKind, int], list[Shard]] = defaultdict(list)
     for placement in merged_placements(plan.placements):
-        run = layout_for_table(placement.kind, placement.shard.table)
+        run = sharding_kind_for_table(placement.kind, placement.shard.table)
         for device, shard in shards_by_device(placement):
             held[run, device].append(shard)
     ops: list[list[Op]] = [[] for _ in range(n_devices)]
     # Runs of this plan only, so that most plans have one traffic slot.
-    outputs, ids = dict[Layout, np.ndarray](), dict[Layout, np.ndarray]()
-    for layout in _traffic_slots_among_runs({layout for layout, _ in held}, problem.tables):
+    outputs, ids = dict[ShardingKind, np.ndarray](), dict[ShardingKind, np.ndarray]()
+    for sharding_kind in _traffic_slots_among_runs(
+        {sharding_kind for sharding_kind, _ in held}, problem.tables
+    ):
         last = None
-        outputs[layout], ids[layout] = np.zeros((2, n_devices))
-        for device in (d for d in range(n_devices) if (layout, d) in held):
-            shards = tuple(held[layout, device])
+        outputs[sharding_kind], ids[sharding_kind] = np.zeros((2, n_devices))
+        for device in (d for d in range(n_devices) if (sharding_kind, d) in held):
+            shards = tuple(held[sharding_kind, device])
             # Devices of a replicated kind run the same shards. They share an Op, so that it is priced once.
             if last is None or last.shards != shards:
-                last = Op(layout.name, shards, layout.op_batch(problem))
-                amounts = [exchanged_amounts(layout, shard, problem) for shard in shards]
+                last = Op(sharding_kind.name, shards, sharding_kind.op_batch(problem))
+                amounts = [exchanged_amounts(sharding_kind, shard, problem) for shard in shards]
                 arrived, entered, _ = map(sum, zip(*amounts, strict=True))
             ops[device].append(last)
-            outputs[layout][device], ids[layout][device] = entered, arrived
+            outputs[sharding_kind][device], ids[sharding_kind][device] = entered, arrived
     tick()
     return Workload(
         tuple(map(tuple, ops)),
@@ -177,17 +182,19 @@ def lower(plan: Plan, problem: Problem, fits: bool = True) -> Workload:
     )
 
 
-def _traffic_slots_among_runs(among: Container[Layout], tables: Iterable[Table]) -> dict[Layout, int]:
-    """Traffic slots of those layouts of some tables that are in `among`, in the order in which they run."""
-    return assign_traffic_slots(run for run in layouts_for_tables(tables) if run in among)
+def _traffic_slots_among_runs(
+    among: Container[ShardingKind], tables: Iterable[Table]
+) -> dict[ShardingKind, int]:
+    """Traffic slots of those sharding kinds of some tables that are in `among`, in the order in which they run."""
+    return assign_traffic_slots(run for run in sharding_kinds_for_tables(tables) if run in among)
 
 
 def traffic_of_outputs(
-    outputs: Mapping[Layout, np.ndarray],
+    outputs: Mapping[ShardingKind, np.ndarray],
     problem: Problem,
-    id_bytes: Mapping[Layout, np.ndarray] | None = None,
+    id_bytes: Mapping[ShardingKind, np.ndarray] | None = None,
 ) -> np.ndarray:
-    """[L C, ..., D] bytes that devices enter into each channel, from bytes of outputs [..., D] by layout.
+    """[L C, ..., D] bytes that devices enter into each channel, from bytes of outputs [..., D] by sharding kind.
 
     outputs: bytes of outputs; of replicas, bytes of their gradients.
     id_bytes: [..., D] bytes of ids and lengths that devices receive for some of these runs.
@@ -234,7 +241,7 @@ def require_full_cover(plan: Plan, problem: Problem) -> None:
                 "this shape and these statistics)"
             )
         require_valid_placement(placement, problem)
-        if domain := layout_of_kind(placement.kind).rows_over:
+        if domain := sharding_kind_by_name(placement.kind).rows_over:
             over.setdefault(domain, shard.table.name)
         by_table[shard.table.name].append(shard)
     if len(over) > 1:
@@ -265,10 +272,10 @@ def require_full_cover(plan: Plan, problem: Problem) -> None:
 
 def _require_working_codecs(plan: Plan, problem: Problem) -> None:
     """Raise ShardCoreError if a payload codec of the job fails on an exchange of the plan."""
-    columns: Counter[tuple[Layout, int]] = Counter()
-    suspects: dict[tuple[Layout, int], tuple[Shard, str]] = {}
+    columns: Counter[tuple[ShardingKind, int]] = Counter()
+    suspects: dict[tuple[ShardingKind, int], tuple[Shard, str]] = {}
     for placement in merged_placements(plan.placements):
-        shard, run = placement.shard, layout_for_table(placement.kind, placement.shard.table)
+        shard, run = placement.shard, sharding_kind_for_table(placement.kind, placement.shard.table)
         reason = problem.why_codec_fails(run, replace(shard.table, dim=shard.width))
         for device in placement.devices:
             columns[run, device] += shard.width * shard.table.features
@@ -303,7 +310,7 @@ def require_constraints(plan: Plan, problem: Problem) -> None:
                 f"{' or '.join(kinds[name])} (constraints.kinds)"
             )
     for placement in plan.placements:
-        if reason := problem.why_replicas_fail(layout_of_kind(placement.kind)):
+        if reason := problem.why_replicas_fail(sharding_kind_by_name(placement.kind)):
             raise ShardCoreError(f"plan places {placement.shard.label} by {placement.kind}; {reason}")
     if problem.codecs_may_fail:
         _require_working_codecs(plan, problem)
@@ -323,7 +330,7 @@ def require_constraints(plan: Plan, problem: Problem) -> None:
     for placement in merged_placements(plan.placements):
         shard, devices, name = placement.shard, placement.devices, placement.shard.table.name
         # A range of rows is a cut as well, unless a single device has all of them.
-        divided = layout_of_kind(placement.kind).divides_rows and len(devices) > 1
+        divided = sharding_kind_by_name(placement.kind).divides_rows and len(devices) > 1
         # Columns were merged above, so two shards on one device count as whole.
         if name in problem.uncut_tables and (divided or shard != Shard.whole(shard.table)):
             # Name a shard as it runs: for divided rows, one device's range.
@@ -352,8 +359,8 @@ def require_constraints(plan: Plan, problem: Problem) -> None:
 # --- arrays of bytes by channel, and where the runs of a plan stand in them ---------------------------------------
 
 
-def assign_traffic_slots(runs: Iterable[Layout]) -> dict[Layout, int]:
-    """The traffic slot of each layout: the number of its C rows, one for each channel, in an array of traffic.
+def assign_traffic_slots(sharding_kinds: Iterable[ShardingKind]) -> dict[ShardingKind, int]:
+    """The traffic slot of each sharding kind: the number of its C rows, one for each channel, in an array of traffic.
 
     Each run has separate collectives. Runs without a channel in common share a slot, so most plans have one.
     Gradients of replicas are all in the first: DDP reduces them together.
@@ -361,7 +368,7 @@ def assign_traffic_slots(runs: Iterable[Layout]) -> dict[Layout, int]:
     # Greedy colouring: a run takes the first slot in which none of its channels is in use.
     in_use: list[set[Channel]] = [set()]
     slot_of = {}
-    for run in runs:
+    for run in sharding_kinds:
         # Dense channels do not conflict: DDP reduces all gradients in one call, so their bytes add up.
         channels = {c for c in (*run.channels, run.ids) if c and not c.definition.dense}
         slot_of[run] = next((i for i, others in enumerate(in_use) if not channels & others), len(in_use))
@@ -386,7 +393,7 @@ def spread_over_domains(traffic: np.ndarray, problem: Problem) -> np.ndarray:
     """[L C, ..., D] traffic in which, with towers, bytes across hosts (or pods) are divided evenly over each one's
     devices.
 
-    After the exchange within a tower, all its devices have equally many samples (Layout.channels_in_job).
+    After the exchange within a tower, all its devices have equally many samples (ShardingKind.channels_in_job).
     """
     if problem.job.tower_ratio is not None:
         on_domains = np.array(problem.topology.row_domains)

@@ -9,10 +9,10 @@ A plan fits if every device's peak memory is at most its capacity (`require_fits
 (`require_op_limits`).
 
 The timeline is linear. In each phase a device holds its shards' resident bytes, and multiples of a few sums over its
-shards (`Sums`): ids that arrived, outputs (or gradients of replicas), and lookups. Buffers for the local batch are the
-same on all devices. So searches keep the same count exactly while shards come and go (`Account`, engine/memory.py).
+shards (`ShardSums`): ids that arrived, outputs (or gradients of replicas), and lookups. Buffers for the local batch are
+the same on all devices. So searches keep the same count exactly while shards come and go (`Account`, engine/memory.py).
 
-Shapes: D devices, R runs, P phases, T stages of a step. F sums of a shard, see `Sums`.
+Shapes: D devices, R runs, P phases, T stages of a step. F sums of a shard, see `ShardSums`.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from shardcore.core.validation import require_type
 from shardcore.step.access import access_share
 from shardcore.step.id_bytes import id_bytes_per_sample
 from shardcore.step.kinds import (
-    Layout,
-    layout_for_table,
-    layout_on_one_device,
+    ShardingKind,
+    kind_on_one_device,
     merged_placements,
+    sharding_kind_for_table,
     shards_by_device,
 )
 from shardcore.step.memory_timeline import (
@@ -62,7 +62,7 @@ from shardcore.step.memory_timeline import (
     phase_names,
 )
 from shardcore.step.shard_memory import (
-    RunBatch,
+    LocalBatchShare,
     bucketized_id_bytes,
     buffers_per_term,
     bytes_by_moment,
@@ -104,7 +104,7 @@ class DeviceMemory:
 # --- resident bytes ----------------------------------------------------------------------------------------------
 
 
-def resident_bytes(layout: Layout, shard: Shard, problem: Problem) -> tuple[int, int]:
+def resident_bytes(sharding_kind: ShardingKind, shard: Shard, problem: Problem) -> tuple[int, int]:
     """Bytes of a shard's weights in device memory, and of its optimizer state there.
 
     Weights include their cache, and the map from ids to rows.
@@ -126,7 +126,7 @@ def resident_bytes(layout: Layout, shard: Shard, problem: Problem) -> tuple[int,
             state = (a_row + shard.width * a_cell * (not tier.holds_cells)) * (not tier.holds_state)
             return private_cache_rows(shard) * a_cached + mapping, shard.rows * state
         return table.cached_rows(shard.rows) * _cached_row_bytes(shard) + mapping, shard.rows * a_row
-    if layout.dense_gradient:
+    if sharding_kind.dense_gradient:
         # Torch's optimizers keep state of the weights' type.
         dense, each = DENSE_OPTIMIZERS[problem.replica_optimizer], PRECISION_BYTES[table.precision]
         a_cell, a_row = dense.state_bytes("cell", each), dense.state_bytes("row", each)
@@ -199,9 +199,13 @@ def memory_by_part(plan: Plan, problem: Problem) -> list[DeviceMemory]:
     batches = local_batch_shares(merged_placements(plan.placements), problem)
     (names, by_part), runs = phases_by_part(tuple(batches), problem), list(batches)
     # Terms of a local batch are equal on all devices, so they are computed once.
-    of_all, of_devices, devices = local_batch_terms(batches, problem), _shards_of_devices(plan, problem), []
+    of_all, of_devices, devices = (
+        local_batch_memory_terms(batches, problem),
+        _shards_of_devices(plan, problem),
+        [],
+    )
     # All devices share one index of caches, so that their counts have the same meaning.
-    caches = Caches.from_shards(pair for held in of_devices for pair in held)
+    caches = CacheCounts.from_shards(pair for held in of_devices for pair in held)
     for held in of_devices:
         terms = of_all.copy()
         for run, sums in _sums_of_runs(held, problem).items():
@@ -224,7 +228,7 @@ def _rounded_parts(parts: Mapping[str, float]) -> dict[str, int]:
 
 
 @dataclass(frozen=True, eq=False)
-class Caches:
+class CacheCounts:
     """Devices' caches, by counts that add up over shards.
 
     An op has one cache for all of its shards of a precision that have none of their own. It has whole sets of
@@ -238,14 +242,14 @@ class Caches:
     row_bytes: [C] bytes of a cache's row if its widest shard counts in this entry. 0 for other entries.
     """
 
-    ops: Mapping[tuple[Layout, str], tuple[int, tuple[int, ...]]]
+    ops: Mapping[tuple[ShardingKind, str], tuple[int, tuple[int, ...]]]
     row_bytes: np.ndarray
 
     @classmethod
-    def from_shards(cls, shards: Iterable[tuple[Layout, Shard]]) -> Caches:
+    def from_shards(cls, shards: Iterable[tuple[ShardingKind, Shard]]) -> CacheCounts:
         """Embedding caches of the fused ops that may have the given shards."""
         # Widths are known up front, so that counts are fixed-length vectors that add and subtract.
-        widths: dict[tuple[Layout, str], set[int]] = defaultdict(set)
+        widths: dict[tuple[ShardingKind, str], set[int]] = defaultdict(set)
         for run, shard in shards:
             if shard.table.shares_cache:
                 widths[run, shard.table.precision].add(shard.width)
@@ -263,18 +267,18 @@ class Caches:
         """Number of counts, C. 0 if there are no caches."""
         return len(self.row_bytes)
 
-    def shard_counts(self, run: Layout, shard: Shard) -> dict[int, float]:
-        """A shard's nonzero counts in its op's cache, by index."""
+    def shard_counts(self, sharding_kind: ShardingKind, shard: Shard) -> dict[int, float]:
+        """Amounts that a shard adds to its op's row cache, by their index in the vector of counts; without zeros."""
         table = shard.table
         if not table.shares_cache:
             return {}
         # A shard's cache is that of its run and precision, as FBGEMM makes one op for each.
-        at, widths = self.ops[run, table.precision]
+        at, widths = self.ops[sharding_kind, table.precision]
         rows = table.cached_rows(shard.rows)
         # Cached bytes at the shard's own width are entry 0, which padding takes off again.
         return {0: rows * _cached_row_bytes(shard), at: rows, at + 1 + widths.index(shard.width): 1}
 
-    def total_counts(self, shards: Iterable[tuple[Layout, Shard]]) -> np.ndarray:
+    def total_counts(self, shards: Iterable[tuple[ShardingKind, Shard]]) -> np.ndarray:
         """[C] counts of caches, summed over shards."""
         total = np.zeros(len(self))
         for run, shard in shards:
@@ -312,14 +316,14 @@ def used_bytes(plan: Plan, problem: Problem) -> list[int]:
     return [device.bytes for device in memory_by_part(plan, problem)]
 
 
-def _shards_of_devices(plan: Plan, problem: Problem) -> list[list[tuple[Layout, Shard]]]:
-    """[D] the shards of a plan on each device, each with its layout."""
+def _shards_of_devices(plan: Plan, problem: Problem) -> list[list[tuple[ShardingKind, Shard]]]:
+    """[D] the shards of a plan on each device, each with its sharding kind."""
     # Merged: two shards of a table on one device are one shard, with one set of lengths and one cache.
-    held: list[list[tuple[Layout, Shard]]] = [[] for _ in problem.topology.devices]
+    held: list[list[tuple[ShardingKind, Shard]]] = [[] for _ in problem.topology.devices]
     for placement in merged_placements(plan.placements):
-        layout = layout_for_table(placement.kind, placement.shard.table)
+        sharding_kind = sharding_kind_for_table(placement.kind, placement.shard.table)
         for device, shard in shards_by_device(placement):
-            held[device].append((layout, shard))
+            held[device].append((sharding_kind, shard))
     return held
 
 
@@ -421,7 +425,10 @@ def require_op_limits(plan: Plan, problem: Problem) -> None:
         return
     for device, held in enumerate(_shards_of_devices(plan, problem)):
         for run, sums in _sums_of_runs(held, problem).items():
-            features, ids = int(sums[Sums._fields.index("features")]), sums[Sums._fields.index("lookups")]
+            features, ids = (
+                int(sums[ShardSums._fields.index("features")]),
+                sums[ShardSums._fields.index("lookups")],
+            )
             batch, what = run.op_batch(problem), f"device {device} of problem {problem.name!r} would run"
             if features > (most := max_op_features(batch)):
                 raise TooManyInOneOp(
@@ -441,7 +448,7 @@ OF_OP = 1024.0
 """Bytes that stand for a feature or an id beyond what an op may have."""
 
 
-class Sums(NamedTuple):
+class ShardSums(NamedTuple):
     """A shard's contribution to a device's sums.
 
     entered: bytes of outputs, or of a replica's gradient. They enter collectives.
@@ -462,35 +469,37 @@ class Sums(NamedTuple):
     features: int
     on_host: int
 
-    def always_bytes(self, run: Layout, problem: Problem) -> float:
+    def always_bytes(self, sharding_kind: ShardingKind, problem: Problem) -> float:
         """Bytes that a device has in all phases of a step."""
         # A replica's gradient lives all step in DDP's bucket.
         moved = (
             PIPELINES[problem.job.pipeline].min_arrived_batches * self.arrived
-            + self.entered * run.local_batch
+            + self.entered * sharding_kind.local_batch
         )
         return self.weights + self.state + self.offsets + moved
 
 
-def shard_sums(run: Layout, shard: Shard, problem: Problem) -> Sums:
+def shard_sums(sharding_kind: ShardingKind, shard: Shard, problem: Problem) -> ShardSums:
     """Sums that a shard adds to its device (weights, optimizer state, buffers), from which memory follows."""
     table, memory = shard.table, problem.topology.memory
-    arrived, entered, lookups = exchanged_amounts(run, shard, problem)
-    return Sums(
+    arrived, entered, lookups = exchanged_amounts(sharding_kind, shard, problem)
+    return ShardSums(
         entered,
         lookups,
         arrived,
-        *resident_bytes(run, shard, problem),
-        bytes_of_offsets(run, shard, problem),
+        *resident_bytes(sharding_kind, shard, problem),
+        bytes_of_offsets(sharding_kind, shard, problem),
         # Sequences do not count: FBGEMM's limit packs the feature number of pooled outputs (require_op_limits).
-        0 if run.sequence else table.features,
+        0 if sharding_kind.sequence else table.features,
         host_tier_bytes(shard, problem) * (not memory or table.tier == memory[0].tier),
     )
 
 
-def _sums_of_runs(held: Iterable[tuple[Layout, Shard]], problem: Problem) -> dict[Layout, np.ndarray]:
-    """Sums over the shards of each op of a device, from its shards with their layouts."""
-    sums: defaultdict[Layout, np.ndarray] = defaultdict(lambda: np.zeros(len(Sums._fields)))
+def _sums_of_runs(
+    held: Iterable[tuple[ShardingKind, Shard]], problem: Problem
+) -> dict[ShardingKind, np.ndarray]:
+    """Sums over the shards of each op of a device, from its shards with their sharding kinds."""
+    sums: defaultdict[ShardingKind, np.ndarray] = defaultdict(lambda: np.zeros(len(ShardSums._fields)))
     for run, shard in iterate_with_progress(held):
         sums[run] += shard_sums(run, shard, problem)
     return sums
@@ -502,13 +511,15 @@ sent; and those by which the dense optimizer updates the largest replica."""
 
 
 def columns_of_run(r: int) -> slice:
-    """Columns of the terms of run r of a plan: its share of a local batch (memory_timeline.OF_ENTERED), then Sums."""
-    n = OF_ENTERED + len(Sums._fields)
+    """Columns of the terms of run r of a plan: its share of a local batch (memory_timeline.OF_ENTERED), then
+    ShardSums.
+    """
+    n = OF_ENTERED + len(ShardSums._fields)
     return slice(3 + n * r, 3 + n * (r + 1))
 
 
 def sums_of_run(r: int) -> slice:
-    """Columns of the terms of run r of a plan that are Sums over a device's shards."""
+    """Columns of the terms of run r of a plan that are ShardSums over a device's shards."""
     columns = columns_of_run(r)
     return slice(columns.start + OF_ENTERED, columns.stop)
 
@@ -536,7 +547,8 @@ class RunStages:
 
 
 def moments_beyond_resident(problem: Problem) -> np.ndarray:
-    """[2, M + 1, 3] bytes and multiples of ids that no run holds and that are not resident (see Sums), at each moment.
+    """[2, M + 1, 3] bytes and multiples of ids that no run holds and that are not resident (see ShardSums), at each
+    moment.
 
     See shard_memory.bytes_by_moment. The last row has the largest of each.
     """
@@ -546,12 +558,14 @@ def moments_beyond_resident(problem: Problem) -> np.ndarray:
 
 
 @lru_cache(maxsize=64)
-def run_stages(runs: tuple[Layout, ...], problem: Problem) -> RunStages:
-    """Bytes that fused ops of the given layouts hold in each stage of a step."""
-    stages, part = tuple(run.memory_stages for run in runs), PARTS.index
+def run_stages(sharding_kinds: tuple[ShardingKind, ...], problem: Problem) -> RunStages:
+    """Bytes that fused ops of the given sharding kinds hold in each stage of a step."""
+    stages, part = tuple(run.memory_stages for run in sharding_kinds), PARTS.index
     phases = np.array([[len(buffers.phases) for buffers in of] for of in stages], np.int64).reshape(-1, 4)
-    slots = np.zeros((len(runs), 4, SLOT_PHASES + phases.max(initial=0), len(PARTS), OF_LOOKUPS + 1))
-    for r, run in enumerate(runs):
+    slots = np.zeros(
+        (len(sharding_kinds), 4, SLOT_PHASES + phases.max(initial=0), len(PARTS), OF_LOOKUPS + 1)
+    )
+    for r, run in enumerate(sharding_kinds):
         terms = buffers_per_term(run, problem)
         for t, held in enumerate(stages[r]):
             for slot, alive in enumerate((held.before, held.after, held.freed_late, *held.phases.values())):
@@ -567,16 +581,18 @@ def run_stages(runs: tuple[Layout, ...], problem: Problem) -> RunStages:
     return RunStages(slots, phases, stages)
 
 
-def table_of_runs(runs: Sequence[Layout]) -> np.ndarray:
-    """[R, 3] collection and kind of each layout (memory_timeline.COLLECTION)."""
+def table_of_runs(sharding_kinds: Sequence[ShardingKind]) -> np.ndarray:
+    """[R, 3] collection and kind of each sharding kind (memory_timeline.COLLECTION)."""
     # Outputs of a collection's runs are joined to one tensor.
-    collections = sorted({(run.collection, run.sequence) for run in runs})
-    rows = [(collections.index((x.collection, x.sequence)), x.sequence, x.local_batch) for x in runs]
+    collections = sorted({(run.collection, run.sequence) for run in sharding_kinds})
+    rows = [
+        (collections.index((x.collection, x.sequence)), x.sequence, x.local_batch) for x in sharding_kinds
+    ]
     return np.array(rows, np.int64).reshape(-1, 3)
 
 
 @dataclass(frozen=True, eq=False)
-class Account:
+class MemoryAccount:
     """Memory of plans with the same runs and the same local batch, linear in terms.
 
     Terms K are FIXED and those after it, then those of each run (`columns_of_run`).
@@ -590,61 +606,63 @@ class Account:
     """
 
     problem: Problem
-    runs: Mapping[Layout, slice]
+    runs: Mapping[ShardingKind, slice]
     terms: np.ndarray
     limits: np.ndarray
     phases: int
     base: np.ndarray
 
     @classmethod
-    def from_batches(cls, batches: Mapping[Layout, RunBatch], problem: Problem) -> Account:
-        """Memory account of plans with given layouts, from each layout's share of a local batch.
+    def from_batches(cls, batches: Mapping[ShardingKind, LocalBatchShare], problem: Problem) -> MemoryAccount:
+        """Memory account of plans with given sharding kinds, from each sharding kind's share of a local batch.
 
         batches: share of each run in a local batch, in the order of runs.
         """
         account = account_without_batch(tuple(batches), problem)
-        return replace(account, base=account.terms @ local_batch_terms(batches, problem))
+        return replace(account, base=account.terms @ local_batch_memory_terms(batches, problem))
 
     @property
     def sent_id_batches(self) -> np.ndarray:
         """[P] batches of which ids for a local batch are in a phase."""
         return self.terms[:, SENT]
 
-    def bytes_by_phase(self, run: Layout, sums: Sums) -> np.ndarray:
+    def bytes_by_phase(self, sharding_kind: ShardingKind, sums: ShardSums) -> np.ndarray:
         """[P] bytes that a shard of a run takes on its device in each phase of a step."""
-        return self.terms[:, self.runs[run]] @ np.array(sums, float)
+        return self.terms[:, self.runs[sharding_kind]] @ np.array(sums, float)
 
     def device_loads(self, placements: Iterable[Placement]) -> np.ndarray:
         """[D, P] bytes of placements on each device in each phase of a step, without the local batch."""
         load = np.zeros(self.limits.shape)
         for placement in placements:
-            run = layout_for_table(placement.kind, placement.shard.table)
+            run = sharding_kind_for_table(placement.kind, placement.shard.table)
             for device, shard in shards_by_device(placement):
                 load[device] += self.bytes_by_phase(run, shard_sums(run, shard, self.problem))
         return load
 
 
 @lru_cache(maxsize=4)
-def phases_by_part(runs: tuple[Layout, ...], problem: Problem) -> tuple[tuple[str, ...], np.ndarray]:
+def phases_by_part(
+    sharding_kinds: tuple[ShardingKind, ...], problem: Problem
+) -> tuple[tuple[str, ...], np.ndarray]:
     """Names [N] of a step's phases in their order, and bytes [N, Q, K] of each part in a phase for a unit of each term.
 
-    runs: in the order in which TorchRec runs them.
+    sharding_kinds: in the order in which TorchRec runs them.
     """
-    of_runs, n_terms = run_stages(runs, problem), columns_of_run(len(runs)).start
+    of_runs, n_terms = run_stages(sharding_kinds, problem), columns_of_run(len(sharding_kinds)).start
     looks_up_ahead = PIPELINES[problem.job.pipeline].looks_up_ahead
     slots = np.zeros((*of_runs.slots.shape[:-1], n_terms))
     moments, part = np.zeros((len(MOMENTS), len(PARTS), n_terms)), PARTS.index
-    by_moment = bytes_by_moment(problem)[int(any(run.local_batch for run in runs))]
+    by_moment = bytes_by_moment(problem)[int(any(run.local_batch for run in sharding_kinds))]
     moments[..., [FIXED, SENT]] = by_moment[..., :2]
     moments[UPDATE, part("dense gradients"), SCRATCH] = 1.0
-    for r, run in enumerate(runs):
+    for r, run in enumerate(sharding_kinds):
         slots[r, ..., columns_of_run(r)][..., : OF_LOOKUPS + 1] = of_runs.slots[r]
         of_run = moments[..., columns_of_run(r)]
         # Outputs, and once more if they are joined with others.
         of_run[JOINED, part("received outputs"), :OF_ENTERED:2] = 1.0, 2.0, 1.0, 2.0
         # Outputs that are kept until the step ends are among what waits for backward.
         of_run[DENSE_PART, part("received outputs"), :OF_ENTERED:2] = not looks_up_ahead
-        sums = dict(zip(Sums._fields, np.moveaxis(moments[..., sums_of_run(r)], 2, 0), strict=True))
+        sums = dict(zip(ShardSums._fields, np.moveaxis(moments[..., sums_of_run(r)], 2, 0), strict=True))
         # A replica's gradient lives all step in DDP's bucket.
         sums["entered"][:, part("dense gradients")] = run.local_batch
         sums["arrived"][:] = by_moment[..., 2]
@@ -653,15 +671,15 @@ def phases_by_part(runs: tuple[Layout, ...], problem: Problem) -> tuple[tuple[st
         sums["offsets"][:, part("ids")] = 1.0
     names = phase_names(of_runs.stages)
     by_part = np.zeros((len(names), len(PARTS), n_terms))
-    fill_phases(range(len(runs)), slots, of_runs.phases, moments, by_part)
+    fill_phases(range(len(sharding_kinds)), slots, of_runs.phases, moments, by_part)
     return names, by_part
 
 
 @lru_cache(maxsize=64)
-def account_without_batch(runs: tuple[Layout, ...], problem: Problem) -> Account:
-    """Memory account of plans with given layouts, in TorchRec's running order, without a local batch."""
+def account_without_batch(sharding_kinds: tuple[ShardingKind, ...], problem: Problem) -> MemoryAccount:
+    """Memory account of plans with given sharding kinds, in TorchRec's running order, without a local batch."""
     # Equal phases are one for the purpose of a maximum.
-    peaks = np.unique(phases_by_part(runs, problem)[1].sum(1), axis=0)
+    peaks = np.unique(phases_by_part(sharding_kinds, problem)[1].sum(1), axis=0)
     # A phase that has no more of any term than another one is never the peak. Phases below none but themselves stay.
     # One by one: all pairs of many runs' phases would take gigabytes.
     terms = peaks[[(peak <= peaks).all(1).sum() == 1 for peak in peaks]]
@@ -670,19 +688,21 @@ def account_without_batch(runs: tuple[Layout, ...], problem: Problem) -> Account
     # FBGEMM's limits are extra columns: searches then check them by the same comparison as memory.
     if may_exceed_op_limits(problem):
         # Load and limit are both scaled by OF_OP, so an excess of one id reads as 1 KiB too much.
-        of_ops = [n for run in runs for n in (MOST_IDS, max_op_features(run.op_batch(problem)))]
+        of_ops = [n for run in sharding_kinds for n in (MOST_IDS, max_op_features(run.op_batch(problem)))]
         limits = np.append(limits, np.tile(OF_OP * np.array(of_ops, float), (len(limits), 1)), axis=1)
         terms = np.append(terms, np.zeros((len(of_ops), terms.shape[1])), axis=0)
-        for r in range(len(runs)):
+        for r in range(len(sharding_kinds)):
             # Each op counts its own run's lookups and features only.
             of_run = terms[phases + 2 * r : phases + 2 * r + 2, sums_of_run(r)]
-            of_run[0, Sums._fields.index("lookups")] = of_run[1, Sums._fields.index("features")] = OF_OP
-    columns = {run: sums_of_run(r) for r, run in enumerate(runs)}
-    return Account(problem, columns, terms, limits, phases, np.zeros(len(terms)))
+            of_run[0, ShardSums._fields.index("lookups")] = of_run[1, ShardSums._fields.index("features")] = (
+                OF_OP
+            )
+    columns = {run: sums_of_run(r) for r, run in enumerate(sharding_kinds)}
+    return MemoryAccount(problem, columns, terms, limits, phases, np.zeros(len(terms)))
 
 
-def local_batch_terms(batches: Mapping[Layout, RunBatch], problem: Problem) -> np.ndarray:
-    """[K] terms of memory of a local batch (see Account), the same on all devices.
+def local_batch_memory_terms(batches: Mapping[ShardingKind, LocalBatchShare], problem: Problem) -> np.ndarray:
+    """[K] terms of memory of a local batch (see MemoryAccount), the same on all devices.
 
     batches: share of each run, in the order of runs.
     """
@@ -698,13 +718,13 @@ def local_batch_terms(batches: Mapping[Layout, RunBatch], problem: Problem) -> n
     return terms
 
 
-def peak_bytes_function(problem: Problem) -> Callable[[Layout, Shard], int]:
-    """A function of a layout and a shard: bytes that the shard alone takes on a device at its peak.
+def peak_bytes_function(problem: Problem) -> Callable[[ShardingKind, Shard], int]:
+    """A function of a sharding kind and a shard: bytes that the shard alone takes on a device at its peak.
 
     The ids of a local batch that a cut or a division adds to all devices are included.
     """
 
-    def peak_bytes(run: Layout, shard: Shard) -> int:
+    def peak_bytes(run: ShardingKind, shard: Shard) -> int:
         """Bytes that a shard alone takes on a device at its peak."""
         account, ids = account_without_batch((run,), problem), 0.0
         # Cutting a table sends its ids once more, so every device permutes one more copy.
@@ -723,7 +743,7 @@ def peak_bytes_function(problem: Problem) -> Callable[[Layout, Shard], int]:
 def table_peak_bytes(table: Table, problem: Problem, width: int | None = None) -> int:
     """Peak bytes of a table on a device, or of `width` of its columns."""
     shard = Shard(table, 0, table.rows, 0, width or table.dim)
-    return peak_bytes_function(problem)(layout_on_one_device(table), shard)
+    return peak_bytes_function(problem)(kind_on_one_device(table), shard)
 
 
 def local_batch_bytes(problem: Problem) -> int:
@@ -731,7 +751,7 @@ def local_batch_bytes(problem: Problem) -> int:
 
     The largest phase counts. So with more shards, the local batch adds less.
     """
-    whole = [Placement(layout_on_one_device(t).name, Shard.whole(t), (0,)) for t in problem.tables]
+    whole = [Placement(kind_on_one_device(t).name, Shard.whole(t), (0,)) for t in problem.tables]
     account = memory_account(whole, problem)
     # All tables on device 0, then half of what an even share would be.
     load = account.device_loads(whole)[0, : account.phases] / (2 * len(problem.topology))
@@ -739,6 +759,6 @@ def local_batch_bytes(problem: Problem) -> int:
     return math.ceil((account.base[: account.phases] + load).max() - load.max())
 
 
-def memory_account(placements: Iterable[Placement], problem: Problem) -> Account:
+def memory_account(placements: Iterable[Placement], problem: Problem) -> MemoryAccount:
     """The memory account of a plan, complete or not."""
-    return Account.from_batches(local_batch_shares(placements, problem), problem)
+    return MemoryAccount.from_batches(local_batch_shares(placements, problem), problem)

@@ -4,8 +4,8 @@ Source: live tensors of TorchRec's CPU processes (tests/torchrec/peaks.py), and 
 comm_ops.py. Gloo gathers in a buffer
 that its thread frees when it is done. That buffer counts until it is waited for.
 
-A run is a kind's op and exchange (`kinds.layout_for_table`). TorchRec takes runs in the order of the first table of
-each, in four stages:
+A run is a kind's op and exchange (`kinds.sharding_kind_for_table`). TorchRec takes runs in the order of the first table
+of each, in four stages:
 
 1. Each run looks up, and sends outputs.
 2. Each run waits for outputs.
@@ -91,7 +91,7 @@ Stages = tuple[StageBuffers, ...]
 """Buffers of a run in the four stages."""
 
 
-def stage_buffers(before: str = "", after: str = "", freed_late: str = "", **phases: str) -> StageBuffers:
+def buffers_of_stage(before: str = "", after: str = "", freed_late: str = "", **phases: str) -> StageBuffers:
     """Make the buffers of a stage, with the phases (keywords, an underscore for a space) that hold each.
 
     Buffers are given as text, by part: "outputs: first; payloads: first cast, first clamped".

@@ -15,7 +15,7 @@ Each option has a number, at which arrays keep its vector, its share of a local 
 nothing. So moving columns between devices is adding and subtracting rows of arrays.
 
 Shapes: S items, U blocks of the largest item, O options, V entries of a vector, F features of an encoding, D devices,
-K kinds, N runs, Y layouts of what groups share, C counts of caches; ... leading dimensions.
+K kinds, N runs, Y kinds by which groups share tables, C counts of caches; ... leading dimensions.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ from shardcore.step.engine.arrays import (
     RESIDENT,
     SINGLE_MS,
 )
-from shardcore.step.kinds import Layout, even_row_share, layout_on_one_device, layouts_for_tables
-from shardcore.step.memory import Caches, moments_beyond_resident, run_stages, shard_sums
+from shardcore.step.kinds import ShardingKind, even_row_share, kind_on_one_device, sharding_kinds_for_tables
+from shardcore.step.memory import CacheCounts, moments_beyond_resident, run_stages, shard_sums
 from shardcore.step.memory_timeline import CUT
 from shardcore.step.shard_memory import local_batch_share
 from shardcore.step.ways import (
     IMPOSSIBLE,
-    Bundle,
     RowRange,
+    ShardBundle,
     allowed_devices_of_shard,
     bundle_shards,
     fits_single_device_by_width,
     join_columns,
-    layout_of_shard,
     row_range_of_shard,
+    sharding_kind_of_shard,
 )
 
 _ENCODED_AT_ONCE = 1 << 14
@@ -71,7 +71,7 @@ class Encoder(Protocol):
 
 
 Model = TypeVar("Model", bound=Encoder)
-Part = tuple[Layout, Shard]
+Part = tuple[ShardingKind, Shard]
 """A shard on one device, and the run of its op."""
 ShardKey = tuple[int, int]
 """A shard as item and number of blocks."""
@@ -79,7 +79,7 @@ Integers = int | np.ndarray
 """An integer, or one for each plan of a batch."""
 
 
-class Options(Generic[Model]):
+class ShardOptions(Generic[Model]):
     """The items that `shards` cover, and ways to run them, under one problem and model.
 
     `add_merged_shards` and `make_shards` make options of shards, `shared_options` those of groups.
@@ -90,10 +90,10 @@ class Options(Generic[Model]):
     allowed: [S, D] devices where an item may be.
     freedom: [S] number of these devices. Items with least freedom are placed first, as others could take their
       memory and go elsewhere: the rule of the least flexible job (Pinedo, Scheduling, 5.1).
-    kinds: runs of the items (kinds.layouts_for_tables).
+    kinds: runs of the items (kinds.sharding_kinds_for_tables).
     kind: [S] number of the item's run in `kinds`. Of a bundle, its first table counts.
     groups: kinds and their groups of several devices, which may share whole tables.
-    layouts: [Y] the kinds of these.
+    shared_kinds: [Y] the kinds of these.
     runs: [N] runs of ops: the kinds, then others.
     stages: coefficients of their memory.
     is_range: [S] whether the item is a row range.
@@ -121,13 +121,13 @@ class Options(Generic[Model]):
         for i, bundle in enumerate(self.items):
             for shard in bundle:
                 self._items_at[row_range_of_shard(shard)].append((shard, i))
-        runs = [layout_of_shard(bundle[0], problem) for bundle in iterate_with_progress(self.items)]
-        # In the order of layouts_for_tables, whatever the order of the shards.
-        self.kinds = tuple(run for run in layouts_for_tables(problem.tables) if run in runs)
+        runs = [sharding_kind_of_shard(bundle[0], problem) for bundle in iterate_with_progress(self.items)]
+        # In the order of sharding_kinds_for_tables, whatever the order of the shards.
+        self.kinds = tuple(run for run in sharding_kinds_for_tables(problem.tables) if run in runs)
         self.kind = np.array([self.kinds.index(run) for run in runs])
         # A row range is never in a bundle, so tables after the first run as whole rows.
         self.parts = [
-            [(run, bundle[0]), *((layout_on_one_device(s.table), s) for s in bundle[1:])]
+            [(run, bundle[0]), *((kind_on_one_device(s.table), s) for s in bundle[1:])]
             for run, bundle in zip(runs, self.items, strict=True)
         ]
         self.is_range = np.array([not bundle[0].has_all_rows for bundle in self.items])
@@ -156,21 +156,21 @@ class Options(Generic[Model]):
         self.freedom = self.allowed.sum(1)
         # A group of one device holds what single devices hold anyway.
         self.groups = tuple(
-            (layout, group)
-            for layout in layouts_for_tables(problem.tables)
-            for group in layout.device_groups(problem.topology)
+            (shared_kind, group)
+            for shared_kind in sharding_kinds_for_tables(problem.tables)
+            for group in shared_kind.device_groups(problem.topology)
             if len(group) > 1
         )
-        self.layouts = tuple(dict.fromkeys(layout for layout, _ in self.groups))
+        self.shared_kinds = tuple(dict.fromkeys(shared_kind for shared_kind, _ in self.groups))
         of_items = (run for parts in self.parts for run, _ in parts)
-        self.runs = tuple(dict.fromkeys((*self.kinds, *of_items, *self.layouts)))
+        self.runs = tuple(dict.fromkeys((*self.kinds, *of_items, *self.shared_kinds)))
         self.stages = run_stages(self.runs, problem)
         # [S, U + 1] number of the shard with so many blocks. -1: not made yet.
         self._numbers = np.full((len(self), self.size.max() + 1), -1)
         self._numbers[:, 0] = 0
-        self.first_code = CACHED + len(self.caches)
+        self.first_code = CACHED + len(self.cache_counts)
         # One row each, of number 0.
-        self.made: list[Bundle] = [self.items[0]]
+        self.made: list[ShardBundle] = [self.items[0]]
         self.vectors = np.zeros((1, self.first_code + encode_shards([self.items[0][0]], model).shape[1]))
         self.options, self.alone = np.zeros((1, 2), np.int64), np.zeros((1, SINGLE_MS + 1))
 
@@ -184,20 +184,23 @@ class Options(Generic[Model]):
         return {self.table_of_item(s).name: s for s in range(len(self))}
 
     @cached_property
-    def caches(self) -> Caches:
+    def cache_counts(self) -> CacheCounts:
         """The embedding caches in device memory that a plan's ops may have."""
         # Widths of all shards that a plan may have: a cache is as wide as its widest.
         cached = [t for t in self.problem.tables if t.in_host_memory]
         whole = [
-            (run, Shard.whole(t)) for t in cached for run in layouts_for_tables([t]) if run.may_cache_rows
+            (run, Shard.whole(t))
+            for t in cached
+            for run in sharding_kinds_for_tables([t])
+            if run.may_cache_rows
         ]
         narrow = [
-            (parts[0][0], self._cut_blocks(s, 0, blocks)[0])
+            (parts[0][0], self._column_blocks_of_item(s, 0, blocks)[0])
             for s, parts in enumerate(self.parts)
             if self.table_of_item(s).in_host_memory
             for blocks in range(1, self.size[s])
         ]
-        return Caches.from_shards([*whole, *narrow])
+        return CacheCounts.from_shards([*whole, *narrow])
 
     def covers_shards(self, shards: Sequence[Shard]) -> bool:
         """Tell if shards make up exactly the items of the options, with sequences cut into the same widths."""
@@ -225,12 +228,12 @@ class Options(Generic[Model]):
         """Keys (item, number of column blocks) of shards, one for each bundle of tables kept together."""
         return [self.shard_key(bundle[0]) for bundle in bundle_shards(shards, self.problem)]
 
-    def deal_bundles(self, keys: Sequence[ShardKey]) -> list[Bundle]:
+    def deal_bundles(self, keys: Sequence[ShardKey]) -> list[ShardBundle]:
         """The bundle of shards of each key, with columns of an item dealt out from left to right."""
         # [S] the block with which an item's next shard begins.
         begins, dealt = [0] * len(self), []
         for item, blocks in keys:
-            dealt.append(self._cut_blocks(item, begins[item], begins[item] + blocks))
+            dealt.append(self._column_blocks_of_item(item, begins[item], begins[item] + blocks))
             begins[item] += blocks
         return dealt
 
@@ -279,7 +282,7 @@ class Options(Generic[Model]):
         """[S] fewest shards into which each item has to be cut, by memory and FBGEMM's limits."""
         return np.maximum(self._n_before, -(-self.size // self.most))
 
-    def _cut_blocks(self, item: int, low: int, high: int) -> Bundle:
+    def _column_blocks_of_item(self, item: int, low: int, high: int) -> ShardBundle:
         """Shards of the column blocks `low` to `high` of an item."""
         bundle = self.items[item]
         # Tables kept together always come here: they are never cut.
@@ -320,7 +323,7 @@ class Options(Generic[Model]):
             return
         new = list(dict.fromkeys(zip(items[missing].tolist(), blocks[missing].tolist(), strict=True)))
         # Columns are exchangeable, so the first u blocks stand for any.
-        made = [self._cut_blocks(s, 0, u) for s, u in iterate_with_progress(new)]
+        made = [self._column_blocks_of_item(s, 0, u) for s, u in iterate_with_progress(new)]
         numbers = self._make_options(
             [
                 [(run, shard) for (run, _), shard in zip(self.parts[s], bundle, strict=True)]
@@ -350,49 +353,49 @@ class Options(Generic[Model]):
         """[2, Y, S] option numbers of each item on devices of a group that shares it: all but the last device, and
         the last.
 
-        0 where the layout does not run the item.
+        0 where the shared kind does not run the item.
         """
-        shape, parts = (len(self.layouts), len(self)), list[list[Part]]()
+        shape, parts = (len(self.shared_kinds), len(self)), list[list[Part]]()
         shared = np.zeros((2, *shape), np.int64)
-        for y, layout in enumerate(self.layouts):
-            size = len(layout.device_groups(self.problem.topology)[0])
+        for y, shared_kind in enumerate(self.shared_kinds):
+            size = len(shared_kind.device_groups(self.problem.topology)[0])
             for s in iterate_with_progress(np.unique(self.like).tolist()):
                 table = self.table_of_item(s)
                 # One op runs a collection's tables.
-                if (table.sequence, table.collection) != (layout.sequence, layout.collection):
+                if (table.sequence, table.collection) != (shared_kind.sequence, shared_kind.collection):
                     continue
-                if table.in_host_memory and not layout.may_cache_rows:
+                if table.in_host_memory and not shared_kind.may_cache_rows:
                     continue
-                each = even_row_share(table.rows, size) if layout.divides_rows else None
-                parts.append([(layout, Shard(table, 0, each or table.rows, 0, table.dim))])
+                each = even_row_share(table.rows, size) if shared_kind.divides_rows else None
+                parts.append([(shared_kind, Shard(table, 0, each or table.rows, 0, table.dim))])
                 shared[:, y, s] = len(parts)
                 # The last device has the rows that are left.
                 if each and each * size != table.rows:
-                    parts.append([(layout, Shard(table, each * (size - 1), table.rows, 0, table.dim))])
+                    parts.append([(shared_kind, Shard(table, each * (size - 1), table.rows, 0, table.dim))])
                     shared[1, y, s] = len(parts)
         return np.insert(self._make_options(parts), 0, 0)[shared.take(self.like, 2)] if parts else shared
 
-    def may_share(self, s: int, y: int) -> bool:
-        """Tell if groups of devices may share item s by layout y.
+    def may_share(self, item: int, y: int) -> bool:
+        """Tell if groups of devices may share item s by shared kind y.
 
         Kinds that divide rows need unordered rows that may be divided, and at least one row for each device.
         They also need that no item is a row range, as those would run in the same op.
         """
-        table, layout, problem = self.table_of_item(s), self.layouts[y], self.problem
+        table, shared_kind, problem = self.table_of_item(item), self.shared_kinds[y], self.problem
         if (
-            not self.shared_options[0, y, s]
-            or self.is_range[s]
+            not self.shared_options[0, y, item]
+            or self.is_range[item]
             or table.name in {**problem.pinned_devices, **problem.group_by_table}
         ):
             return False
-        divides = not layout.divides_rows or (
+        divides = not shared_kind.divides_rows or (
             not (table.ordered or table.name in problem.uncut_tables or self.is_range.any())
-            and even_row_share(table.rows, len(layout.device_groups(problem.topology)[0])) is not None
+            and even_row_share(table.rows, len(shared_kind.device_groups(problem.topology)[0])) is not None
         )
-        return divides and problem.may_run(layout, table)
+        return divides and problem.can_run_table(shared_kind, table)
 
     def _make_options(self, options: Sequence[Sequence[Part]]) -> np.ndarray:
-        """Make options, each of shards on one device with their layouts. Returns their numbers [N]."""
+        """Make options, each of shards on one device with their shared kinds. Returns their numbers [N]."""
         begin, runs, owners = len(self.vectors), [parts[0][0] for parts in options], list(range(len(options)))
         rows, following, flat = list[int](), [0] * len(options), [part for parts in options for part in parts]
         for i, parts in enumerate(options):
@@ -467,8 +470,8 @@ class Options(Generic[Model]):
         local[[shard.row_lo > 0 for _, shard in parts]] = 0.0
         vectors = np.zeros((len(parts), self.vectors.shape[1]))
         vectors[:, :n_sums] = sums[:, :n_sums]
-        for i, (run, shard) in enumerate(parts) if len(self.caches) else ():
-            for c, n in self.caches.shard_counts(run, shard).items():
+        for i, (run, shard) in enumerate(parts) if len(self.cache_counts) else ():
+            for c, n in self.cache_counts.shard_counts(run, shard).items():
                 vectors[i, CACHED + c] = n
         # Replicas look up a local batch, other kinds the global one.
         batch_of = {run: run.op_batch(problem) for run in dict.fromkeys(run for run, _ in parts)}
@@ -486,10 +489,17 @@ class Options(Generic[Model]):
         return self._numbers[self.like[items], blocks]
 
 
-def _sums_of_op(run: Layout, shard: Shard, problem: Problem) -> tuple[float, ...]:
+def _sums_of_op(sharding_kind: ShardingKind, shard: Shard, problem: Problem) -> tuple[float, ...]:
     """Entries that a shard adds to the vector of its op: bytes and counts, without those of caches."""
-    of = shard_sums(run, shard, problem)
-    return of.always_bytes(run, problem), of.arrived, of.entered, of.lookups, of.features, of.on_host
+    of = shard_sums(sharding_kind, shard, problem)
+    return (
+        of.always_bytes(sharding_kind, problem),
+        of.arrived,
+        of.entered,
+        of.lookups,
+        of.features,
+        of.on_host,
+    )
 
 
 def encode_shards(shards: Sequence[Shard], model: Encoder, batch: int | None = None) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Scopes of a collective's groups: which devices exchange with each other. One row of SCOPES defines each.
 
 Kinds of sharding, cost models, measurements and replays take their groups from here.
-To add a scope, add a row, and let a channel of a kind use it (kinds.LAYOUTS).
+To add a scope, add a row, and let a channel of a kind use it (kinds.SHARDING_KINDS).
 
 Shapes: G groups, n devices of each.
 """

@@ -15,7 +15,7 @@ from shardcore.core.types import OUTPUT_BYTES, Placement, Problem, Shard, Table
 from shardcore.step.access import access_share, output_bytes, table_output_rows
 from shardcore.step.collectives import carried_payload
 from shardcore.step.id_bytes import id_bytes_per_sample, received_id_bytes
-from shardcore.step.kinds import Channel, Layout, layout_for_table
+from shardcore.step.kinds import Channel, ShardingKind, sharding_kind_for_table
 from shardcore.step.memory_timeline import DENSE_PART, MOMENTS, PARTS
 
 SORTING_BYTES = 52
@@ -29,45 +29,46 @@ OFFSET_BYTES = 8
 """Bytes of an offset of a lookup: int64, whatever lengths are (batched_embedding_kernel.py of TorchRec)."""
 
 
-def exchanged_amounts(run: Layout, shard: Shard, problem: Problem) -> tuple[int, int, float]:
+def exchanged_amounts(sharding_kind: ShardingKind, shard: Shard, problem: Problem) -> tuple[int, int, float]:
     """Bytes of ids that a device receives for a shard in a step, bytes that it enters into collectives, and its
     lookups.
 
     It enters outputs of the global batch, in FP32, or a replica's gradient.
     """
     # Mean ids that its op looks up.
-    lookups = run.op_batch(problem) * shard.table.lookups_per_sample * access_share(shard)
+    lookups = sharding_kind.op_batch(problem) * shard.table.lookups_per_sample * access_share(shard)
     # A replica looks up its own samples. Its gradient has the size of its weights.
-    if run.local_batch:
-        return 0, shard.bytes * run.dense_gradient, lookups
+    if sharding_kind.local_batch:
+        return 0, shard.bytes * sharding_kind.dense_gradient, lookups
     return received_id_bytes(shard, problem), output_bytes(shard, problem.global_batch), lookups
 
 
-def buffers_per_term(run: Layout, problem: Problem) -> list[dict[str, float]]:
+def buffers_per_term(sharding_kind: ShardingKind, problem: Problem) -> list[dict[str, float]]:
     """Bytes of a run's memory buffers for a byte or lookup of each of its terms (memory_timeline.OF_ENTERED)."""
     terms: list[dict[str, float]] = []
     # Then gradients of outputs are there all the time (memory.run_stages).
     looks_up_ahead = PIPELINES[problem.job.pipeline].looks_up_ahead
     for cut in (False, True):
         for together in (False, True):
-            terms.append(output_buffers(run, 1.0, problem.job, cut, together))
+            terms.append(output_buffers(sharding_kind, 1.0, problem.job, cut, together))
             # Cut columns are copied before the exchange, so the gradient can go. Uncut ones keep it alive.
             terms.append({} if looks_up_ahead else {"gradient": 1.0, "uncut": float(not cut)})
-    if run.local_batch:
+    if sharding_kind.local_batch:
         return [*terms, {"dense": 1.0}, {}]
     entered: dict[str, float] = {}
-    channels = list(run.channels.items())
-    # Each channel has its own buffers: host_row sends outputs twice. Without towers, as Layout.memory_stages has them.
+    channels = list(sharding_kind.channels.items())
+    # Each channel has its own buffers: host_row sends outputs twice. Without towers, as ShardingKind.memory_stages has
+    # them.
     for name, (channel, entering) in (("first", channels[0]), ("last", channels[-1])):
         entered |= exchange_buffers(channel, name, entering(0, 1.0, problem), problem.job)
     # FBGEMM's CPU kernels do not sort in a buffer of this kind.
     return [*terms, entered, {"sorting": 0.0 if problem.topology.on_cpu else float(SORTING_BYTES)}]
 
 
-def bytes_of_offsets(layout: Layout, shard: Shard, problem: Problem) -> int:
+def bytes_of_offsets(sharding_kind: ShardingKind, shard: Shard, problem: Problem) -> int:
     """Bytes of the offsets of a shard's lookups in a step: where the ids of each bag begin."""
     # Whole offsets, so that searches can add and subtract bytes exactly.
-    return OFFSET_BYTES * round(layout.op_batch(problem) * shard.table.mean_bags)
+    return OFFSET_BYTES * round(sharding_kind.op_batch(problem) * shard.table.mean_bags)
 
 
 def exchange_buffers(channel: Channel, name: str, n_bytes: float, job: Job) -> dict[str, float]:
@@ -94,7 +95,7 @@ def exchange_buffers(channel: Channel, name: str, n_bytes: float, job: Job) -> d
     }
 
 
-class RunBatch(NamedTuple):
+class LocalBatchShare(NamedTuple):
     """Share of a run, or of a shard, in a local batch. It is the same on all devices.
 
     outputs: bytes of outputs of a device's own samples, from all tables, wherever they are.
@@ -111,20 +112,22 @@ class RunBatch(NamedTuple):
     scratch: int
 
 
-def local_batch_share(run: Layout, shard: Shard, problem: Problem) -> RunBatch:
+def local_batch_share(sharding_kind: ShardingKind, shard: Shard, problem: Problem) -> LocalBatchShare:
     """A shard's share of a local batch: outputs, ids sent, and optimizer scratch."""
     table, local = shard.table, problem.local_batch
     sent = id_bytes_per_sample(table, problem.job)
     # Kinds that hold all rows need no buckets.
-    if run.divides_rows:
-        sent += bucketized_id_bytes(table, problem.job, len(run.shared_by(problem.topology)[0]))
+    if sharding_kind.divides_rows:
+        sent += bucketized_id_bytes(table, problem.job, len(sharding_kind.shared_by(problem.topology)[0]))
     outputs = OUTPUT_BYTES * shard.width * table_output_rows(table, local)
-    scratch = shard.bytes * run.dense_gradient * DENSE_OPTIMIZERS[problem.replica_optimizer].scratch
-    return RunBatch(outputs, shard.width < table.dim, local * sent, scratch)
+    scratch = shard.bytes * sharding_kind.dense_gradient * DENSE_OPTIMIZERS[problem.replica_optimizer].scratch
+    return LocalBatchShare(outputs, shard.width < table.dim, local * sent, scratch)
 
 
-def local_batch_shares(placements: Iterable[Placement], problem: Problem) -> dict[Layout, RunBatch]:
-    """Each layout's share of a local batch, in the order in which TorchRec runs their ops.
+def local_batch_shares(
+    placements: Iterable[Placement], problem: Problem
+) -> dict[ShardingKind, LocalBatchShare]:
+    """Each sharding kind's share of a local batch, in the order in which TorchRec runs their ops.
 
     That is the order of their first tables. Collections are in the order of theirs.
 
@@ -132,15 +135,15 @@ def local_batch_shares(placements: Iterable[Placement], problem: Problem) -> dic
     """
     # Sorting by table order makes the first table of a run decide its place, as in TorchRec.
     numbers = table_sort_keys(problem)
-    runs: dict[Layout, list[RunBatch]] = {}
+    runs: dict[ShardingKind, list[LocalBatchShare]] = {}
     for placement in iterate_with_progress(sorted(placements, key=lambda p: numbers[p.shard.table.name])):
-        run = layout_for_table(placement.kind, placement.shard.table)
+        run = sharding_kind_for_table(placement.kind, placement.shard.table)
         runs.setdefault(run, []).append(local_batch_share(run, placement.shard, problem))
     batches = {}
     for run, each in runs.items():
         outputs, cut, sent, scratch = zip(*each, strict=True)
         # The dense optimizer takes one replica after another, so only the largest counts.
-        batches[run] = RunBatch(sum(outputs), any(cut), sum(sent), max(scratch))
+        batches[run] = LocalBatchShare(sum(outputs), any(cut), sum(sent), max(scratch))
     return batches
 
 
@@ -165,10 +168,12 @@ def bucketized_id_bytes(table: Table, job: Job, ranges: int) -> float:
     )
 
 
-def output_buffers(run: Layout, outputs: float, job: Job, cut: bool, together: bool) -> dict[str, float]:
+def output_buffers(
+    sharding_kind: ShardingKind, outputs: float, job: Job, cut: bool, together: bool
+) -> dict[str, float]:
     """Bytes of the memory buffers of an op's outputs for a local batch."""
     # Outputs arrive by the run's last exchange.
-    buffers = exchange_buffers(tuple(run.channels)[-1], "local", outputs, job)
+    buffers = exchange_buffers(tuple(sharding_kind.channels)[-1], "local", outputs, job)
     # Outputs that are the whole tensor, and travel as FP32, are sent without a copy.
     copied = buffers["local back"] * (together or buffers["local back"] < outputs)
     return buffers | {
@@ -184,7 +189,7 @@ def bytes_by_moment(problem: Problem) -> np.ndarray:
     (memory_timeline.MOMENTS), without and with replicas.
 
     Bytes of batches and of the dense part, and multiples of ids that are sent, and of those that arrived. Offsets of a
-    batch are resident (memory.Sums): backward needs them until the next lookup.
+    batch are resident (memory.ShardSums): backward needs them until the next lookup.
     """
     job, pipeline = problem.job, PIPELINES[problem.job.pipeline]
     # A local batch of input: ids, lengths, and dense features.

@@ -27,7 +27,7 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem
 from shardcore.core.validation import MOST_DEVICES, Record, number_within, one_of, require
 from shardcore.step import memory
-from shardcore.step.kinds import layout_for_table, merged_placements, row_domain_of, shards_by_device
+from shardcore.step.kinds import merged_placements, row_domain_of, sharding_kind_for_table, shards_by_device
 
 CONTIGUOUS, STRIDED = "contiguous", "strided"
 GROUP_LAYOUTS = (CONTIGUOUS, STRIDED)
@@ -80,10 +80,10 @@ def possible_groupings(problem: Problem, sync_every: int, among: Iterable[int]) 
     Layouts of one group, and of groups of one device, are the same. They are listed once.
     """
     return tuple(
-        Grouping(size, layout, sync_every)
+        Grouping(size, sharding_kind, sync_every)
         for size in among
         # Contiguous stands for both where they coincide.
-        for layout in (GROUP_LAYOUTS if 1 < size < len(problem.topology) else GROUP_LAYOUTS[:1])
+        for sharding_kind in (GROUP_LAYOUTS if 1 < size < len(problem.topology) else GROUP_LAYOUTS[:1])
     )
 
 
@@ -196,13 +196,13 @@ def synced_bytes(plan: Plan, problem: Problem) -> list[tuple[int, int]]:
     synced = [(0, 0)] * len(problem.topology)
     for placement in merged_placements(plan.placements):
         # DDP already sums dense gradients over all groups.
-        layout = layout_for_table(placement.kind, placement.shard.table)
-        if layout.dense_gradient:
+        sharding_kind = sharding_kind_for_table(placement.kind, placement.shard.table)
+        if sharding_kind.dense_gradient:
             continue
         for device, shard in shards_by_device(placement):
             # Replicas average all rows, wherever they are, and not what a cache holds of them.
             on_device = replace(shard, table=replace(shard.table, load_factor=1.0))
-            weights, state = memory.resident_bytes(layout, on_device, problem)
+            weights, state = memory.resident_bytes(sharding_kind, on_device, problem)
             synced[device] = synced[device][0] + weights, synced[device][1] + state
     return synced
 
@@ -210,7 +210,9 @@ def synced_bytes(plan: Plan, problem: Problem) -> list[tuple[int, int]]:
 def replicated_gradient_bytes(plan: Plan) -> int:
     """Bytes of a plan's dense gradients, which are summed over all devices at each step."""
     return sum(
-        p.shard.bytes for p in plan.placements if layout_for_table(p.kind, p.shard.table).dense_gradient
+        p.shard.bytes
+        for p in plan.placements
+        if sharding_kind_for_table(p.kind, p.shard.table).dense_gradient
     )
 
 
@@ -244,8 +246,8 @@ def describe_grouping(grouping: Grouping, problem: Problem) -> str:
     if count == 1:
         return f"all {size} devices as one group"
     # Groups of one device are the same in both layouts.
-    layout = f"{grouping.layout} " * (size > 1)
-    return f"{count} {layout}groups of {size} device{'s' * (size > 1)}"
+    sharding_kind = f"{grouping.layout} " * (size > 1)
+    return f"{count} {sharding_kind}groups of {size} device{'s' * (size > 1)}"
 
 
 def host_index_by_appearance(hosts: list[str]) -> tuple[int, ...]:

@@ -25,24 +25,24 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.progress import iterate_with_progress
 from shardcore.core.types import Placement, Problem, Shard, Table
 from shardcore.step.kinds import (
-    LAYOUTS,
+    SHARDING_KINDS,
     Group,
-    Layout,
+    ShardingKind,
+    kind_on_one_device,
     kinds_on_all_devices,
-    layout_for_table,
-    layout_of_kind,
-    layout_on_one_device,
     possible_groups,
+    sharding_kind_by_name,
+    sharding_kind_for_table,
     shards_by_device,
 )
 from shardcore.step.memory import memory_account
 
 RowRange = tuple[Table, int, int]
-Bundle = tuple[Shard, ...]
+ShardBundle = tuple[Shard, ...]
 """Shards that one device holds together."""
 IMPOSSIBLE = 1 << 51
 """Bytes of shards that may not be on a device at all: more than any has."""
-_KINDS = tuple(LAYOUTS)
+_KINDS = tuple(SHARDING_KINDS)
 """The order of kinds in canonical plans."""
 
 
@@ -51,7 +51,7 @@ def row_range_of_shard(shard: Shard) -> RowRange:
     return shard.table, shard.row_lo, shard.row_hi
 
 
-def bundle_shards(shards: Iterable[Shard], problem: Problem) -> list[Bundle]:
+def bundle_shards(shards: Iterable[Shard], problem: Problem) -> list[ShardBundle]:
     """Group shards into bundles: tables that constraints keep together; other shards alone."""
     bundle_of = problem.group_by_table
     # A shard that is in no group has its own number as key, so it stays alone.
@@ -67,11 +67,11 @@ def row_division(table: Table, problem: Problem) -> Placement | None:
     The first kind that constraints and the number of rows allow. `_assigned_division_groups` chooses among several
     groups, such as hosts.
     """
-    for layout in LAYOUTS.values():
-        if layout.divides_rows and reason_not_runnable(layout, table, problem) is None:
-            groups = sharing_groups(layout, table, problem)
+    for sharding_kind in SHARDING_KINDS.values():
+        if sharding_kind.divides_rows and reason_not_runnable(sharding_kind, table, problem) is None:
+            groups = sharing_groups(sharding_kind, table, problem)
             group = groups[0] if len(groups) == 1 else _assigned_division_groups(problem)[table.name]
-            return Placement(layout.name, Shard.whole(table), group)
+            return Placement(sharding_kind.name, Shard.whole(table), group)
     return None
 
 
@@ -88,17 +88,19 @@ def alternative_row_divisions(problem: Problem) -> Iterator[Problem]:
 
     Tables that the kind cannot run keep theirs. Every plan of these problems is a plan of the problem.
     """
-    for layout in (layout for layout in LAYOUTS.values() if layout.divides_rows):
+    for sharding_kind in (
+        sharding_kind for sharding_kind in SHARDING_KINDS.values() if sharding_kind.divides_rows
+    ):
         # Without the other kinds that divide rows, `row_division` comes to this one.
         kinds = {
             table.name: tuple(
                 kind
-                for kind in problem.restricted_kinds_by_table.get(table.name, LAYOUTS)
-                if kind == layout.name or not LAYOUTS[kind].divides_rows
+                for kind in problem.restricted_kinds_by_table.get(table.name, SHARDING_KINDS)
+                if kind == sharding_kind.name or not SHARDING_KINDS[kind].divides_rows
             )
             for table in searched_tables(problem)
-            if reason_not_runnable(layout, table, problem) is None
-            and required_row_division(table, problem).kind != layout.name
+            if reason_not_runnable(sharding_kind, table, problem) is None
+            and required_row_division(table, problem).kind != sharding_kind.name
         }
         if kinds:
             narrowed = tuple({**problem.restricted_kinds_by_table, **kinds}.items())
@@ -115,10 +117,12 @@ def _assigned_division_groups(problem: Problem) -> Mapping[str, Group]:
     n_bytes: dict[Group, int] = defaultdict(int)
     dealt = {}
     for table in sorted(
-        problem.tables, key=lambda t: (problem.may_run(layout_on_one_device(t), t), -t.bytes)
+        problem.tables, key=lambda t: (problem.can_run_table(kind_on_one_device(t), t), -t.bytes)
     ):
         kinds = (
-            k for k in LAYOUTS.values() if k.divides_rows and reason_not_runnable(k, table, problem) is None
+            k
+            for k in SHARDING_KINDS.values()
+            if k.divides_rows and reason_not_runnable(k, table, problem) is None
         )
         # A single group leaves no choice, so only kinds with several are dealt.
         several = (groups for k in kinds if len(groups := sharing_groups(k, table, problem)) > 1)
@@ -128,28 +132,33 @@ def _assigned_division_groups(problem: Problem) -> Mapping[str, Group]:
     return dealt
 
 
-def reason_not_runnable(layout: Layout, table: Table, problem: Problem) -> str | None:
+def reason_not_runnable(sharding_kind: ShardingKind, table: Table, problem: Problem) -> str | None:
     """The reason why a kind of sharding cannot run a table. None if it can."""
     try:
         # Some kinds do not run sequences, or rows in host memory.
-        layout_for_table(layout.name, table)
+        sharding_kind_for_table(sharding_kind.name, table)
     except ShardCoreError as error:
         return str(error)
     most = problem.topology.max_shard_columns
-    if not problem.may_run(layout, table):
-        if layout.name not in problem.restricted_kinds_by_table.get(table.name, (layout.name,)):
-            return f"constraints.kinds do not have {layout.name}"
-        if reason := problem.why_replicas_fail(layout) or problem.why_codec_fails(layout, table):
+    if not problem.can_run_table(sharding_kind, table):
+        if sharding_kind.name not in problem.restricted_kinds_by_table.get(table.name, (sharding_kind.name,)):
+            return f"constraints.kinds do not have {sharding_kind.name}"
+        if reason := problem.why_replicas_fail(sharding_kind) or problem.why_codec_fails(
+            sharding_kind, table
+        ):
             return reason
-        return f"{layout.name} has all {table.dim} columns in a shard; FBGEMM's CUDA op runs at most {most}"
-    if layout.divides_rows or layout.local_batch:
-        if layout.divides_rows and table.name in problem.uncut_tables:
-            return f"{layout.name} cuts it, and it must stay whole ({problem.constraint_against_cuts(table.name)})"
-        if sharing_groups(layout, table, problem):
+        return f"{sharding_kind.name} has all {table.dim} columns in a shard; FBGEMM's CUDA op runs at most {most}"
+    if sharding_kind.divides_rows or sharding_kind.local_batch:
+        if sharding_kind.divides_rows and table.name in problem.uncut_tables:
+            return (
+                f"{sharding_kind.name} cuts it, and it must stay whole "
+                f"({problem.constraint_against_cuts(table.name)})"
+            )
+        if sharing_groups(sharding_kind, table, problem):
             return None
-        return f"no devices share a table of {table.rows} rows by {layout.name}, where it may live" + (
+        return f"no devices share a table of {table.rows} rows by {sharding_kind.name}, where it may live" + (
             " (TorchRec divides rows evenly over all devices, or a whole host, and each has some)"
-            * layout.divides_rows
+            * sharding_kind.divides_rows
         )
     # By columns, the narrowest cut into shards that FBGEMM runs has to exist.
     width = table.dim if table.name in problem.uncut_tables else problem.max_shard_width(table)
@@ -159,20 +168,28 @@ def reason_not_runnable(layout: Layout, table: Table, problem: Problem) -> str |
 
 
 @lru_cache(1 << 12)
-def sharing_groups(layout: Layout, table: Table, problem: Problem) -> tuple[Group, ...]:
+def sharing_groups(sharding_kind: ShardingKind, table: Table, problem: Problem) -> tuple[Group, ...]:
     """The groups of several devices that may share a table by a kind of sharding, cached."""
-    groups = possible_groups(layout, table.rows, problem.topology, problem.pinned_devices.get(table.name))
+    groups = possible_groups(
+        sharding_kind, table.rows, problem.topology, problem.pinned_devices.get(table.name)
+    )
     # A group of one device divides nothing.
     return tuple(group for group in groups if len(group) > 1)
 
 
 def must_be_on_all_devices(table: Table, problem: Problem) -> bool:
     """Tell if constraints allow a table only kinds of sharding that use all devices."""
-    allowed = map(layout_of_kind, problem.restricted_kinds_by_table.get(table.name, ()))
+    allowed = map(sharding_kind_by_name, problem.restricted_kinds_by_table.get(table.name, ()))
     # Kinds that cannot run the table anyway do not count.
-    kinds = [layout for layout in allowed if reason_not_runnable(layout, table, problem) is None]
+    kinds = [
+        sharding_kind
+        for sharding_kind in allowed
+        if reason_not_runnable(sharding_kind, table, problem) is None
+    ]
     everywhere = (problem.topology.ranks,)
-    return bool(kinds) and all(sharing_groups(layout, table, problem) == everywhere for layout in kinds)
+    return bool(kinds) and all(
+        sharing_groups(sharding_kind, table, problem) == everywhere for sharding_kind in kinds
+    )
 
 
 def fixed_placements(problem: Problem) -> tuple[Placement, ...]:
@@ -197,7 +214,7 @@ def _cached_fixed_placements(problem: Problem) -> tuple[Placement, ...]:
             placements = [
                 Placement(kind, Shard.whole(table), problem.topology.ranks)
                 for kind in problem.restricted_kinds_by_table[table.name]
-                if reason_not_runnable(layout_of_kind(kind), table, problem) is None
+                if reason_not_runnable(sharding_kind_by_name(kind), table, problem) is None
             ]
             fixed.append(min(placements, key=lambda p: memory_account([p], problem).device_loads([p]).max()))
     return tuple(fixed)
@@ -220,8 +237,8 @@ def _require_runnable(table: Table, problem: Problem) -> None:
     ):
         if (
             table.name in names
-            and {layout_of_kind(kind) for kind in kinds} <= set(kinds_on_all_devices(problem.topology))
-            and (constraint != "unsplit" or all(layout_of_kind(kind).divides_rows for kind in kinds))
+            and {sharding_kind_by_name(kind) for kind in kinds} <= set(kinds_on_all_devices(problem.topology))
+            and (constraint != "unsplit" or all(sharding_kind_by_name(kind).divides_rows for kind in kinds))
         ):
             raise ShardCoreError(
                 f"problem {problem.name!r} has table {table.name!r} in constraints.kinds "
@@ -229,7 +246,9 @@ def _require_runnable(table: Table, problem: Problem) -> None:
                 "needs to be in one of them"
             )
     reasons = [
-        reason for kind in kinds if (reason := reason_not_runnable(layout_of_kind(kind), table, problem))
+        reason
+        for kind in kinds
+        if (reason := reason_not_runnable(sharding_kind_by_name(kind), table, problem))
     ]
     if len(reasons) < len(kinds):
         return
@@ -237,10 +256,10 @@ def _require_runnable(table: Table, problem: Problem) -> None:
     free = replace(problem, constraints=replace(constraints, kinds=()))
     others = [
         name
-        for name, layout in LAYOUTS.items()
+        for name, sharding_kind in SHARDING_KINDS.items()
         # TorchRec maps raw ids to rows only where these are divided.
-        if (layout.divides_rows or not table.managed_collision)
-        and reason_not_runnable(layout, table, free) is None
+        if (sharding_kind.divides_rows or not table.managed_collision)
+        and reason_not_runnable(sharding_kind, table, free) is None
     ]
     raise ShardCoreError(
         f"problem {problem.name!r} runs table {table.name!r} by {' or '.join(kinds)} "
@@ -249,12 +268,12 @@ def _require_runnable(table: Table, problem: Problem) -> None:
     )
 
 
-def layout_of_shard(shard: Shard, problem: Problem) -> Layout:
-    """The layout of the fused op that runs a shard."""
+def sharding_kind_of_shard(shard: Shard, problem: Problem) -> ShardingKind:
+    """The sharding kind of the fused op that runs a shard."""
     return (
-        layout_on_one_device(shard.table)
+        kind_on_one_device(shard.table)
         if shard.has_all_rows
-        else layout_for_table(required_row_division(shard.table, problem).kind, shard.table)
+        else sharding_kind_for_table(required_row_division(shard.table, problem).kind, shard.table)
     )
 
 
@@ -275,8 +294,8 @@ def fits_single_device_by_width(shard: Shard, problem: Problem) -> bool:
     # Only tables wider than FBGEMM runs need a look at the shard's width.
     if table.dim > problem.topology.max_shard_columns and shard.width > problem.max_shard_width(table):
         return False
-    return not (problem.restricted_kinds_by_table or problem.codecs_may_fail) or problem.may_run(
-        layout_on_one_device(table), table
+    return not (problem.restricted_kinds_by_table or problem.codecs_may_fail) or problem.can_run_table(
+        kind_on_one_device(table), table
     )
 
 
@@ -351,7 +370,7 @@ def _shard_sort_key(shard: Shard) -> tuple[str, int, int, int, int]:
 
 
 def placements_of_bundles(
-    bundles: Sequence[Bundle], devices: Sequence[int], problem: Problem
+    bundles: Sequence[ShardBundle], devices: Sequence[int], problem: Problem
 ) -> list[Placement]:
     """Placements of bundles of shards on devices: bundles[i] on devices[i].
 
@@ -362,7 +381,7 @@ def placements_of_bundles(
     for bundle, device in iterate_with_progress(zip(bundles, devices, strict=True)):
         for shard in bundle:
             if shard.has_all_rows:
-                placements.append(Placement(layout_on_one_device(shard.table).name, shard, (int(device),)))
+                placements.append(Placement(kind_on_one_device(shard.table).name, shard, (int(device),)))
             else:
                 ranges[shard.table].append((int(device), shard))
     for table, shards in ranges.items():

@@ -46,7 +46,7 @@ _MOST_BATCHES = 1e9
 
 
 @dataclass(frozen=True, eq=False)
-class Heat:
+class TableHeat:
     """Lookups of a table's rows in a batch, by classes of rows.
 
     name: name of the table.
@@ -79,11 +79,11 @@ class Heat:
         # Rows of a class are equally hot, so lookups are piecewise linear in rows.
         return np.interp(self._checked_row_counts(rows, "hottest rows"), *self._cumulative_rows_and_lookups)
 
-    def fewest_rows_with_share(self, share: float) -> float:
+    def fewest_rows_with_share(self, fraction: float) -> float:
         """Fewest rows of the table that receive a share of all its lookups."""
         # The inverse of hottest_lookups.
         rows, lookups = self._cumulative_rows_and_lookups
-        return float(np.interp(share * lookups[-1], lookups, rows))
+        return float(np.interp(fraction * lookups[-1], lookups, rows))
 
     @property
     def _cumulative_rows_and_lookups(self) -> tuple[np.ndarray, np.ndarray]:
@@ -150,7 +150,7 @@ class Heat:
         )
 
 
-def heat_of_tables(tables: Sequence[Table], batch: int, unseen: bool = False) -> list[Heat]:
+def heat_of_tables(tables: Sequence[Table], batch: int, unseen: bool = False) -> list[TableHeat]:
     """[T] heat of tables at a batch size, from their access statistics.
 
     unseen: True if rows that a histogram's batch never saw are looked up, as in data. False: they are not, as in
@@ -171,7 +171,7 @@ def heat_of_tables(tables: Sequence[Table], batch: int, unseen: bool = False) ->
                 f"which does not tell what a batch of {batch} touches; it needs one of "
                 f"{batch} samples or more"
             )
-    of_reuse: dict[int, Heat] = {}
+    of_reuse: dict[int, TableHeat] = {}
     # All histograms at once, which is much faster than table by table.
     numbers = [i for i, table in enumerate(tables) if not isinstance(table.access, Zipf)]
     if numbers:
@@ -211,7 +211,7 @@ def count_row_lookups(table: Table, ids: np.ndarray) -> np.ndarray:
     return np.bincount(ids, minlength=table.rows)
 
 
-def _heat_from_reuse(table: Table, batch: int, rows: np.ndarray, sums: np.ndarray, unseen: bool) -> Heat:
+def _heat_from_reuse(table: Table, batch: int, rows: np.ndarray, sums: np.ndarray, unseen: bool) -> TableHeat:
     """Heat of a table from its reuse histogram.
 
     rows, sums: rows and lookups in each bin.
@@ -236,22 +236,22 @@ def _heat_from_reuse(table: Table, batch: int, rows: np.ndarray, sums: np.ndarra
         each = np.concatenate([counts[more] * max(scale, 0.0), mean]) * keep
         # Sorted, as the tail may be hotter than the coldest of the other rows.
         order, all_rows = np.argsort(-each, kind="stable"), np.concatenate([sizes[more], others])
-        return Heat(table.name, batch, all_rows[order], each[order], -np.expm1(-each[order]))
+        return TableHeat(table.name, batch, all_rows[order], each[order], -np.expm1(-each[order]))
     # Rows that were never seen are a class without lookups.
-    return Heat(
+    return TableHeat(
         table.name, batch, np.append(sizes, cold), np.append(counts * keep, 0.0), np.append(touched, 0.0)
     )
 
 
-def _power_law_tail(first: float, last: float, lookups: float) -> tuple[np.ndarray, np.ndarray]:
-    """Rows [K], and lookups of one row [K], by class, of ranks `first` to `last` under a power law.
+def _power_law_tail(first_rank: float, last_rank: float, lookups: float) -> tuple[np.ndarray, np.ndarray]:
+    """Rows [K], and lookups of one row [K], by class, of ranks `first_rank` to `last_rank` under a power law.
 
     The hottest row has _RARE lookups. All rows together have `lookups`, which determines the power.
     """
     # Classes are geometric in rank, so that the law falls by similar ratios in each.
-    edges = np.unique(np.rint(np.geomspace(first + 1, last + 1, _TAIL + 1))) - 1
+    edges = np.unique(np.rint(np.geomspace(first_rank + 1, last_rank + 1, _TAIL + 1))) - 1
     # A class is represented by its geometric mean rank.
-    rows, rank = np.diff(edges), np.sqrt((edges[:-1] + 1) * (edges[1:] + 1)) / (first + 1)
+    rows, rank = np.diff(edges), np.sqrt((edges[:-1] + 1) * (edges[1:] + 1)) / (first_rank + 1)
     low, high = 0.0, 20.0
     # Bisection: a higher power gives the tail fewer lookups.
     for _ in range(50):
@@ -262,8 +262,8 @@ def _power_law_tail(first: float, last: float, lookups: float) -> tuple[np.ndarr
     return rows, each * lookups / (each @ rows)
 
 
-def _heat_from_zipf(table: Table, batch: int) -> Heat:
+def _heat_from_zipf(table: Table, batch: int) -> TableHeat:
     sizes, mass = access.popularity_classes(table)
     lookups = access.lookup_count(table, batch) * mass / sizes
     # A row's lookups are Poisson, so a batch touches it with probability 1 - exp(-lookups).
-    return Heat(table.name, batch, sizes, lookups, -np.expm1(-lookups))
+    return TableHeat(table.name, batch, sizes, lookups, -np.expm1(-lookups))

@@ -28,7 +28,7 @@ from shardcore.core.catalog import OPTIMIZERS
 from shardcore.core.tiers import BELOW
 from shardcore.core.types import PRECISION_BYTES, Shard, Table
 from shardcore.step import access
-from shardcore.tables.heat import Heat, heat_of_tables
+from shardcore.tables.heat import TableHeat, heat_of_tables
 
 
 def link_bytes_of_shard(shard: Shard, batch: int, optimizer: str) -> np.ndarray:
@@ -127,6 +127,6 @@ def _as_in_device_memory(table: Table) -> Table:
 
 
 @lru_cache(maxsize=1 << 10)
-def _heat_with_unseen_rows(table: Table, batch: int) -> Heat:
+def _heat_with_unseen_rows(table: Table, batch: int) -> TableHeat:
     # Data looks up rows that a histogram's batch never saw. These are what a cache misses.
     return heat_of_tables([table], batch, unseen=True)[0]

@@ -22,14 +22,14 @@ from shardcore.core.constraints import Constraints
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Placement, Plan, Problem, Table
 from shardcore.step import access
-from shardcore.step.kinds import LAYOUTS
-from shardcore.tables.heat import Heat, heat_of_tables
+from shardcore.step.kinds import SHARDING_KINDS
+from shardcore.tables.heat import TableHeat, heat_of_tables
 
 HOT, COLD = "_hot", "_cold"
 """Suffixes of the names of a table's parts."""
 INSIDE = ".cold"
 """Suffix of the path of a collection's cold tables (HotColdEmbeddingCollection.cold)."""
-REPLICA = next(kind for kind in LAYOUTS.values() if kind.dense_gradient)
+REPLICA = next(kind for kind in SHARDING_KINDS.values() if kind.dense_gradient)
 """Kind of sharding of hot rows."""
 
 
@@ -53,7 +53,7 @@ def hot_row_counts(problem: Problem, least_lookups: float) -> dict[str, int]:
     return counts
 
 
-def heat_of_divisible_tables(problem: Problem) -> list[tuple[Table, Heat]]:
+def heat_of_divisible_tables(problem: Problem) -> list[tuple[Table, TableHeat]]:
     """Sequence tables that may be divided into hot and cold rows, each with its heat."""
     # A table whose kinds a user has fixed stays as it is.
     fixed, batch = problem.restricted_kinds_by_table, problem.global_batch
@@ -147,7 +147,7 @@ def split_access_statistics(table: Table, rows: int, batch: int) -> tuple[float,
     return share, hottest, others
 
 
-def _reuse_of_cold_rows(heat: Heat, rows: int) -> Reuse:
+def _reuse_of_cold_rows(heat: TableHeat, rows: int) -> Reuse:
     """Expected reuse histogram of all but the `rows` hottest rows."""
     before = np.concatenate([[0.0], np.cumsum(heat.rows)])
     # Rows of each class that are not hot: clipping the cumulative counts removes the hottest.

@@ -40,12 +40,12 @@ class CostModelConformance:
         model = self.model().for_problem(problem)
         return model, [SHARDERS["random"](problem, model, seed=seed) for seed in range(3)]
 
-    def test_it_is_a_cost_model_for_a_batch(self) -> None:
+    def test_model_for_a_problem_has_its_batch(self) -> None:
         model = self.model().for_problem(self.problem())
         assert isinstance(model, CostModel)
         assert model.setting.batch == self.problem().global_batch
 
-    def test_encodings_are_rows_of_numbers_whatever_the_company(self) -> None:
+    def test_encoding_of_a_shard_does_not_depend_on_other_shards(self) -> None:
         model, codes = self._model_and_encodings()
         shards = [Shard.whole(table) for table in self.problem().tables]
         assert codes.shape == (len(shards), codes.shape[1]) and codes.dtype == np.float64
@@ -53,7 +53,7 @@ class CostModelConformance:
         apart = np.concatenate([model.encode([shard]) for shard in shards])
         np.testing.assert_allclose(apart, codes, rtol=1e-5)
 
-    def test_heads_of_many_ops_and_of_one_agree_compiled_too(self) -> None:
+    def test_op_times_agree_for_one_op_many_ops_and_compiled_code(self) -> None:
         model, codes = self._model_and_encodings()
         sums = np.array([codes[:n].sum(0) for n in range(len(codes) + 1)])
         ms, (head, parameters, fetched) = model.op_ms(sums), model.compiled_op_ms()

@@ -9,7 +9,7 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Problem
 from shardcore.cost.model import CostModel
 from shardcore.search import SHARDERS, Budget, Sharder
-from shardcore.search.decisions.driver import ENTRY, Decision, Found, Outcome, decide
+from shardcore.search.decisions.driver import ENTRY, Decision, FoundPlan, ProposalOutcome, decide
 from shardcore.testing.plans import check_plan
 from shardcore.testing.problems import problem_with_slack, small_problem_model
 from shardcore.testing.sharders import require_error
@@ -33,8 +33,8 @@ class DecisionConformance:
     def model(self) -> CostModel:
         return small_problem_model(self.problem())
 
-    def _decide_and_record(self) -> tuple[Found, list[Outcome]]:
-        heard: list[Outcome] = []
+    def _decide_and_record(self) -> tuple[FoundPlan, list[ProposalOutcome]]:
+        heard: list[ProposalOutcome] = []
         budget = Budget(evals=100)
         found = decide(
             self.problem(), self.model(), [self.decision()], self.search, budget=budget, heard=heard.append
@@ -70,6 +70,6 @@ class DecisionConformance:
             as_it_is = decide(self.problem(), self.model(), [], self.search, budget=Budget(evals=100))
             assert self._decide_and_record()[0].ms <= as_it_is.ms
 
-    def test_asking_twice_is_refused(self) -> None:
+    def test_the_same_decision_twice_is_refused(self) -> None:
         twice = [self.decision(), self.decision()]
         require_error(ShardCoreError, lambda: decide(self.problem(), self.model(), twice, self.search))

@@ -15,7 +15,7 @@ import numpy as np
 from shardcore.core.types import MIN_WIDTH, Placement, Plan, Problem, Shard, Table
 from shardcore.cost.model import price
 from shardcore.step import memory
-from shardcore.step.kinds import LAYOUTS, possible_groups
+from shardcore.step.kinds import SHARDING_KINDS, possible_groups
 from shardcore.step.lower import lower
 from shardcore.step.ways import consolidate_placements
 from shardcore.testing.problems import MIB, draw_random_problem, small_problem_model
@@ -95,13 +95,13 @@ def all_plans(problem: Problem, columns_alone: bool = False) -> Iterator[Plan]:
     """All plans of a small problem with one sharding type per table. Plans that permute equal columns count once."""
 
     def table_placements(t: Table) -> Iterator[list[Placement]]:
-        for layout in (x for x in LAYOUTS.values() if x.is_on_one_device or not columns_alone):
-            groups = possible_groups(layout, t.rows, problem.topology, None)
-            columns = t.dim // MIN_WIDTH if layout.cuts_columns else 1
+        for sharding_kind in (x for x in SHARDING_KINDS.values() if x.is_on_one_device or not columns_alone):
+            groups = possible_groups(sharding_kind, t.rows, problem.topology, None)
+            columns = t.dim // MIN_WIDTH if sharding_kind.cuts_columns else 1
             for dealt in combinations_with_replacement(groups, columns):
                 edges = [t.dim * i // columns for i in range(columns + 1)]
                 yield [
-                    Placement(layout.name, Shard(t, 0, t.rows, *edges[i : i + 2]), g)
+                    Placement(sharding_kind.name, Shard(t, 0, t.rows, *edges[i : i + 2]), g)
                     for i, g in enumerate(dealt)
                 ]
 

@@ -12,15 +12,15 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.step import memory
-from shardcore.step.kinds import LAYOUTS, layout_on_one_device
+from shardcore.step.kinds import SHARDING_KINDS, kind_on_one_device
 
 BATCH = 48
 """Batch of all problems here. 1, 2, 3 and 4 devices divide it."""
 DIMS = (4, 8, 12, 16, 32)
 """Columns of drawn tables."""
-REPLICATED = tuple(x.name for x in LAYOUTS.values() if x.dense_gradient)
-DIVIDED = tuple(x.name for x in LAYOUTS.values() if x.divides_rows and not x.rows_over)
-CUT_OR_DIVIDED = (*(x.name for x in LAYOUTS.values() if x.is_on_one_device), *DIVIDED)
+REPLICATED = tuple(x.name for x in SHARDING_KINDS.values() if x.dense_gradient)
+DIVIDED = tuple(x.name for x in SHARDING_KINDS.values() if x.divides_rows and not x.rows_over)
+CUT_OR_DIVIDED = (*(x.name for x in SHARDING_KINDS.values() if x.is_on_one_device), *DIVIDED)
 """Kinds of sharding that constraints allow."""
 
 
@@ -41,7 +41,7 @@ def table_bytes(table: Table, optimizer: str = "exact_sgd", width: int | None = 
 
 def column_placement(table: Table, device: int) -> Placement:
     """Placement of a whole table on one device."""
-    return Placement(layout_on_one_device(table).name, Shard.whole(table), (device,))
+    return Placement(kind_on_one_device(table).name, Shard.whole(table), (device,))
 
 
 def with_room_for_batch(problem: Problem) -> Problem:

@@ -19,7 +19,7 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import CostModel, price
 from shardcore.search import Budget
 from shardcore.step import memory
-from shardcore.step.kinds import layout_of_kind, layout_on_one_device
+from shardcore.step.kinds import kind_on_one_device, sharding_kind_by_name
 from shardcore.step.lower import lower
 from shardcore.testing.plans import cheapest_plans_of_tiny_problems, check_plan
 from shardcore.testing.problems import (
@@ -97,12 +97,12 @@ class SharderConformance:
             first, second = (self.search_checked_plan(CASES[case], 5) for _ in range(2))
             assert first == second and first.provenance == second.provenance, case
 
-    def test_a_problem_with_a_hidden_plan_gets_one(self) -> None:
+    def test_a_plan_is_found_if_a_hidden_one_exists(self) -> None:
         """A sharder finds a plan if devices hold exactly the bytes that some table-wise plan needs."""
         for seed in range(self.drawn):
             self.search_checked_plan(problem_with_hidden_plan(seed), seed)
 
-    def test_a_hidden_plan_that_meets_pins_and_groups_gets_one(self) -> None:
+    def test_a_plan_is_found_if_a_hidden_one_meets_the_constraints(self) -> None:
         for seed in range(self.drawn):
             self.search_checked_plan(problem_with_hidden_plan(seed, pinned=True), seed)
 
@@ -133,7 +133,7 @@ class SharderConformance:
             problem = replace(problem, topology=Topology(tuple(map(Device, exact, speeds))))
             homes = {p.shard.table.name: p.devices[0] for p in self.search_checked_plan(problem).placements}
             assert homes == {"less": fast, "more": slow}
-            whole = replace(constraints, kinds=tuple((t.name, (layout_on_one_device(t).name,)) for t in pair))
+            whole = replace(constraints, kinds=tuple((t.name, (kind_on_one_device(t).name,)) for t in pair))
             for device in (0, 1):  # nothing else fits, nor does this with a byte less
                 less = [n - (i == device) for i, n in enumerate(exact)]
                 topology = Topology(tuple(map(Device, less, speeds)))
@@ -151,7 +151,7 @@ class SharderConformance:
             topology = Topology(tuple(Device(600_000, host=h) for h in hosts))
             problem = Problem("p", (tall, *others), topology, BATCH, constraints=Constraints(pinned=pinned))
             [placed] = self.search_checked_plan(problem).placements_by_table()["tall"]
-            assert layout_of_kind(placed.kind).divides_rows
+            assert sharding_kind_by_name(placed.kind).divides_rows
             assert (placed.shard, placed.devices) == (Shard.whole(tall), devices)
 
     def test_no_plan_is_cheaper_than_the_cheapest_of_all(self) -> None:

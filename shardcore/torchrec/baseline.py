@@ -54,12 +54,12 @@ from shardcore.search.state.packing import are_parts_equally_wide, excess_bytes
 from shardcore.search.state.shards import cheapest_plan, priced_plan
 from shardcore.step.exchange_lines import total_linear_cost
 from shardcore.step.kinds import (
-    LAYOUTS,
-    layout_for_table,
-    layout_of_torchrec,
-    layout_on_one_device,
+    SHARDING_KINDS,
+    kind_of_torchrec_type,
+    kind_on_one_device,
     pod_size,
     row_domain_of,
+    sharding_kind_for_table,
     shards_by_device,
 )
 from shardcore.step.memory import local_batch_bytes, peak_bytes_function, plan_fits, usable_bytes
@@ -67,13 +67,15 @@ from shardcore.step.ways import fixed_placements, reason_not_runnable
 from shardcore.torchrec.placements import placements_from_torchrec
 
 _HOST_TYPES = dict.fromkeys(
-    t for x in LAYOUTS.values() for t in (x.torchrec if x.rows_over else x.torchrec[2:])
+    t for x in SHARDING_KINDS.values() for t in (x.torchrec if x.rows_over else x.torchrec[2:])
 )
 """For several hosts. On one host they equal row- and column-wise sharding."""
 _COLUMN_TYPES = [
-    t for x in LAYOUTS.values() if x.is_on_one_device for t in x.torchrec if t not in _HOST_TYPES
+    t for x in SHARDING_KINDS.values() if x.is_on_one_device for t in x.torchrec if t not in _HOST_TYPES
 ]
-_TYPES = sorted({t: None for x in LAYOUTS.values() for t in x.torchrec}, key=lambda t: t in _HOST_TYPES)
+_TYPES = sorted(
+    {t: None for x in SHARDING_KINDS.values() for t in x.torchrec}, key=lambda t: t in _HOST_TYPES
+)
 _GRID = 1000
 """Combinations that TorchRec's exhaustive proposer may try."""
 _EVEN_COLUMNS = 256
@@ -282,7 +284,7 @@ class _TorchRecProblem:
         """
         bytes_of, devices = peak_bytes_function(self.problem), self.problem.topology.devices
         for placement in self.given:
-            run = layout_for_table(placement.kind, placement.shard.table)
+            run = sharding_kind_for_table(placement.kind, placement.shard.table)
             for device, shard in shards_by_device(placement):
                 self.left[device] -= bytes_of(run, shard)
                 # Replicas look up their own samples. They are on all devices, so they do not count.
@@ -296,10 +298,12 @@ class _TorchRecProblem:
         # Table-row-wise over domains of one device each would divide nothing.
         if sharding_type in _HOST_TYPES and not 1 < self.per_host * pod_size(topology) < len(self.ranks):
             return False
-        layout = layout_of_torchrec(sharding_type, topology)
-        if layout is None or reason_not_runnable(layout, table, self.problem):
+        sharding_kind = kind_of_torchrec_type(sharding_type, topology)
+        if sharding_kind is None or reason_not_runnable(sharding_kind, table, self.problem):
             return False
-        return table.name not in self.problem.uncut_tables or sharding_type == layout.torchrec_type(cut=False)
+        return table.name not in self.problem.uncut_tables or sharding_type == sharding_kind.torchrec_type(
+            cut=False
+        )
 
     def _link_bandwidths(self, column_ms: float) -> dict[str, Any]:
         """Link bandwidths as keyword arguments of TorchRec's Topology, without unknown ones.
@@ -359,7 +363,7 @@ class _TorchRecProblem:
         for device, d in zip(topology.devices, self.ranks, strict=True):
             device.storage.hbm = max(0, int(self.left[d]) - spare_bytes)
             speed = self.problem.topology.devices[d].speed
-            device.perf = Work(speed, float(self.busy[d]))  # type: ignore[assignment]  # as Perf
+            device.perf = DeviceWork(speed, float(self.busy[d]))  # type: ignore[assignment]  # as Perf
         return topology
 
     def parameter_constraints(
@@ -450,7 +454,7 @@ class _TorchRecProblem:
 
 
 @dataclass(frozen=True)
-class Work:
+class DeviceWork:
     """Work of a device in ms, divided by its speed. It stands in for TorchRec's Perf, to which all devices are equally
     fast.
     """
@@ -458,10 +462,10 @@ class Work:
     speed: float
     total: float
 
-    def __add__(self, other: Any) -> Work:
+    def __add__(self, other: Any) -> DeviceWork:
         # Speed divides compute, not communication.
         compute = (other.fwd_compute + other.bwd_compute) / self.speed
-        return Work(self.speed, self.total + compute + other.fwd_comms + other.bwd_comms)
+        return DeviceWork(self.speed, self.total + compute + other.fwd_comms + other.bwd_comms)
 
 
 @dataclass(frozen=True)
@@ -503,9 +507,9 @@ class PeakStorageEstimator:
             tick()
             self.of_time.estimate([option], sharder_data_map)
             table = self.tables[option.name]
-            layout = layout_of_torchrec(option.sharding_type, self.problem.topology)
-            divided = layout if option.num_shards > 1 else None
-            run = layout_for_table((divided or layout_on_one_device(table)).name, table)
+            sharding_kind = kind_of_torchrec_type(option.sharding_type, self.problem.topology)
+            divided = sharding_kind if option.num_shards > 1 else None
+            run = sharding_kind_for_table((divided or kind_on_one_device(table)).name, table)
             for shard in option.shards:
                 (row, column), (rows, columns) = shard.offset, shard.size
                 shard.storage = Storage(hbm=0, ddr=0)
@@ -575,7 +579,7 @@ def exchange_ms_per_column(problem: Problem, model: CostModel) -> float:
     All devices start with the same number of columns.
     """
     column_bytes = problem.global_batch * OUTPUT_BYTES
-    channels = dict.fromkeys(layout_on_one_device(problem.tables[0]).channels, 1.0)
+    channels = dict.fromkeys(kind_on_one_device(problem.tables[0]).channels, 1.0)
     even = float(_EVEN_COLUMNS * column_bytes)
     own, busiest, host, mean, _ = total_linear_cost(model, channels, problem.topology, (even, even)).tolist()
     # A device's bytes are a part of its host's, and of all.

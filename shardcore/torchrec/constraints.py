@@ -19,7 +19,7 @@ from shardcore.core.tiers import BELOW, TIERS
 from shardcore.core.topology import Topology
 from shardcore.core.types import Table
 from shardcore.core.validation import require, require_type, short_repr
-from shardcore.step.kinds import LAYOUTS, Layout, layout_of_kind, layouts_of_torchrec
+from shardcore.step.kinds import SHARDING_KINDS, ShardingKind, kinds_of_torchrec_type, sharding_kind_by_name
 from shardcore.step.memory import MIB
 from shardcore.torchrec import fields
 from shardcore.torchrec.modules import ModelTable, quote_first_names
@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     ByName = Mapping[str, ParameterConstraints]
     Tables = Mapping[str, ModelTable]
 
-REPLICAS = tuple(layout.name for layout in LAYOUTS.values() if layout.dense_gradient)
+REPLICAS = tuple(
+    sharding_kind.name for sharding_kind in SHARDING_KINDS.values() if sharding_kind.dense_gradient
+)
 """Kinds that run the dense kernel."""
 KERNELS = {
     kernel: (tier, has_cache)
@@ -49,12 +51,16 @@ NO_KERNELS = {
     **dict.fromkeys(("triton", "customized", "tpu"), "is not FBGEMM's kernel, which cost models measured"),
 }
 """Kernels that no plan has, by a substring of their names, and why."""
-BY_TYPE = {name: layouts_of_torchrec(name) for layout in LAYOUTS.values() for name in layout.torchrec}
+BY_TYPE = {
+    name: kinds_of_torchrec_type(name)
+    for sharding_kind in SHARDING_KINDS.values()
+    for name in sharding_kind.torchrec
+}
 """Our kinds of each sharding type of TorchRec. A topology has one of them."""
 WRITTEN = {
     name
-    for layout in LAYOUTS.values()
-    for name in (layout.torchrec_type(cut=False), layout.torchrec_type(cut=True))
+    for sharding_kind in SHARDING_KINDS.values()
+    for name in (sharding_kind.torchrec_type(cut=False), sharding_kind.torchrec_type(cut=True))
 }
 """TorchRec's sharding types that plans of ours are written as."""
 
@@ -146,18 +152,18 @@ _OF_FUSED_PARAMS = {
 
 
 def _with_cache_settings_of_fused_params(
-    c: ParameterConstraints, given: Mapping[str, Any]
+    constraint: ParameterConstraints, given: Mapping[str, Any]
 ) -> ParameterConstraints:
     """ParameterConstraints whose unset cache settings are filled in from fused_params, as TorchRec does."""
     from torchrec.distributed.types import CacheParams, KeyValueParams
 
     for field, kind in (("cache_params", CacheParams), ("key_value_params", KeyValueParams)):
-        own = getattr(c, field) or kind()
+        own = getattr(constraint, field) or kind()
         known = {name: given.get(_OF_FUSED_PARAMS.get(name, name)) for name in fields.field_defaults(kind)}
         added = {name: x for name, x in known.items() if x is not None and getattr(own, name) is None}
-        if added and sharded_kernel(c) in KERNELS:
-            c = replace(c, **{field: replace(own, **added)})
-    return c
+        if added and sharded_kernel(constraint) in KERNELS:
+            constraint = replace(constraint, **{field: replace(own, **added)})
+    return constraint
 
 
 def prefetch_setting_by_table(constraints: ByName) -> dict[str, bool | None]:
@@ -169,52 +175,54 @@ def prefetch_setting_by_table(constraints: ByName) -> dict[str, bool | None]:
     }
 
 
-def _unpriced_constraint_lines(c: ParameterConstraints, what: str, features: list[str]) -> list[str]:
+def _unpriced_constraint_lines(constraint: ParameterConstraints, what: str, features: list[str]) -> list[str]:
     """Lines on effects of ParameterConstraints that a price leaves out. Raises ShardCoreError for what no plan can
     keep.
     """
     from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 
-    lines = fields.unpriced_field_lines(type(c), fields.field_values(c), what)
+    lines = fields.unpriced_field_lines(type(constraint), fields.field_values(constraint), what)
     for field in ("num_poolings", "batch_sizes"):
-        given = getattr(c, field)
+        given = getattr(constraint, field)
         require(
             not given or (len(given) == len(features) and all(n > 0 for n in given)),
             f"{what} has {field} {short_repr(given)} for its {len(features)} features {', '.join(features)}; it "
             "needs one above 0 for each",
         )
-    if c.cache_params is not None and c.cache_params.load_factor is not None:
-        if any(not TIERS[KERNELS[k][0]].shares_cache for k in c.compute_kernels or () if k in KERNELS):
+    if constraint.cache_params is not None and constraint.cache_params.load_factor is not None:
+        if any(
+            not TIERS[KERNELS[k][0]].shares_cache for k in constraint.compute_kernels or () if k in KERNELS
+        ):
             lines.append(
-                f"{what} has cache_params with load_factor {c.cache_params.load_factor:g}, which TorchRec 1.8 "
+                f"{what} has cache_params with load_factor {constraint.cache_params.load_factor:g}, which TorchRec 1.8 "
                 "drops for tables on SSD: caches have 20% of rows, or MiB of key_value_params' max_l1_cache_size"
             )
     kernels = {kernel.value for kernel in EmbeddingComputeKernel}
-    for kernel in c.compute_kernels or ():
+    for kernel in constraint.compute_kernels or ():
         require(
             kernel in kernels,
             f"{what} has compute kernel {kernel!r}; TorchRec's are {', '.join(sorted(kernels))}",
         )
         if why := next((why for part, why in NO_KERNELS.items() if part in kernel), None):
             raise ShardCoreError(
-                f"{what} has compute_kernels {c.compute_kernels}; {kernel} {why}: leave it out"
+                f"{what} has compute_kernels {constraint.compute_kernels}; {kernel} {why}: leave it out"
             )
-    if unknown := [name for name in c.sharding_types or () if name not in BY_TYPE]:
+    if unknown := [name for name in constraint.sharding_types or () if name not in BY_TYPE]:
         raise ShardCoreError(f"{what} has sharding type {unknown[0]!r}; known are {', '.join(BY_TYPE)}")
-    if types := None if WRITTEN & set(c.sharding_types or WRITTEN) else c.sharding_types:
+    if types := None if WRITTEN & set(constraint.sharding_types or WRITTEN) else constraint.sharding_types:
         raise ShardCoreError(
             f"{what} has sharding_types {types}; ShardCore writes such plans as "
             f"{BY_TYPE[types[0]][0].torchrec_type(cut=True)}: allow it too"
         )
     require(
-        bool(_allowed_kinds(c)),
-        f"{what} has sharding_types {c.sharding_types} and compute_kernels {c.compute_kernels}; 'dense' runs "
-        "data_parallel tables, and no others",
+        bool(_allowed_kinds(constraint)),
+        f"{what} has sharding_types {constraint.sharding_types} and compute_kernels "
+        f"{constraint.compute_kernels}; 'dense' runs data_parallel tables, and no others",
     )
     # Order does not matter: features are matched by name.
     require(
-        c.feature_names is None or sorted(c.feature_names) == sorted(features),
-        f"{what} has feature_names {c.feature_names}; the table's are {features}",
+        constraint.feature_names is None or sorted(constraint.feature_names) == sorted(features),
+        f"{what} has feature_names {constraint.feature_names}; the table's are {features}",
     )
     return lines
 
@@ -271,8 +279,8 @@ def lookups_per_sample(
     return pooling
 
 
-def _has_default_pooling(c: ParameterConstraints) -> bool:
-    return list(c.pooling_factors) == [1.0]
+def _has_default_pooling(constraint: ParameterConstraints) -> bool:
+    return list(constraint.pooling_factors) == [1.0]
 
 
 def pooling_notes(constraints: ByName, has_lookups: bool) -> list[str]:
@@ -306,7 +314,7 @@ def search_constraints(
         named = c and (asked & set(REPLICAS) or "dense" in (c.compute_kernels or ()))
         # On a CPU the dense kernel pools, so sequences have no replicas there.
         if (compute_device == "cpu" and not table.pooled) or not (replicas or named or table.replica):
-            allowed = tuple(kind for kind in allowed or LAYOUTS if kind not in REPLICAS) or allowed
+            allowed = tuple(kind for kind in allowed or SHARDING_KINDS if kind not in REPLICAS) or allowed
         if allowed is not None:
             kinds[key] = allowed
         if c is None:
@@ -314,9 +322,9 @@ def search_constraints(
         # A table keeps all columns unless each of its kinds may run it cut, so that any plan is one that it may have.
         types, dim = set(c.sharding_types or WRITTEN), table.config.embedding_dim
         cuts = {
-            layout.torchrec_type(cut=True)
+            sharding_kind.torchrec_type(cut=True)
             for kind in _allowed_kinds(c)
-            if (layout := layout_of_kind(kind)).cuts_columns
+            if (sharding_kind := sharding_kind_by_name(kind)).cuts_columns
         }
         if least := c.min_partition if cuts <= types else dim:
             # A table narrower than min_partition keeps its own width.
@@ -324,45 +332,49 @@ def search_constraints(
     return Constraints(kinds=tuple(kinds.items()), min_widths=tuple(widths.items()))
 
 
-def _kinds_on_topology(c: ParameterConstraints, topology: Topology, what: str) -> tuple[str, ...] | None:
+def _kinds_on_topology(
+    constraint: ParameterConstraints, topology: Topology, what: str
+) -> tuple[str, ...] | None:
     """Kinds of sharding on a topology that sharding_types and compute_kernels allow a table; None for all kinds.
 
     what: the constraints, for messages. Raises ShardCoreError if the topology has none of the kinds.
     """
-    kinds = _allowed_kinds(c)
-    possible = tuple(kind for kind in kinds if _is_possible_on(layout_of_kind(kind), topology))
+    kinds = _allowed_kinds(constraint)
+    possible = tuple(kind for kind in kinds if _is_possible_on(sharding_kind_by_name(kind), topology))
     if not possible:
         able = [
-            name for name, of in BY_TYPE.items() if any(_is_possible_on(layout, topology) for layout in of)
+            name
+            for name, of in BY_TYPE.items()
+            if any(_is_possible_on(sharding_kind, topology) for sharding_kind in of)
         ]
         raise ShardCoreError(
-            f"{what} has sharding_types {c.sharding_types}; with {len(topology)} devices in all and "
+            f"{what} has sharding_types {constraint.sharding_types}; with {len(topology)} devices in all and "
             f"{len(topology.devices_by_host[0])} on a host ShardCore runs a table by {', '.join(able)}"
         )
-    return None if set(kinds) == set(LAYOUTS) else possible
+    return None if set(kinds) == set(SHARDING_KINDS) else possible
 
 
-def _is_possible_on(layout: Layout, topology: Topology) -> bool:
+def _is_possible_on(sharding_kind: ShardingKind, topology: Topology) -> bool:
     # One device has nothing to divide, and no other replica.
-    several = len(topology) > 1 or not (layout.divides_rows or layout.dense_gradient)
-    return several and bool(layout.device_groups(topology))
+    several = len(topology) > 1 or not (sharding_kind.divides_rows or sharding_kind.dense_gradient)
+    return several and bool(sharding_kind.device_groups(topology))
 
 
-def _allowed_kinds(c: ParameterConstraints) -> tuple[str, ...]:
-    types = [name for name in c.sharding_types or BY_TYPE if name in WRITTEN]
-    kinds = tuple(dict.fromkeys(layout.name for name in types for layout in BY_TYPE[name]))
-    kernels = set(c.compute_kernels or ())
+def _allowed_kinds(constraint: ParameterConstraints) -> tuple[str, ...]:
+    types = [name for name in constraint.sharding_types or BY_TYPE if name in WRITTEN]
+    kinds = tuple(dict.fromkeys(sharding_kind.name for name in types for sharding_kind in BY_TYPE[name]))
+    kernels = set(constraint.compute_kernels or ())
     # "dense" alone: replicas, and nothing else.
     if kernels == {"dense"}:
         return tuple(kind for kind in kinds if kind in REPLICAS)
     # TorchRec replicates with its dense kernel alone.
-    replicates = not kernels or ("dense" in kernels and sharded_kernel(c) == "fused")
+    replicates = not kernels or ("dense" in kernels and sharded_kernel(constraint) == "fused")
     return tuple(kind for kind in kinds if replicates or kind not in REPLICAS)
 
 
-def sharded_kernel(c: ParameterConstraints) -> str:
+def sharded_kernel(constraint: ParameterConstraints) -> str:
     """Compute kernel of a sharded table: the first in compute_kernels that is not dense; fused if there is none."""
-    return next((k for k in c.compute_kernels or () if k != "dense"), "fused")
+    return next((k for k in constraint.compute_kernels or () if k != "dense"), "fused")
 
 
 def apply_constraints_to_tables(
@@ -382,13 +394,13 @@ def apply_constraints_to_tables(
     return tuple(changed)
 
 
-def _cached_share(table: Table, c: ParameterConstraints, tier: str) -> float:
+def _cached_share(table: Table, constraint: ParameterConstraints, tier: str) -> float:
     """Share of a table's rows that its cache holds."""
     # None is "not given"; 0 would be a value.
-    given = getattr(c.cache_params, "load_factor", None)
+    given = getattr(constraint.cache_params, "load_factor", None)
     if TIERS[tier].shares_cache:
         return CACHED if given is None else given
-    mib = getattr(c.key_value_params, "max_l1_cache_size", None)
+    mib = getattr(constraint.key_value_params, "max_l1_cache_size", None)
     most = TIERS[tier].most_cached
     return most if mib is None else min(most, mib * MIB / table.bytes)
 
@@ -411,17 +423,20 @@ def rewrite_to_allowed_types(plan: ShardingPlan, constraints: ByName, model_tabl
             if t.path == path
         }
         shardings = shardings_by_module(plan)[path]
-        layouts = {name: BY_TYPE[shardings[name].sharding_type][0] for name in allowed}
+        sharding_kinds = {name: BY_TYPE[shardings[name].sharding_type][0] for name in allowed}
         # Types of cut tables that some table of the collection has to have.
         as_cut = {
-            layouts[name].torchrec_type(cut=True)
+            sharding_kinds[name].torchrec_type(cut=True)
             for name, types in allowed.items()
-            if shardings[name].sharding_type == layouts[name].torchrec_type(cut=True)
+            if shardings[name].sharding_type == sharding_kinds[name].torchrec_type(cut=True)
             or (types and shardings[name].sharding_type not in types)
         }
         for name, types in allowed.items():
             # A table joins the cut type where its own constraints allow that.
-            whole, cut = layouts[name].torchrec_type(cut=False), layouts[name].torchrec_type(cut=True)
+            whole, cut = (
+                sharding_kinds[name].torchrec_type(cut=False),
+                sharding_kinds[name].torchrec_type(cut=True),
+            )
             written = cut if cut in as_cut and (not types or cut in types) else shardings[name].sharding_type
             if types and written not in types:
                 written = whole
@@ -429,12 +444,14 @@ def rewrite_to_allowed_types(plan: ShardingPlan, constraints: ByName, model_tabl
         # Both types in one collection are two ops in TorchRec.
         written_types = {shardings[name].sharding_type for name in allowed}
         lines += [
-            f"module {path!r} runs {layout.torchrec_type(cut=False)} and {layout.torchrec_type(cut=True)} tables, "
-            "for their sharding_types allow no single one; they are priced as one op"
-            for layout in LAYOUTS.values()
-            if layout in layouts.values()
-            and layout.cuts_columns
-            and {layout.torchrec_type(cut=False), layout.torchrec_type(cut=True)} <= written_types
+            f"module {path!r} runs {sharding_kind.torchrec_type(cut=False)} and "
+            f"{sharding_kind.torchrec_type(cut=True)} tables, for their sharding_types allow no single one; "
+            "they are priced as one op"
+            for sharding_kind in SHARDING_KINDS.values()
+            if sharding_kind in sharding_kinds.values()
+            and sharding_kind.cuts_columns
+            and {sharding_kind.torchrec_type(cut=False), sharding_kind.torchrec_type(cut=True)}
+            <= written_types
         ]
     return lines
 
@@ -448,9 +465,9 @@ def kinds_without_variable_batches() -> set[str]:
     # The method by which 1.9 puts outputs of variable batches in order.
     runs_them = "uncombined_embedding_dims" in vars(BaseGridEmbeddingSharding)
     return {
-        layout.name
-        for layout in LAYOUTS.values()
-        if layout.divides_rows and layout.cuts_columns and not runs_them
+        sharding_kind.name
+        for sharding_kind in SHARDING_KINDS.values()
+        if sharding_kind.divides_rows and sharding_kind.cuts_columns and not runs_them
     }
 
 
@@ -460,13 +477,13 @@ def require_no_grid_shard(plan: ShardingPlan) -> None:
     """
     for path, module in shardings_by_module(plan).items():
         for name, sharding in module.items():
-            layout = BY_TYPE[sharding.sharding_type][0]
+            sharding_kind = BY_TYPE[sharding.sharding_type][0]
             require(
-                sharding.sharding_type != layout.torchrec_type(cut=True)
-                or not (layout.divides_rows and layout.cuts_columns),
-                f"table {name!r} of module {path!r} runs {layout.torchrec_type(cut=True)}, for its sharding_types "
-                "allow no other, and its batches have sizes of their own (VBE), which TorchRec's "
-                f"{layout.torchrec_type(cut=True)} does not take: allow another type",
+                sharding.sharding_type != sharding_kind.torchrec_type(cut=True)
+                or not (sharding_kind.divides_rows and sharding_kind.cuts_columns),
+                f"table {name!r} of module {path!r} runs {sharding_kind.torchrec_type(cut=True)}, for its "
+                "sharding_types allow no other, and its batches have sizes of their own (VBE), which TorchRec's "
+                f"{sharding_kind.torchrec_type(cut=True)} does not take: allow another type",
             )
 
 

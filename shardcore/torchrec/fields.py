@@ -23,7 +23,7 @@ UNKNOWN = object()
 
 
 @dataclass(frozen=True)
-class Treatment:
+class FieldTreatment:
     """Treatment of a TorchRec field that is set to another value than its default: obeyed, priced or refused.
 
     how: HONOURED (the plan obeys it, or neither plan nor price depends on it), PRICED (price or memory counts
@@ -39,7 +39,7 @@ class Treatment:
     plain: tuple[str, ...] = ()
 
 
-_honoured, _priced, _refused = (partial(Treatment, how) for how in (HONOURED, PRICED, REFUSED))
+_honoured, _priced, _refused = (partial(FieldTreatment, how) for how in (HONOURED, PRICED, REFUSED))
 
 _PASSED_ON = "in the plan's ParameterSharding, for FBGEMM"
 _OF_MODULE = "the module keeps it; neither plan nor price depends on it"
@@ -104,7 +104,7 @@ _KEY_VALUE = {
         _refused(_ELSEWHERE),
     ),
 }
-FIELDS: Mapping[str, Mapping[str, Treatment]] = {
+FIELDS: Mapping[str, Mapping[str, FieldTreatment]] = {
     "ParameterConstraints": {
         "sharding_types": _honoured("the kinds that the search may choose"),
         "compute_kernels": _honoured(

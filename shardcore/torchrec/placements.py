@@ -11,11 +11,11 @@ from shardcore.core.topology import Topology
 from shardcore.core.types import Placement, Shard, Table
 from shardcore.core.validation import require
 from shardcore.step.kinds import (
-    LAYOUTS,
+    SHARDING_KINDS,
     even_row_ranges,
+    kind_of_torchrec_type,
+    kind_on_one_device,
     kinds_on_all_devices,
-    layout_of_torchrec,
-    layout_on_one_device,
     shards_by_device,
 )
 
@@ -47,14 +47,16 @@ def _placements_of_table(sharding: Any, table: Table, name: str, topology: Topol
     of_columns = (
         Counter(s.shard_offsets[1] for s in sharding.sharding_spec.shards) if sharding.sharding_spec else {}
     )
-    layout = layout_of_torchrec(sharding.sharding_type, topology, max(of_columns.values(), default=None))
-    if layout is None:
+    sharding_kind = kind_of_torchrec_type(
+        sharding.sharding_type, topology, max(of_columns.values(), default=None)
+    )
+    if sharding_kind is None:
         raise ShardCoreError(
             f"the plan shards table {name!r} {sharding.sharding_type}; known are "
-            f"{', '.join(dict.fromkeys(t for k in LAYOUTS.values() for t in k.torchrec))}"
+            f"{', '.join(dict.fromkeys(t for k in SHARDING_KINDS.values() for t in k.torchrec))}"
         )
-    if layout.dense_gradient:  # TorchRec takes no account of ranks there
-        kind = (layout if len(topology) > 1 else layout_on_one_device(table)).name
+    if sharding_kind.dense_gradient:  # TorchRec takes no account of ranks there
+        kind = (sharding_kind if len(topology) > 1 else kind_on_one_device(table)).name
         return [Placement(kind, Shard.whole(table), topology.ranks)]
     if sharding.sharding_spec is None:
         raise ShardCoreError(
@@ -64,10 +66,10 @@ def _placements_of_table(sharding: Any, table: Table, name: str, topology: Topol
     by_columns: dict[tuple[int, int], dict[int, tuple[int, int]]] = {}
     # Ranks that get no rows count: a table may have fewer rows than there are ranks.
     shards = Counter((s.shard_offsets[1], s.shard_sizes[1]) for s in sharding.sharding_spec.shards)
-    has_groups_of_one = any(len(group) == 1 for group in layout.possible_groups(topology))
+    has_groups_of_one = any(len(group) == 1 for group in sharding_kind.possible_groups(topology))
     for (low, width), n in shards.items():
         require(
-            not layout.divides_rows or n != 1 or has_groups_of_one,
+            not sharding_kind.divides_rows or n != 1 or has_groups_of_one,
             f"the plan has columns {low} to {low + width} of table {name!r} in one "
             f"shard; TorchRec divides rows over ranks in {sharding.sharding_type}",
         )
@@ -84,12 +86,12 @@ def _placements_of_table(sharding: Any, table: Table, name: str, topology: Topol
     placements = []
     for (low, high), ranges in by_columns.items():
         if len(ranges) == 1:  # as on the only host, or device
-            layout = layout_on_one_device(table)
-        elif tuple(ranges) == topology.ranks and layout.divides_rows:
-            layout = next(k for k in kinds_on_all_devices(topology) if k.divides_rows)
-        placement = Placement(layout.name, Shard(table, 0, table.rows, low, high), tuple(ranges))
+            sharding_kind = kind_on_one_device(table)
+        elif tuple(ranges) == topology.ranks and sharding_kind.divides_rows:
+            sharding_kind = next(k for k in kinds_on_all_devices(topology) if k.divides_rows)
+        placement = Placement(sharding_kind.name, Shard(table, 0, table.rows, low, high), tuple(ranges))
         # TorchRec finds a row's rank by division, so uneven ranges would look up wrong rows.
-        is_even = not layout.divides_rows or even_row_ranges(table.rows, len(ranges)) is not None
+        is_even = not sharding_kind.divides_rows or even_row_ranges(table.rows, len(ranges)) is not None
         expected = {d: (s.row_lo, s.row_hi) for d, s in shards_by_device(placement)} if is_even else None
         require(
             ranges == expected,

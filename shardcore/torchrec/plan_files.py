@@ -19,7 +19,7 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.validation import MOST_DEVICES, require, short_repr
 from shardcore.io import schema, writing
 from shardcore.io.envelope import read_record, sealed_document
-from shardcore.step.kinds import layouts_of_torchrec
+from shardcore.step.kinds import kinds_of_torchrec_type
 
 if TYPE_CHECKING:
     from torch import nn
@@ -164,15 +164,15 @@ def _decode_sharding(value: Any, what: str) -> ParameterSharding:
 def _require_shard_ranges(kind: str, shards: Sequence[ShardMetadata], what: str) -> None:
     """Raise ShardCoreError for shards whose rows and columns their sharding type cannot have."""
     rows, columns = ({(s.shard_offsets[i], s.shard_sizes[i]) for s in shards} for i in (0, 1))
-    layout = next(iter(layouts_of_torchrec(kind)), None)
-    if layout is None or layout.dense_gradient:
+    sharding_kind = next(iter(kinds_of_torchrec_type(kind)), None)
+    if sharding_kind is None or sharding_kind.dense_gradient:
         return
     holds, needed = {
         (True, True): (len(shards) > 1, "shards on several ranks"),
         (True, False): (len(columns) == 1, "all columns in each shard"),
         (False, True): (len(rows) == 1, "all rows in each shard"),
         (False, False): (len(shards) == 1, "one shard"),
-    }[layout.divides_rows, kind != layout.torchrec_type(cut=False)]
+    }[sharding_kind.divides_rows, kind != sharding_kind.torchrec_type(cut=False)]
     require(
         holds,
         f"{what} is {kind} in {len(shards)} shards of other rows or columns; it needs {needed}",

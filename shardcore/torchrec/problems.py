@@ -15,7 +15,7 @@ from shardcore.core.job import Job
 from shardcore.core.topology import Topology
 from shardcore.core.types import Problem, Table
 from shardcore.core.validation import require, require_type
-from shardcore.step.kinds import LAYOUTS, even_row_share, layout_of_kind, possible_groups
+from shardcore.step.kinds import SHARDING_KINDS, even_row_share, possible_groups, sharding_kind_by_name
 from shardcore.tables.hot_rows import with_hot_rows
 from shardcore.tables.public import DEFAULT_ACCESS
 from shardcore.torchrec import constraints as constrained
@@ -191,8 +191,12 @@ def _kinds_allowed_in_wrappers(
         if not table.sharding_types:
             continue
         # Types that only TorchRec knows have no kind of ours.
-        able = {layout.name for t in table.sharding_types for layout in constrained.BY_TYPE.get(t, ())}
-        kinds = tuple(kind for kind in allowed.get(name, LAYOUTS) if kind in able)
+        able = {
+            sharding_kind.name
+            for t in table.sharding_types
+            for sharding_kind in constrained.BY_TYPE.get(t, ())
+        }
+        kinds = tuple(kind for kind in allowed.get(name, SHARDING_KINDS) if kind in able)
         what = (
             f"table {name!r} is in {table.path!r}, a {table.wrapper_name}, which TorchRec shards "
             f"{' or '.join(table.sharding_types)} only"
@@ -202,17 +206,17 @@ def _kinds_allowed_in_wrappers(
                 f"{what}; constraints have it run by {', '.join(allowed[name])}: allow {', '.join(sorted(able))}"
             )
         require(
-            len(topology) != 1 or not all(layout_of_kind(kind).divides_rows for kind in kinds),
+            len(topology) != 1 or not all(sharding_kind_by_name(kind).divides_rows for kind in kinds),
             f"{what}; the topology has {len(topology)} device, and it needs 2 or more to divide rows",
         )
         rows, n = table.config.num_embeddings, len(topology)
-        if not any(possible_groups(layout_of_kind(kind), rows, topology, None) for kind in kinds):
+        if not any(possible_groups(sharding_kind_by_name(kind), rows, topology, None) for kind in kinds):
             right = next(more for more in count(rows) if even_row_share(more, n))
             raise ShardCoreError(
                 f"{what}; it divides {rows} rows evenly, and the last of {n} devices would have none: give it {right} "
                 "rows, or another number of devices"
             )
-        if kinds != tuple(LAYOUTS):
+        if kinds != tuple(SHARDING_KINDS):
             restricted[name] = kinds
     return restricted
 
@@ -230,7 +234,9 @@ def _kinds_for_variable_batches(
     kinds, unable = {}, constrained.kinds_without_variable_batches()
     for table in tables:
         # Replicas fail with batches of different sizes.
-        able = tuple(kind for kind in allowed.get(table.name, LAYOUTS) if kind not in constrained.REPLICAS)
+        able = tuple(
+            kind for kind in allowed.get(table.name, SHARDING_KINDS) if kind not in constrained.REPLICAS
+        )
         kinds[table.name] = tuple(kind for kind in able if kind not in unable) or able
         require(
             bool(able),

@@ -23,7 +23,7 @@ import numpy as np
 from shardcore.core.job import Job
 from shardcore.core.validation import require, require_type
 from shardcore.io import job_folder
-from shardcore.io.measurements import Spread
+from shardcore.io.measurements import TimingSpread
 from shardcore.torchrec.modules import collections_of_model, tables_of_model
 from shardcore.torchrec.problems import problem_for
 from shardcore.torchrec.sharding_plan import from_torchrec, plan_in_use
@@ -171,12 +171,12 @@ class ShardCoreProfiler:
         except Exception as error:  # of any library: a trace is worth no job
             _LOG.warning("ShardCoreProfiler wrote no trace at step %d: %s", self._count, error)
 
-    def _step_ms_spread(self) -> Spread | None:
+    def _step_ms_spread(self) -> TimingSpread | None:
         """Quartiles of the steps timed without tracing, in ms; None if there were none."""
         if not self._times_ms:
             return None
         low, middle, high = np.quantile(self._times_ms, (0.25, 0.5, 0.75)).tolist()
-        return Spread(middle, low, high, len(self._times_ms))
+        return TimingSpread(middle, low, high, len(self._times_ms))
 
     def _write_job_facts(self, folder: Path) -> None:
         """Write the model's problem, its current plan and package versions to a traced step's folder."""

@@ -18,7 +18,7 @@ from shardcore.core.tiers import TIERS
 from shardcore.core.types import Problem, Setting
 from shardcore.core.validation import require
 from shardcore.step.collectives import COLLECTIVES, carried_payload
-from shardcore.step.kinds import layout_of_torchrec
+from shardcore.step.kinds import kind_of_torchrec_type
 from shardcore.torchrec import plan_files
 from shardcore.torchrec.fields import FIELDS, unpriced_record_lines
 from shardcore.torchrec.modules import quote_first_names
@@ -141,7 +141,10 @@ _SUMS = "reduce_scatter"
 def _is_payload_priced(op: str, sent: tuple[str, str], priced: tuple[str, str]) -> bool:
     """Tell if a collective operation sends as many bytes as a job with the priced payloads."""
     row = COLLECTIVES[_SUMS if _SUMS in op else "all_to_all"]
-    carried = [carried_payload(row, way, payload) for way, payload in zip(row.ways, priced, strict=True)]
+    carried = [
+        carried_payload(row, direction, payload)
+        for direction, payload in zip(row.directions, priced, strict=True)
+    ]
     # Where it substitutes, TorchRec sends FP16 for BF16 on CPUs: as many bytes.
     return all(
         of == form or (form != payload and payload_by_name(of).size_ratio == payload_by_name(form).size_ratio)
@@ -163,7 +166,7 @@ def _payloads_of_codecs(codecs: QuantizedCommCodecs, what: str) -> tuple[str, st
 
     from torchrec.distributed.types import NoOpQuantizedCommCodec
 
-    def payload(way: str, codec: Any) -> str:
+    def payload(direction: str, codec: Any) -> str:
         # Codecs do not know their config, so what that refuses is refused again.
         if output := getattr(codec, "_output_dtype", None):
             refused = FIELDS["QCommsConfig"]["output_dtype"].note
@@ -176,7 +179,7 @@ def _payloads_of_codecs(codecs: QuantizedCommCodecs, what: str) -> tuple[str, st
             return _TORCH[dtype]
         precision = getattr(getattr(codec, "_comm_precision", None), "name", dtype).lower()
         block = max(getattr(codec, "_row_dim", 0), 0) if precision in ("fp8", "mx4") else None
-        return _payload_name(precision, block, f"{what} has {way}_precision")
+        return _payload_name(precision, block, f"{what} has {direction}_precision")
 
     return payload("forward", codecs.forward), payload("backward", codecs.backward)
 
@@ -243,7 +246,7 @@ def unpriced_plan_lines(
         for sharder in sharders
         if getattr(_collection_sharder(sharder), "_use_index_dedup", False)
     ]
-    # Compared with what the job is priced with, way by way.
+    # Compared with what the job is priced with, direction by direction.
     priced = job.forward_payload, job.backward_payload
     return lines + [
         f"{op} of {type(sharder).__name__} is priced with {priced[0]} forward, {priced[1]} backward; it sends "
@@ -267,7 +270,7 @@ def _unpriced_replicas(plan: ShardingPlan, problem: Problem | None, dense_update
         name
         for module in shardings_by_module(plan).values()
         for name, sharding in module.items()
-        if (layout := layout_of_torchrec(sharding.sharding_type)) and layout.dense_gradient
+        if (sharding_kind := kind_of_torchrec_type(sharding.sharding_type)) and sharding_kind.dense_gradient
     ]
     if not replicas:
         return []

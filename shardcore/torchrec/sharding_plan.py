@@ -32,7 +32,7 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.topology import Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.core.validation import require
-from shardcore.step.kinds import Layout, layout_of_kind, layout_of_torchrec, shards_by_device
+from shardcore.step.kinds import ShardingKind, kind_of_torchrec_type, sharding_kind_by_name, shards_by_device
 from shardcore.step.lower import require_full_cover
 from shardcore.step.memory import MIB, private_cache_mib
 from shardcore.step.ways import consolidate_placements
@@ -57,12 +57,12 @@ _WRITE_BUFFER_BYTES = 2 << 30
 class TableSharding:
     """TorchRec sharding of one table: ShardCore's kind, TorchRec's type, and shards with their ranks.
 
-    layout: our kind of sharding.
+    sharding_kind: our kind of sharding.
     sharding_type: TorchRec's.
     shards: pairs of rank and shard. Empty for replicas.
     """
 
-    layout: Layout
+    sharding_kind: ShardingKind
     sharding_type: str
     shards: tuple[tuple[int, Shard], ...] = ()
 
@@ -122,7 +122,7 @@ def to_torchrec(
     }
     modules: dict[str, EmbeddingModuleShardingPlan] = defaultdict(EmbeddingModuleShardingPlan)
     for name in [name for name, table in model_tables.items() if table.replica]:
-        if not shardings.pop(name).layout.dense_gradient:
+        if not shardings.pop(name).sharding_kind.dense_gradient:
             raise ShardCoreError(
                 f"plan places table {name!r} by {placements[name][0].kind}; its rows are hot, "
                 "so the model has them on every rank: plan them so (constraints.kinds)"
@@ -134,7 +134,7 @@ def to_torchrec(
             "TorchRec the plan of a problem without it"
         )
     for number, (name, sharding) in enumerate(shardings.items()):
-        table, if_cut = model_tables[name], sharding.layout.torchrec_type(cut=True)
+        table, if_cut = model_tables[name], sharding.sharding_kind.torchrec_type(cut=True)
         # Another table of the collection is cut: join its op.
         if (table.path, if_cut) in cut:
             sharding = replace(sharding, sharding_type=if_cut)
@@ -147,7 +147,11 @@ def to_torchrec(
         if like and table.path in like.plan:
             old = shardings_by_module(like)[table.path].get(table.name)
         # An earlier UVM or cached kernel has no counterpart for replicas.
-        if sharding.layout.dense_gradient and old is not None and old.compute_kernel not in PLAIN_KERNELS:
+        if (
+            sharding.sharding_kind.dense_gradient
+            and old is not None
+            and old.compute_kernel not in PLAIN_KERNELS
+        ):
             raise ShardCoreError(
                 f"plan replicates table {name!r}, which has kernel {old.compute_kernel}; TorchRec replicates with "
                 "its dense kernel alone, in device memory: change the kernel to 'fused', or the plan"
@@ -221,15 +225,18 @@ def torchrec_sharding(placements: Sequence[Placement], topology: Topology) -> Ta
         f"plan places table {table.name!r} by {' and '.join(kinds)}; TorchRec shards a table by one of them",
     )
     # Ranks are numbered host by host, devices as the problem lists them.
-    layout, rank_of = layout_of_kind(kinds[0]), {d: rank for rank, d in enumerate(topology.ranks)}
-    if layout.dense_gradient:
-        return TableSharding(layout, layout.torchrec_type(cut=False))
+    sharding_kind, rank_of = (
+        sharding_kind_by_name(kinds[0]),
+        {d: rank for rank, d in enumerate(topology.ranks)},
+    )
+    if sharding_kind.dense_gradient:
+        return TableSharding(sharding_kind, sharding_kind.torchrec_type(cut=False))
     # TorchRec fails on several shards of a table on one rank.
     placements = consolidate_placements(placements)
     shards = tuple((rank_of[d], shard) for p in placements for d, shard in shards_by_device(p))
     return TableSharding(
-        layout,
-        layout.torchrec_type(cut=len(placements) > 1),
+        sharding_kind,
+        sharding_kind.torchrec_type(cut=len(placements) > 1),
         shards,
     )
 
@@ -244,15 +251,15 @@ def _require_sequence_support(
             continue
         sharding, what = shardings[name], f"table {name!r} of the EmbeddingCollection {table.path!r}"
         require(
-            sharding.layout.sequence_channels is not None,
+            sharding.sharding_kind.sequence_channels is not None,
             f"plan cuts {what} by rows over one host; TorchRec does so for EmbeddingBagCollections alone",
         )
         require(
-            not sharding.layout.dense_gradient or compute_device != "cpu",
+            not sharding.sharding_kind.dense_gradient or compute_device != "cpu",
             f"plan replicates {what}; on a CPU TorchRec cannot, for its dense kernel pools there",
         )
         # Only cut tables need equal widths.
-        is_cut = len(sharding.shards) > 1 and sharding.layout.cuts_columns
+        is_cut = len(sharding.shards) > 1 and sharding.sharding_kind.cuts_columns
         for _, shard in sharding.shards if is_cut else ():
             require(
                 width.setdefault(table.path, shard.width) == shard.width,
@@ -301,7 +308,7 @@ def _parameter_sharding(
     topology = problem.topology
     # Placements name devices by their number on a host.
     per_host = len(topology.devices_by_host[0]) if topology.equal_hosts else len(topology)
-    if sharding.layout.dense_gradient:
+    if sharding.sharding_kind.dense_gradient:
         ranks, spec, kernel = list(range(len(topology))), None, "dense"
     else:
         # Shards in the order of ranks, as `ranks` lists them.
@@ -312,7 +319,7 @@ def _parameter_sharding(
             shards.append(ShardMetadata([s.row_lo, s.col_lo], [s.rows, s.width], at))
         spec = EnumerableShardingSpec(shards)
         # A table that was replicated has a dense kernel. It needs a fused one now.
-        was = None if old is None else layout_of_torchrec(old.sharding_type, topology)
+        was = None if old is None else kind_of_torchrec_type(old.sharding_type, topology)
         kernel = "fused" if old is None or (was and was.dense_gradient) else old.compute_kernel
     # Other settings of an earlier plan stay.
     base = old or ParameterSharding(sharding.sharding_type, kernel)

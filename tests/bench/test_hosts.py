@@ -23,7 +23,7 @@ from shardcore.io.measurements import CollectiveRequest
 from shardcore.measure import local_ranks
 from shardcore.measure.collectives import CollectiveConfig, Rank, measure_collectives
 from shardcore.measure.exchanges import all_to_all, make_exchange
-from shardcore.measure.hosts import Place
+from shardcore.measure.hosts import EmulatedHost
 from shardcore.measure.transport import Transport
 
 ROOT = Path(__file__).parents[2]
@@ -226,7 +226,7 @@ def _delivered(rank, init_method, send):
     for collective, group in GROUPED:
         request = over_links(collective, group)
         exchange = make_exchange(request, rank, member._process_group(request), torch.zeros)
-        if "forward" in request.definition.ways:
+        if "forward" in request.definition.directions:
             exchange.outputs.fill_(rank + 1)
             send(exchange.forward(None).tolist())
         exchange.gradients.fill_(rank + 1)
@@ -286,7 +286,7 @@ def test_exchanges_over_emulated_hosts_are_measured_at_their_rate():
 )
 def test_exchanges_of_other_hosts_are_refused(of_hosts, links, message):
     request = dataclasses.replace(over_links("all_to_all", "world"), emulated=links)
-    places = [Place(host, "", "", Box().links) for host in of_hosts]
+    places = [EmulatedHost(host, "", "", Box().links) for host in of_hosts]
     with pytest.raises(ShardCoreError, match=message):
         measure_collectives([request], 4, Setting("test", 4), transport=Transport(places=places))
 

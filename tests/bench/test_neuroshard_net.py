@@ -11,7 +11,7 @@ from shardcore.core.types import Setting, Shard, Table
 from shardcore.cost import features
 from shardcore.cost.metrics import mape
 from shardcore.io.dataset import split_of_sample
-from shardcore.io.measurements import ComputeRequest, ComputeSample, Spread
+from shardcore.io.measurements import ComputeRequest, ComputeSample, TimingSpread
 
 SETTING = Setting("made-up", 64)
 PUBLISHED, OUR_LOSS, OUR_FEATURES = RECIPES.values()
@@ -34,7 +34,7 @@ def groups(n: int = 120) -> list[ComputeSample]:
             for k in range(rng.integers(1, 7))
         )
         ms = 0.01 * sum(s.width * s.table.pooling for s in shards)
-        forward, backward = (Spread(x, x, x, 3) for x in (ms, 2 * ms))
+        forward, backward = (TimingSpread(x, x, x, 3) for x in (ms, 2 * ms))
         found.append(ComputeSample(f"{i:04d}", SETTING, ComputeRequest(shards, 64), forward, backward, 0.0))
     return found
 

@@ -11,7 +11,7 @@ from bench.peers.room import free_bytes
 from shardcore.core.access_statistics import Zipf
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Placement, Plan, Setting, Shard, Table
-from shardcore.cost.replay_metrics import ReplayRecord
+from shardcore.cost.replay_metrics import PlanReplay
 
 SETTING = Setting("made-up", 2048)
 POOL = [Table(f"t{i}", 10_000 * (i + 1), 16, i % 3, Zipf(1)) for i in range(30)]
@@ -84,7 +84,7 @@ def test_the_table_has_a_row_an_arm_and_a_column_a_cell():
 
 def test_replays_become_rows_like_predictions():
     records = [
-        ReplayRecord(
+        PlanReplay(
             problem=problem, algorithm="random", plan="x", predicted_ms=1.0, replayed_ms=ms, noise_ms=0.1
         )
         for problem, ms in (("p", 3.0), ("q", 4.0))

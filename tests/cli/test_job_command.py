@@ -21,7 +21,7 @@ from shardcore.core.types import Plan
 from shardcore.cost import composite
 from shardcore.cost.profile import load_profile
 from shardcore.io import dataset, files, job_folder
-from shardcore.plans.gain import Gain
+from shardcore.plans.gain import PlanGain
 from shardcore.search.anneal.reshard import rebind_tables
 
 
@@ -105,7 +105,7 @@ def test_a_gain_within_its_error_is_not_worth_it(folder, model, capsys, monkeypa
     worth = output_of(capsys, "job", "read", folder, *options)[1]
     gain, margin = map(float, re.search(r"gain ([\d.]+)% ± ([\d.]+)%", worth).groups())
     assert ("not worth it" in worth) == (gain <= margin)
-    monkeypatch.setattr(Gain, "exceeds_margin", lambda self: False)
+    monkeypatch.setattr(PlanGain, "exceeds_margin", lambda self: False)
     doubtful = output_of(capsys, "job", "read", folder, *options)[1]
     assert ", not worth it: within the error" in doubtful
 

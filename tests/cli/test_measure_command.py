@@ -17,7 +17,7 @@ import torch
 from shardcore.cli import main
 from shardcore.core.types import Setting
 from shardcore.io import dataset, files, replays
-from shardcore.io.measurements import CollectiveSample, ComputeSample, Spread
+from shardcore.io.measurements import CollectiveSample, ComputeSample, TimingSpread
 from shardcore.measure.sampling import distinct_requests
 from shardcore.measure.sampling.collectives import draw_collective_request
 from shardcore.measure.sampling.groups import GroupConfig, draw_compute_request, reference_request
@@ -118,7 +118,7 @@ def live(tables):
 
 
 def measured(request, total_ms: float = 1.0, **fields) -> ComputeSample:
-    part = Spread(total_ms / 2, total_ms / 2, total_ms / 2, 6)
+    part = TimingSpread(total_ms / 2, total_ms / 2, total_ms / 2, 6)
     return ComputeSample(
         dataset.compute_id(SETTING, request),
         SETTING,
@@ -173,7 +173,8 @@ def test_a_rerun_measures_what_was_disturbed_failed_or_is_wanted_again(command, 
     """At the folder's slowdown: its reference op usually takes 1,000 s, which no machine is as slow as."""
     requests, reference = drawn(live, 8), reference_request(live, SETTING, SHAPE)
     kept = [measured(r) for r in requests[:6]]
-    kept[3] = dataclasses.replace(kept[3], relative_ci=2.0)
+    # Beyond what any noise of this machine gives to the others: only an outlier counts as disturbed.
+    kept[3] = dataclasses.replace(kept[3], relative_ci=1e6)
     kept[4] = dataclasses.replace(kept[4], forward=None, backward=None, error="out of memory")
     dataset.write_compute_samples(
         folder, [*kept, measured(reference, 1e6)], dataset.write_pool(folder, tables)
@@ -200,7 +201,7 @@ def test_nothing_starts_where_nothing_is_missing_or_the_machine_lacks_what_is_as
         folder, [dataclasses.replace(kept[0], measured_at=2.0)], dataset.write_pool(folder, tables)
     )
     exchanges = [draw_collective_request(i, 2, 64) for i in range(2)]
-    ms = (Spread(1.0, 1.0, 1.0, 7),) * 2
+    ms = (TimingSpread(1.0, 1.0, 1.0, 7),) * 2
     forward = [None if r.collective == "all_reduce" else ms for r in exchanges]
     dataset.write_collective_samples(
         folder,

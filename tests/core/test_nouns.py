@@ -20,7 +20,7 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Problem, Setting, Shard, Table
 from shardcore.io import measurements
 from shardcore.step import lower
-from shardcore.step.kinds import LAYOUTS
+from shardcore.step.kinds import SHARDING_KINDS
 
 GIB = 1 << 30
 HOSTS = Topology((Device(1, host="a"), Device(1, host="a"), Device(1, host="b"), Device(1, host="b")))
@@ -504,12 +504,19 @@ def test_kinds_and_widths_say_what_may_run_a_table():
             kinds=(("narrow", ("row", "column")),), min_widths=(("narrow", 20), ("wide", 100), ("free", 64))
         ),
     )
-    may = {t.name: {kind for kind, layout in LAYOUTS.items() if problem.may_run(layout, t)} for t in tables}
-    assert may == {"narrow": {"row", "column"}, "wide": {"column"}, "free": set(LAYOUTS)}
+    may = {
+        t.name: {
+            kind for kind, sharding_kind in SHARDING_KINDS.items() if problem.can_run_table(sharding_kind, t)
+        }
+        for t in tables
+    }
+    assert may == {"narrow": {"row", "column"}, "wide": {"column"}, "free": set(SHARDING_KINDS)}
     assert [problem.column_block_width(t) for t in tables] == [24, 128, 8]
     assert [problem.max_shard_width(t) for t in tables] == [96, 2048, 8]
     on_cpu = replace(problem, topology=replace(HOSTS, hardware="cpu-amd-epyc"))
-    assert on_cpu.may_run(LAYOUTS["row"], tables[1]) and on_cpu.max_shard_width(tables[1]) == 4096
+    assert (
+        on_cpu.can_run_table(SHARDING_KINDS["row"], tables[1]) and on_cpu.max_shard_width(tables[1]) == 4096
+    )
 
 
 def test_ten_thousand_tables_on_a_thousand_devices_are_pinned():

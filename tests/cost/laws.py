@@ -18,8 +18,8 @@ from shardcore.io.measurements import (
     CollectiveSample,
     ComputeRequest,
     ComputeSample,
-    Spread,
     StepSample,
+    TimingSpread,
 )
 from shardcore.step import access
 from shardcore.step.collectives import COLLECTIVES
@@ -67,8 +67,8 @@ def cache_law(shards, batch: int) -> tuple[float, float]:
     return forward, backward
 
 
-def spread(ms: float) -> Spread:
-    return Spread(ms, ms, ms, 3)
+def spread(ms: float) -> TimingSpread:
+    return TimingSpread(ms, ms, ms, 3)
 
 
 def compute_samples(law, n: int = 240, setting: Setting = SETTING, noise: float = 0.0) -> list[ComputeSample]:
@@ -147,8 +147,8 @@ def _drawn_comm(n: int, ranks, setting: Setting, collective: str, **request) -> 
             if collective == "all_to_all_ids_bucketized":
                 law = (law[0] + bucketize_law(widths, 252), law[1])
             forward, backward = (
-                tuple(map(spread, ms)) if way in COLLECTIVES[collective].ways else None
-                for way, ms in zip(("forward", "backward"), law, strict=True)
+                tuple(map(spread, ms)) if direction in COLLECTIVES[collective].directions else None
+                for direction, ms in zip(("forward", "backward"), law, strict=True)
             )
             samples.append(
                 CollectiveSample(
@@ -220,7 +220,7 @@ def replayed_as_priced(model):
 
     def run(workloads) -> list[StepSample]:
         costs = [price(w, model) for w in workloads]
-        once = {"step": Spread(1.0, 1.0, 1.0, 9), "oversubscribed": False}
+        once = {"step": TimingSpread(1.0, 1.0, 1.0, 9), "oversubscribed": False}
         return [StepSample(**{part: getattr(c, part) for part in PARTS}, **once) for c in costs]
 
     return run

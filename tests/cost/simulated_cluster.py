@@ -17,7 +17,7 @@ import numpy as np
 
 from shardcore.core.types import OUTPUT_BYTES, Setting
 from shardcore.io import dataset
-from shardcore.io.measurements import CollectiveRequest, CollectiveSample, Spread
+from shardcore.io.measurements import CollectiveRequest, CollectiveSample, TimingSpread
 from shardcore.measure.sampling.collectives import draw_collective_request
 from shardcore.step.collectives import COLLECTIVES
 
@@ -90,11 +90,13 @@ def simulate(cluster: Cluster, request: CollectiveRequest, rng: np.random.Genera
             else (np.full(n, scatter + wake_ms), np.full(n, gather))
         )
 
-    def spreads(ms: np.ndarray | None) -> tuple[Spread, ...] | None:
+    def spreads(ms: np.ndarray | None) -> tuple[TimingSpread, ...] | None:
         return (
             None
             if ms is None
-            else tuple(Spread(x, x, x, 1) for x in (ms * np.exp(cluster.noise * rng.normal(size=n))).tolist())
+            else tuple(
+                TimingSpread(x, x, x, 1) for x in (ms * np.exp(cluster.noise * rng.normal(size=n))).tolist()
+            )
         )
 
     return CollectiveSample(

@@ -88,11 +88,13 @@ def test_metrics_by_hand():
     comm = comm_samples(3, collective="all_reduce", payload="bf16")
     assert accuracy.evaluate_accuracy(by_hand(), [], comm) == {"n_compute": 0, "n_comm": 0}
     found = accuracy.evaluate_accuracy(by_hand(), [], comm_samples(3))
-    ways = collective_fit.exchange_errors(by_hand().weights, comm_samples(3)) | collective_fit.sample_counts(
-        comm_samples(3)
-    )
+    directions = collective_fit.exchange_errors(
+        by_hand().weights, comm_samples(3)
+    ) | collective_fit.sample_counts(comm_samples(3))
     of_all = {k: v for k, v in found.items() if "all_to_all" in k}
-    assert found == {"n_compute": 0, "n_comm": 3, **of_all, **ways} and ways["n_forward_comm"] == 3
+    assert (
+        found == {"n_compute": 0, "n_comm": 3, **of_all, **directions} and directions["n_forward_comm"] == 3
+    )
     assert found["n_all_to_all"] == 3 and found["all_to_all_mape"] == pytest.approx(100)
 
 

@@ -83,7 +83,7 @@ def test_a_machine_that_differs_by_one_factor_gets_it_and_nothing_else(theirs, h
     _, shape, _ = auxiliary_samples.train_with_auxiliary_samples(
         measurements(mine[:30]), SETTING, [auxiliary(theirs)], CONFIG, None
     )
-    law = auxiliary_samples._Law("x", shape.law, theirs)
+    law = auxiliary_samples._AuxiliaryLaw("x", shape.law, theirs)
     again = law.scaled_shape(measurements(mine[:30]).compute)
     assert again.is_final and 0.9 < law.level_factor(mine) / law.level_factor(mine[:30]) < 1.1
     kept = fit.train(mine[:60], [], SETTING, CONFIG, start=again).model
@@ -165,8 +165,8 @@ def test_few_small_sequences_do_not_tell_what_large_ones_take_on_a_cpu(few):
 def test_sequences_that_were_measured_often_take_what_they_took():
     setting = dataclasses.replace(SETTING, hardware="cpu-x")
     seen = [sequence_group(10_000 * i, 2.0 * i, setting) for i in range(1, 9)]
-    for way in (1.0, 0.1):
-        known = [dataclasses.replace(s, backward=spread(way * s.backward.median_ms)) for s in seen]
+    for direction in (1.0, 0.1):
+        known = [dataclasses.replace(s, backward=spread(direction * s.backward.median_ms)) for s in seen]
         model = fit.train_op_model([*compute_samples(linear_law, 60, setting), *known], setting, CONFIG)
         assert error(model, known) < 20
 

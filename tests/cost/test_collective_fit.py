@@ -27,8 +27,8 @@ def test_exchanges_of_two_ranks_alone_fit_too():
     model = fit.train(compute_samples(linear_law, 60), comm, SETTING, QUICK).model
     assert accuracy.evaluate_accuracy(model, [], comm)["forward_comm_mape"] < 0.5
     assert all(
-        (model.weights[collective_model.rates_weight_name(ALL_TO_ALL, way)] >= 0).all()
-        for way in ("forward", "backward")
+        (model.weights[collective_model.rates_weight_name(ALL_TO_ALL, direction)] >= 0).all()
+        for direction in ("forward", "backward")
     )
 
 
@@ -110,8 +110,8 @@ def half(samples, payload):
             s,
             request=dataclasses.replace(s.request, payload=payload),
             **{
-                way: tuple(spread(x.median_ms / 2) for x in getattr(s, way))
-                for way in ("forward", "backward")
+                direction: tuple(spread(x.median_ms / 2) for x in getattr(s, direction))
+                for direction in ("forward", "backward")
             },
         )
         for s in samples
@@ -131,10 +131,10 @@ def test_each_payload_has_its_own_rates():
     expected = exchange_law(widths, 256)
     for forward, backward in (("fp32", "fp16"), ("fp16", "fp32"), ("fp16", "fp16")):
         cost = for_payloads(model, forward, backward).comm_cost(columns(widths), np.zeros(4), on_hosts(4))
-        for ms, way, payload in zip(
+        for ms, direction, payload in zip(
             (cost.forward_ms, cost.backward_ms), expected, (forward, backward), strict=True
         ):
-            assert ms == pytest.approx(way / (2 if payload == "fp16" else 1), rel=0.01)
+            assert ms == pytest.approx(direction / (2 if payload == "fp16" else 1), rel=0.01)
 
 
 def test_a_payload_that_was_not_measured_has_the_rates_of_fp32_with_half_of_the_bytes():

@@ -17,8 +17,8 @@ from shardcore.cost import collective_fit, collective_model, fit, neural, ranges
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.io.measurements import CollectiveRequest, CollectiveSample
 from shardcore.step.collectives import COLLECTIVES
-from shardcore.step.exchanges import Terms, transfer_ms
-from shardcore.step.kinds import CHANNELS, IDS, LAYOUTS, Channel
+from shardcore.step.exchanges import CollectiveTerms, transfer_ms
+from shardcore.step.kinds import CHANNELS, IDS, SHARDING_KINDS, Channel
 from shardcore.step.lower import lower
 
 QUICK = fit.FitConfig(epochs=3)
@@ -130,13 +130,14 @@ def test_a_late_start_is_that_of_the_first_exchange_measured():
     for collective, of in COLLECTIVES.items():
         request = CollectiveRequest((8, 8), 16, (2.0, 5.0), collective)
         timed = [
-            (spread(ms),) * 2 if way in of.ways else None for way, ms in (("forward", 1.0), ("backward", 2.0))
+            (spread(ms),) * 2 if direction in of.directions else None
+            for direction, ms in (("forward", 1.0), ("backward", 2.0))
         ]
         sample = CollectiveSample("id", SETTING, request, *timed, (0.0, 0.0), 0.0)
-        for way in of.ways:
-            found, measured = collective_fit.terms_and_measured_ms([sample] * 2, way)
-            assert found[at].tolist() == [3.0 if way == of.ways[0] else 0.0] * 4
-            assert measured.tolist() == [1.0 if way == "forward" else 2.0] * 4
+        for direction in of.directions:
+            found, measured = collective_fit.terms_and_measured_ms([sample] * 2, direction)
+            assert found[at].tolist() == [3.0 if direction == of.directions[0] else 0.0] * 4
+            assert measured.tolist() == [1.0 if direction == "forward" else 2.0] * 4
 
 
 def test_ids_take_what_gradients_take_backward_but_three_latencies():
@@ -166,7 +167,7 @@ def test_ids_take_what_gradients_take_backward_but_three_latencies():
 
 def test_a_transfer_takes_its_latency_and_the_slower_links():
     levels = [{"bytes": 2.0}, {}, {"bytes": 1.0, "uplink": 0.5}]
-    terms = Terms(0.5, levels, skew=0.1)
+    terms = CollectiveTerms(0.5, levels, skew=0.1)
     for near, slowest in ((1.5, 4.0), (9.0, 18.0)):
         counts = [{"bytes": near}, {}, {"bytes": 2.0, "uplink": 4.0}]
         assert transfer_ms(terms, counts, np.ones(1), np.array(3.0)) == pytest.approx(0.8 + slowest)
@@ -189,7 +190,7 @@ def test_links_that_a_topology_gives_replace_what_was_fitted():
 
     def forward(laws, **given):
         topology = on_hosts(1, 1, links=make_links(**given))
-        return collective_model.channel_terms(laws, ALL_TO_ALL, topology).ways["forward"]
+        return collective_model.channel_terms(laws, ALL_TO_ALL, topology).directions["forward"]
 
     measured = forward(laws)
     near, _, far = measured.levels
@@ -218,7 +219,10 @@ def test_links_that_a_topology_gives_replace_what_was_fitted():
 def test_links_that_are_all_as_busy_may_take_longer_and_start_ahead():
     """A mean of all links beside the busiest one, less what early ranks sent; never below 0."""
     law = of_terms(uplink_bytes=0.8, shared_uplink_bytes=0.2, head_start=1.5)
-    laws = {collective_model.rates_weight_name(ALL_TO_ALL, way): law for way in ("forward", "backward")}
+    laws = {
+        collective_model.rates_weight_name(ALL_TO_ALL, direction): law
+        for direction in ("forward", "backward")
+    }
     hosts = on_hosts(1, 1, 1)
     even, uneven, few = (
         collective_ms(laws, ALL_TO_ALL, np.array(owned), hosts)[0]
@@ -239,7 +243,10 @@ def test_links_within_pods_that_never_decided_are_known_where_others_lie_beyond(
     hosts, laws = Topology(tuple(Device(1, host=f"{pod}/{i}") for pod in "ab" for i in "xy")), {}
     for of_pods, ms in (({"pod_busiest_bytes": collective_model.TRACE}, 8.0), ({}, 6.0)):
         law = of_terms(uplink_bytes=1.0, **of_pods)
-        laws = {collective_model.rates_weight_name(ALL_TO_ALL, way): law for way in ("forward", "backward")}
+        laws = {
+            collective_model.rates_weight_name(ALL_TO_ALL, direction): law
+            for direction in ("forward", "backward")
+        }
         assert collective_ms(laws, ALL_TO_ALL, np.full(4, 8.0), hosts)[0] == pytest.approx([ms] * 4)
     # Within a pod nothing lies beyond: its own bytes have the rate of the links that were measured.
     laws |= {
@@ -348,9 +355,9 @@ def test_links_never_measured_count_as_those_that_were(of_hosts):
 def said(model: neural.NeuralModel, topology: Topology) -> str:
     """Sentences on a plan with a table of each kind that this topology has."""
     a, b, c, d = (Table(name, 100, 8, 1.0) for name in "abcd")
-    of_host = [host_row(d, g) for g in LAYOUTS["host_row"].device_groups(topology)[:1] if len(g) > 1] or [
-        column(d, 0)
-    ]
+    of_host = [
+        host_row(d, g) for g in SHARDING_KINDS["host_row"].device_groups(topology)[:1] if len(g) > 1
+    ] or [column(d, 0)]
     placements = (column(a, 0), row(b, topology), replica(c, topology), *of_host)
     problem = Problem("p", (a, b, c, d), replace(topology, hardware=model.setting.hardware), 256)
     return "\n".join(

@@ -8,7 +8,7 @@ import pytest
 from shardcore.core.types import Setting, Shard, Table
 from shardcore.cost import features
 from shardcore.cost.analytic import AnalyticModel
-from shardcore.cost.composite import Composite, Links
+from shardcore.cost.composite import Composite, MemoryLinks
 from shardcore.cost.model import CostModel, at_confidence
 from shardcore.cost.neural import NeuralModel
 
@@ -66,7 +66,7 @@ def test_the_compiled_head_is_the_head(name, tables):
 def test_the_compiled_head_is_the_head_beside_links_and_of_several_precisions(confidence):
     """Links have no spread, and each precision one of its own."""
     half = NeuralModel(Setting("made-up", 256, "fp16"), neural(1).weights, {})
-    links = Links({"host": 2.0, "ssd": 0.5}, "exact_sgd", 256, fetches_ahead=True)
+    links = MemoryLinks({"host": 2.0, "ssd": 0.5}, "exact_sgd", 256, fetches_ahead=True)
     factors = ((0.1, "ssd"), (0.0, "host"), (1.0, "host"), (0.5, "host"))
     tables = [
         Table(f"t{i}", 5000, 16, 3.0, load_factor=share, tier=tier, precision=precision)

@@ -11,7 +11,7 @@ from shardcore.core.tiers import Memory
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
-from shardcore.cost.composite import Composite, Links
+from shardcore.cost.composite import Composite, MemoryLinks
 from shardcore.cost.model import at_confidence, price
 from shardcore.search.bound.lower_bound import prove_lower_bound
 from shardcore.search.decisions.memory_tiers import tier_of_each_table, with_load_factors
@@ -21,7 +21,7 @@ MODEL = AnalyticModel(Setting("made-up", 512))
 TABLES = tuple(Table(f"t{i}", 5_000, 16, 3.0, Zipf(0.9)) for i in range(4))
 HOST = {"memory": (Memory("host", 1 << 30, 2.0),)}
 PLAIN = Problem("p", TABLES, Topology((Device(1 << 30),) * 2, **HOST), 512)
-LINKS = Links({"host": 2.0}, "exact_sgd", 512)
+LINKS = MemoryLinks({"host": 2.0}, "exact_sgd", 512)
 TIERED = with_load_factors(PLAIN, {"t0": 0.1, "t1": 0.0})
 
 

@@ -47,7 +47,7 @@ def sent_ms(of: Problem, cached: bool) -> float:
 
 @pytest.fixture(params=["analytic", "trained"])
 def any_model(request) -> CostModel:
-    """The models whose links are those of composite.Links."""
+    """The models whose links are those of composite.MemoryLinks."""
     if request.param == "analytic":
         return AnalyticModel(Setting("made-up", BATCH))
     return request.getfixturevalue("model")

@@ -22,7 +22,7 @@ from shardcore.cost import collective_model, composite, features, quantiles
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.cost.neural import NeuralModel
-from shardcore.step.kinds import CHANNELS, LAYOUTS, possible_groups
+from shardcore.step.kinds import CHANNELS, SHARDING_KINDS, possible_groups
 from shardcore.step.lower import lower
 
 KEPT = Path(__file__).parents[1] / "files" / "kept_prices.json"
@@ -90,17 +90,17 @@ def neural_model(precision: str, seed: int) -> NeuralModel:
 
     # Kept before there were pods.
     for i, channel in enumerate(c for c in CHANNELS if "pod" not in c.group):
-        for way in channel.definition.ways if i % 3 != 2 else ():
+        for direction in channel.definition.directions if i % 3 != 2 else ():
             for payload in channel.definition.payloads if i % 2 else ("fp32",):
-                w[collective_model.rates_weight_name(channel, way, payload)] = drawn()
+                w[collective_model.rates_weight_name(channel, direction, payload)] = drawn()
         w |= {
-            collective_model.step_factor_name(channel, way): rng.uniform(1, 3, 1)
-            for way in channel.definition.ways
+            collective_model.step_factor_name(channel, direction): rng.uniform(1, 3, 1)
+            for direction in channel.definition.directions
             if i % 2
         }
     w |= {
-        collective_model.rates_weight_name(collective_model.ALL_TO_ALL, way): drawn()
-        for way in ("forward", "backward")
+        collective_model.rates_weight_name(collective_model.ALL_TO_ALL, direction): drawn()
+        for direction in ("forward", "backward")
     }
     w |= {"bucketize_ids": np.array([0.02, 1e-8]), "order_ids": np.array([0.01, 2e-8])}
     return NeuralModel(replace(SETTING, precision=precision), w, {"ranges": {"batch": [64, 4096]}})
@@ -115,7 +115,7 @@ MODELS = {
 
 def placements(problem: Problem) -> list[Placement]:
     """Tables by every kind in turn that runs them there, one cut by columns."""
-    found, kinds = [], [kind for kind in LAYOUTS.values() if kind.name != "pod_row"]
+    found, kinds = [], [kind for kind in SHARDING_KINDS.values() if kind.name != "pod_row"]
     for i, table in enumerate(problem.tables):
         on = problem.allowed_devices(table.name)
         may = [
@@ -123,7 +123,7 @@ def placements(problem: Problem) -> list[Placement]:
             for kind in kinds
             if possible_groups(kind, table.rows, problem.topology, on)
             and (kind.may_cache_rows or not table.in_host_memory)
-            and (not table.sequence or kind.sequence_layout)
+            and (not table.sequence or kind.sequence_kind)
         ]
         kind = may[(i + len(problem.tables)) % len(may)]
         cuts = 2 if kind.cuts_columns and table.dim >= 32 else 1

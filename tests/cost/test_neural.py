@@ -90,19 +90,19 @@ def test_a_shard_without_lookups_costs_no_more_than_one_with_some(model, sequenc
             assert least.min() > 0  # its op runs
 
 
-def rates(channel, **ways) -> dict[str, np.ndarray]:
+def rates(channel, **directions) -> dict[str, np.ndarray]:
     """Weights by which a channel takes ways["forward"] and ways["backward"] of some terms."""
     return {
-        collective_model.rates_weight_name(channel, way): np.array(
+        collective_model.rates_weight_name(channel, direction): np.array(
             [some.get(t, 0.0) for t in collective_model.EXCHANGE_TERMS]
         )
-        for way, some in ways.items()
+        for direction, some in directions.items()
     }
 
 
-def exchanging(**ways) -> neural.NeuralModel:
+def exchanging(**directions) -> neural.NeuralModel:
     """A model by hand whose all-to-alls take so long."""
-    return by_hand(**rates(ALL_TO_ALL, **ways))
+    return by_hand(**rates(ALL_TO_ALL, **directions))
 
 
 def test_waiting_ends_when_the_last_is_ready():

@@ -13,7 +13,7 @@ from shardcore.cost.profile import (
     RATES,
     Network,
     Profile,
-    Rate,
+    ProfileRate,
     load_network,
     load_profile,
     network_names,
@@ -138,7 +138,7 @@ def _changed(**rate):
             r"network 'mine' has an unknown rate \['read_gbps'\]; known are nvlink_gbps, network_gbps",
         ),
         (
-            lambda: Network("mine", "w", {"network_gbps": Rate(1.0, 0.1, "GiB/s", "s")}),
+            lambda: Network("mine", "w", {"network_gbps": ProfileRate(1.0, 0.1, "GiB/s", "s")}),
             "network 'mine' has network_gbps in 'GiB/s'; it needs 'GB/s'",
         ),
         (
@@ -160,7 +160,7 @@ def _changed(**rate):
             lambda: dataclasses.replace(H100, rates={**H100.rates, "x": H100.rates["read_gbps"]}),
             "unknown rate",
         ),
-        (lambda: Profile("few", (), 1, {"read_gbps": Rate(1.0, 0.1, "GB/s", "s")}), "lacks the rate"),
+        (lambda: Profile("few", (), 1, {"read_gbps": ProfileRate(1.0, 0.1, "GB/s", "s")}), "lacks the rate"),
     ],
 )
 def test_bad_profiles_are_refused_in_one_line(make, words):

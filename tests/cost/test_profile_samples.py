@@ -13,7 +13,7 @@ from shardcore.cost.profile import load_profile
 from shardcore.cost.profile_fit import Predictor
 from shardcore.cost.profile_samples import check_profile, sample_timings
 from shardcore.io import dataset
-from shardcore.io.measurements import CollectiveRequest, CollectiveSample, ComputeSample, Spread
+from shardcore.io.measurements import CollectiveRequest, CollectiveSample, ComputeSample, TimingSpread
 from shardcore.measure.sampling.groups import GroupConfig, draw_compute_request
 
 CARD = load_profile("nvidia-h100-sxm")
@@ -24,7 +24,7 @@ SETTING = Setting("nvidia-h100-80gb-hbm3", 65536)
 
 
 def took(ms):
-    return Spread(ms, ms, ms, 9)
+    return TimingSpread(ms, ms, ms, 9)
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +59,8 @@ def test_a_profile_is_checked_by_kind_of_op_and_collective(samples):
     assert len(timings) == 2 * 80 + 2 * 40
     found = {check.kind: check for check in check_profile(CARD, timings)}
     kinds = [
-        f"fp32 exact_sgd {way}, {w} groups"
-        for way in ("backward", "forward")
+        f"fp32 exact_sgd {direction}, {w} groups"
+        for direction in ("backward", "forward")
         for w in ("mixed", "narrow", "wide")
     ]
     assert set(found) == {*kinds, "all-to-all of 2 on 1 hosts"}

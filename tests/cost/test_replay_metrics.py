@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from shardcore.cost import replay_metrics
-from shardcore.cost.replay_metrics import ReplayRecord
-from shardcore.io.measurements import Spread
+from shardcore.cost.replay_metrics import PlanReplay
+from shardcore.io.measurements import TimingSpread
 
 
 def problem(name, ms, predicted=None, noise_ms=0.0):
     """Rows of one problem from algorithm -> replayed ms; plans are named after algorithms."""
-    return [ReplayRecord(name, a, a, (predicted or ms)[a], value, noise_ms) for a, value in ms.items()]
+    return [PlanReplay(name, a, a, (predicted or ms)[a], value, noise_ms) for a, value in ms.items()]
 
 
 TWO = [
@@ -45,10 +45,8 @@ def test_regret_and_rank_correlation_are_within_problems():
 
 
 def test_a_plan_that_several_algorithms_found_is_judged_once():
-    rows = [
-        ReplayRecord("a", name, "same", 10.0, 20.0, 0.0) for name in ("portfolio", "neuroshard", "random")
-    ]
-    rows.append(ReplayRecord("a", "dim_greedy", "other", 40.0, 40.0, 0.0))
+    rows = [PlanReplay("a", name, "same", 10.0, 20.0, 0.0) for name in ("portfolio", "neuroshard", "random")]
+    rows.append(PlanReplay("a", "dim_greedy", "other", 40.0, 40.0, 0.0))
     assert len(replay_metrics.distinct_plans(rows)) == 2
     found = replay_metrics.flat_metrics(rows)
     assert (
@@ -57,10 +55,10 @@ def test_a_plan_that_several_algorithms_found_is_judged_once():
 
 
 def test_a_problem_with_one_plan_has_no_rank_correlation():
-    found = replay_metrics.quality_by_problem([ReplayRecord("a", "portfolio", "p", 1.0, 2.0, 0.0)])
+    found = replay_metrics.quality_by_problem([PlanReplay("a", "portfolio", "p", 1.0, 2.0, 0.0)])
     assert math.isnan(found["kendall_tau"][0]) and found["regret"] == [0]
     assert "kendall_tau" not in replay_metrics.flat_metrics(
-        [ReplayRecord("a", "portfolio", "p", 1.0, 2.0, 0.0)]
+        [PlanReplay("a", "portfolio", "p", 1.0, 2.0, 0.0)]
     )
 
 
@@ -89,13 +87,13 @@ def test_rivals_cost_and_losses():
 
 
 def test_several_plans_of_an_algorithm_count_as_their_mean():
-    rows = [ReplayRecord("a", "portfolio", "p", 1.0, 10.0, 0.0)]
-    rows += [ReplayRecord("a", "random", str(ms), 1.0, ms, 0.0) for ms in (20.0, 40.0)]
+    rows = [PlanReplay("a", "portfolio", "p", 1.0, 10.0, 0.0)]
+    rows += [PlanReplay("a", "random", str(ms), 1.0, ms, 0.0) for ms in (20.0, 40.0)]
     assert replay_metrics.compare_sharders(rows)["random"].cost.mean == 3
 
 
 def test_noise_by_hand():
-    assert replay_metrics.median_noise_ms(Spread(20.0, 19.0, 21.0, 16)) == pytest.approx(
+    assert replay_metrics.median_noise_ms(TimingSpread(20.0, 19.0, 21.0, 16)) == pytest.approx(
         1.96 * 1.2533 / 1.349 * 2 / 4
     )
 
@@ -106,7 +104,7 @@ def test_noise_is_half_the_interval_of_the_median():
         ms = rng.normal(20, 1, 40)
         q1, median, q3 = np.percentile(ms, [25, 50, 75])
         medians.append(median)
-        noises.append(replay_metrics.median_noise_ms(Spread(median, q1, q3, 40)))
+        noises.append(replay_metrics.median_noise_ms(TimingSpread(median, q1, q3, 40)))
     assert np.mean(np.abs(np.array(medians) - 20) < noises) == pytest.approx(0.95, abs=0.03)
 
 
@@ -149,7 +147,7 @@ def test_few_problems_or_a_difference_by_chance_refuse_nobody():
 def off_by(percent, problems, explained=0.07, noise=0.04):
     """Figures of four plans of each problem that a model predicts too dear by some percent, or cheap."""
     rows = [
-        ReplayRecord(f"p{i}", f"a{k}", f"a{k}", ms * (1 + percent[k] / 100), ms, noise * ms, explained * ms)
+        PlanReplay(f"p{i}", f"a{k}", f"a{k}", ms * (1 + percent[k] / 100), ms, noise * ms, explained * ms)
         for i in range(problems)
         for k, ms in enumerate((10.0, 12.0, 15.0, 20.0))
     ]

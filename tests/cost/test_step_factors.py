@@ -33,7 +33,7 @@ FACTORS = {
     (IDS, "forward"): 1.6,
     (BUCKETIZED_IDS, "forward"): 1.9,
 }
-ALONE = {(c, way): 1.0 for c in CHANNELS for way in COLLECTIVES[c.collective].ways}
+ALONE = {(c, direction): 1.0 for c in CHANNELS for direction in COLLECTIVES[c.collective].directions}
 
 
 @pytest.fixture(scope="module")
@@ -67,14 +67,14 @@ def replayed(model, workload, factors=FACTORS, slowdown=1.0) -> StepCost:
     said = price(workload, model)
     alone = channel_transfer_ms(model, workload.traffic, np.array(said.compute_ms), workload.topology)
     comm = {
-        way: tuple(
+        direction: tuple(
             sum(
-                slowdown * factors.get((c, way), 1.0) * both[way]
+                slowdown * factors.get((c, direction), 1.0) * both[direction]
                 for c, both in alone.items()
                 if c not in ID_CHANNELS
             )
         )
-        for way in ("forward", "backward")
+        for direction in ("forward", "backward")
     }
     compute = (
         tuple(slowdown * ms for ms in part) for part in (said.forward_compute_ms, said.backward_compute_ms)
@@ -84,7 +84,9 @@ def replayed(model, workload, factors=FACTORS, slowdown=1.0) -> StepCost:
 
 
 def found_factors(model):
-    return {(c, way): collective_model.step_factor(model.weights, c, way) for c, way in ALONE}
+    return {
+        (c, direction): collective_model.step_factor(model.weights, c, direction) for c, direction in ALONE
+    }
 
 
 @pytest.mark.parametrize("slowdown", [pytest.param(1.0, marks=pytest.mark.long), 1.3])
@@ -92,12 +94,12 @@ def test_factors_are_found_whatever_the_slowdown_and_prices_have_them(model, slo
     seen = [w for kind in ("columns", "rows", "replicated") for w in workloads(kind)]
     fitted = step_factors.fit_step_factors(model, [(w, replayed(model, w, slowdown=slowdown)) for w in seen])
     # within a host, and across them
-    lent = {(c, way): FACTORS.get((Channel(c.collective), way), 1.0) for c, way in ALONE}
+    lent = {(c, direction): FACTORS.get((Channel(c.collective), direction), 1.0) for c, direction in ALONE}
     assert found_factors(fitted) == pytest.approx(lent, rel=1e-3)
     assert fitted.meta["steps"] == len(seen)
     took, said = replayed(model, seen[-1]), price(seen[-1], fitted)
-    for way in ("forward_comm_ms", "backward_comm_ms"):
-        assert getattr(said, way) == pytest.approx(getattr(took, way), rel=1e-3)
+    for direction in ("forward_comm_ms", "backward_comm_ms"):
+        assert getattr(said, direction) == pytest.approx(getattr(took, direction), rel=1e-3)
     samples = comm_samples()
     assert collective_fit.exchange_errors(fitted.weights, samples) == collective_fit.exchange_errors(
         model.weights, samples
@@ -109,8 +111,8 @@ def test_a_collective_of_few_steps_has_the_all_to_all_s_factor_and_no_steps_chan
     fitted = step_factors.fit_step_factors(model, [(w, replayed(model, w)) for w in [*columns, *rows]])
     assert found_factors(fitted) == pytest.approx(
         {
-            (c, way): 1.6 if c in ID_CHANNELS else 1.4 if way == "forward" else 1.0
-            for c, way in found_factors(model)
+            (c, direction): 1.6 if c in ID_CHANNELS else 1.4 if direction == "forward" else 1.0
+            for c, direction in found_factors(model)
         },
         rel=1e-3,
     )
@@ -130,17 +132,17 @@ def test_sums_of_steps_over_several_hosts_tell_a_factor_of_each_collective(model
         },
     )
     own = {ALL_TO_ALL: 1.3, ALL_REDUCE: 8.0, WITHIN: 1.8, ACROSS: 2.5, IDS: 1.5, BUCKETIZED_IDS: 1.5}
-    of_ways = {(c, way): own.get(c, 1.0) for c, way in ALONE}
+    of_directions = {(c, direction): own.get(c, 1.0) for c, direction in ALONE}
     seen = [
         w
         for kind in ("columns", "host rows", "replicated")
         for w in workloads(kind, n=12, topology=on_hosts("aabb"))
     ]
-    steps = [(w, overlapping(replayed(model, w, of_ways))) for w in seen]
+    steps = [(w, overlapping(replayed(model, w, of_directions))) for w in seen]
     fitted = step_factors.fit_step_factors(model, steps)
     told = found_factors(fitted)
-    assert {c: told[c, COLLECTIVES[c.collective].ways[-1]] for c in own} == pytest.approx(own, rel=1e-2)
-    assert {c: told[c, COLLECTIVES[c.collective].ways[0]] for c in own} == pytest.approx(own, rel=1e-2)
+    assert {c: told[c, COLLECTIVES[c.collective].directions[-1]] for c in own} == pytest.approx(own, rel=1e-2)
+    assert {c: told[c, COLLECTIVES[c.collective].directions[0]] for c in own} == pytest.approx(own, rel=1e-2)
     assert fitted.meta["steps"] == len(seen)
 
 

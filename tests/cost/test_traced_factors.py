@@ -26,8 +26,8 @@ from shardcore.cost.traced_factors import (
     COMPUTE,
     EXCHANGE,
     QUANTITIES,
-    Factor,
-    Quantity,
+    CorrectionFactor,
+    PredictedQuantity,
     fit_correction,
     with_dense_ms,
 )
@@ -58,14 +58,17 @@ def test_one_traced_step_corrects_the_steps_of_other_plans(model, compute, excha
 
 def test_factors_are_shrunk_towards_one_and_have_an_uncertainty(model):
     found, _ = fitted(model, 2.0, 1.0)
-    forward = found.factors[Quantity(None, "forward")]
+    forward = found.factors[PredictedQuantity(None, "forward")]
     assert (
         1.8 < forward.value < 2.0
         and forward.units == 2
         and 0 < forward.sd < traced_factors.FAMILIES[COMPUTE].common
     )
     logs = np.log(
-        [found.sample_factors(np.random.default_rng(i))[Quantity(None, "forward")].value for i in range(300)]
+        [
+            found.sample_factors(np.random.default_rng(i))[PredictedQuantity(None, "forward")].value
+            for i in range(300)
+        ]
     )
     assert logs.std() == pytest.approx(forward.sd, rel=0.25)
 
@@ -87,11 +90,11 @@ def test_what_no_factor_explains_is_a_latency_up_to_a_tick_of_the_scheduler(mode
     workload = lower(by_columns(given), given)
     found = fit_correction(model, [(workload, later(traced(workload, model), added_ms))])
     ours = model.corrected_by(found.factors)
-    for way in ("forward", "backward"):
-        factor = found.factors[Quantity(ALL_TO_ALL, way)]
+    for direction in ("forward", "backward"):
+        factor = found.factors[PredictedQuantity(ALL_TO_ALL, direction)]
         assert factor.latency_ms == pytest.approx(latency_ms, rel=0.2)
         # Other collectives are waited for, too.
-        assert found.factors[Quantity(REDUCE_SCATTER, way)].latency_ms == factor.latency_ms
+        assert found.factors[PredictedQuantity(REDUCE_SCATTER, direction)].latency_ms == factor.latency_ms
     before, after = (price(workload, m).forward_comm_ms for m in (model, ours))
     assert np.subtract(after, before) == pytest.approx([added_ms] * 2, rel=0.2)
 
@@ -120,7 +123,9 @@ def test_overlapping_exchanges_are_corrected_by_their_sum(model, exchange, share
     workload = lower(by_columns(given), given)
     step = overlapping(traced(workload, model.corrected_by(factors_of(1.5, exchange))), shared)
     found = fit_correction(model, [(workload, step)])
-    factors = [found.factors[Quantity(ALL_TO_ALL, way)].value for way in ("forward", "backward")]
+    factors = [
+        found.factors[PredictedQuantity(ALL_TO_ALL, direction)].value for direction in ("forward", "backward")
+    ]
     assert factors == pytest.approx([forward, backward], rel=0.2)
 
 
@@ -141,10 +146,10 @@ def test_waiting_is_not_learned_as_slow_exchanges(model, exchange):
     step = traced(workload, model.corrected_by(factors_of(1.0, exchange)))
     waits_ms = 10 * sum(x.exposed_ms for x in step.ranks[0].exchanges)
     quiet, late = (fit_correction(model, [(workload, one)]) for one in (step, waiting(step, waits_ms)))
-    for way in ("forward", "backward"):
-        factor = late.factors[Quantity(ALL_TO_ALL, way)]
+    for direction in ("forward", "backward"):
+        factor = late.factors[PredictedQuantity(ALL_TO_ALL, direction)]
         assert factor.value == pytest.approx(exchange, rel=0.1)
-        assert factor == quiet.factors[Quantity(ALL_TO_ALL, way)]
+        assert factor == quiet.factors[PredictedQuantity(ALL_TO_ALL, direction)]
 
 
 def of_some_ranks(step, world_size):
@@ -161,7 +166,7 @@ def test_steps_without_some_ranks_correct_lookups_and_no_exchange(model):
     workload = lower(by_columns(given), given)
     step = of_some_ranks(traced(workload, model.corrected_by(factors_of(2.0, 4.0))), 5)
     found = fit_correction(model, [(workload, step)])
-    assert found.factors[Quantity(None, "forward")].value == pytest.approx(2.0, rel=0.1)
+    assert found.factors[PredictedQuantity(None, "forward")].value == pytest.approx(2.0, rel=0.1)
     for q in QUANTITIES:
         if q.family == EXCHANGE:
             assert (found.factors[q].value, found.factors[q].units, found.factors[q].latency_ms) == (
@@ -184,20 +189,20 @@ def test_moments_shared_with_transfers_that_no_plan_has_tell_no_sum(model):
     beside, alone = (
         fit_correction(model, [(workload, one)]) for one in (dataclasses.replace(step, ranks=ranks), step)
     )
-    q = Quantity(ALL_TO_ALL, "forward")
+    q = PredictedQuantity(ALL_TO_ALL, "forward")
     assert beside.factors[q].sd > 2 * alone.factors[q].sd
 
 
 def test_a_collective_that_did_not_run_is_corrected_as_its_family_with_more_doubt(model):
     found, _ = fitted(model, 1.0, 3.0)
-    ran, other = (found.factors[Quantity(c, "forward")] for c in (ALL_TO_ALL, REDUCE_SCATTER))
+    ran, other = (found.factors[PredictedQuantity(c, "forward")] for c in (ALL_TO_ALL, REDUCE_SCATTER))
     assert ran.value == pytest.approx(3.0, rel=0.1) and ran.units == 2
     assert 1.5 < other.value < ran.value and other.units == 0 and other.sd > ran.sd
 
 
 def test_factors_that_do_not_hold_for_other_ranks_are_left_at_one(model):
     found, _ = fitted(model, 1.0, 1.0, noise=(3.0, 1 / 3))
-    assert found.factors[Quantity(None, "forward")].value == 1.0
+    assert found.factors[PredictedQuantity(None, "forward")].value == 1.0
     assert any(line.startswith("lookups: a correction by some ranks") for line in found.refused)
 
 
@@ -277,7 +282,9 @@ def test_a_profile_is_corrected_in_its_rates(tmp_path):
     profile = load_profile("nvidia-h100-sxm")
     given = problem()
     ours = profile.cost_model().for_problem(given)
-    truth = ours.corrected_by({q: Factor(1.6 if q.family == COMPUTE else 2.0, 0.0, 1) for q in QUANTITIES})
+    truth = ours.corrected_by(
+        {q: CorrectionFactor(1.6 if q.family == COMPUTE else 2.0, 0.0, 1) for q in QUANTITIES}
+    )
     workload = lower(by_columns(given), given)
     found = fit_correction(ours, [(workload, traced(workload, truth))], price(workload, truth).total_ms)
     fixed = ours.corrected_by(found.factors, {"job": "step-00001000"})

@@ -18,14 +18,14 @@ from shardcore.io.measurements import (
     ComputeRequest,
     ComputeSample,
     EmulatedLinks,
-    Spread,
+    TimingSpread,
 )
 from shardcore.measure.sampling.collectives import draw_collective_request
 from shardcore.measure.sampling.groups import draw_compute_request
 from shardcore.step.collectives import COLLECTIVES
 
 SETTING = Setting("cpu-test", 256)
-SPREAD = Spread(1.0, 0.9, 1.1, 7)
+SPREAD = TimingSpread(1.0, 0.9, 1.1, 7)
 
 
 def compute_sample(tables, i, error=None, at=1.0):
@@ -37,8 +37,8 @@ def compute_sample(tables, i, error=None, at=1.0):
 def comm_sample(i):
     request = draw_collective_request(i, 2, 256)
     timed = (
-        (SPREAD,) * 2 if way in COLLECTIVES[request.collective].ways else None
-        for way in ("forward", "backward")
+        (SPREAD,) * 2 if direction in COLLECTIVES[request.collective].directions else None
+        for direction in ("forward", "backward")
     )
     return CollectiveSample(
         dataset.collective_id(SETTING, request),
@@ -518,7 +518,10 @@ def test_a_damaged_pool_is_written_anew(tables, tmp_path, content):
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"forward": Spread(0.0, 0.0, 0.0, 7), "backward": Spread(0.0, 0.0, 0.0, 7)}, {"slowdown": 1e300}],
+    [
+        {"forward": TimingSpread(0.0, 0.0, 0.0, 7), "backward": TimingSpread(0.0, 0.0, 0.0, 7)},
+        {"slowdown": 1e300},
+    ],
 )
 def test_an_op_takes_time_at_a_slowdown_that_machines_have(tables, wrong):
     with pytest.raises(ShardCoreError, match="took 0 ms|slowdown 1e"):

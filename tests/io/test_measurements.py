@@ -7,8 +7,8 @@ from shardcore.io.measurements import (
     ComputeRequest,
     ComputeSample,
     EmulatedLinks,
-    Spread,
     StepSample,
+    TimingSpread,
 )
 
 STILL = (0.0, 0.0)
@@ -81,23 +81,28 @@ def test_what_is_not_said_has_its_default():
         request.emulated,
     ) == ("all_to_all", "fp32", 1, 0.0, "world", None)
     sample = ComputeSample(
-        "id", Setting("x", 1), ComputeRequest((), 1), Spread(1.0, 1, 1, 3), Spread(2.5, 2, 3, 3), 0.0
+        "id",
+        Setting("x", 1),
+        ComputeRequest((), 1),
+        TimingSpread(1.0, 1, 1, 3),
+        TimingSpread(2.5, 2, 3, 3),
+        0.0,
     )
     assert sample.total_ms == 3.5 and sample.slowdown == 1.0 and sample.error is None
 
 
 def test_a_replay_on_a_slow_machine_is_corrected_to_its_usual_speed():
     parts = (1.0, 2.0), (3.0, 5.0), (0.5, 0.25), (0.125, 4.0), (7.0, 0.0)
-    slow = StepSample(*parts, step=Spread(12.0, 10.0, 14.0, 5), oversubscribed=True, slowdown=2.0)
+    slow = StepSample(*parts, step=TimingSpread(12.0, 10.0, 14.0, 5), oversubscribed=True, slowdown=2.0)
     usual = slow.at_usual_speed()
     assert (
         usual.device_ms == (11.625 / 2, 11.25 / 2) and usual.waiting_ms == (3.5, 0.0) and usual.oversubscribed
     )
-    assert usual.step == Spread(6.0, 5.0, 7.0, 5) and usual.slowdown == 1.0 and slow.slowdown == 2.0
+    assert usual.step == TimingSpread(6.0, 5.0, 7.0, 5) and usual.slowdown == 1.0 and slow.slowdown == 2.0
 
 
 @pytest.mark.parametrize("q1_ms, median_ms, q3_ms", [(3.0, 2.0, 1.0), (1.0, 3.0, 2.0), (2.5, 2.0, 3.0)])
 def test_a_timing_whose_quartiles_are_out_of_order_is_refused(q1_ms, median_ms, q3_ms):
     with pytest.raises(ShardCoreError, match="the median between its quartiles") as error:
-        Spread(median_ms, q1_ms, q3_ms, 3)
+        TimingSpread(median_ms, q1_ms, q3_ms, 3)
     assert f"a timing is {median_ms} ms (q1_ms {q1_ms} to q3_ms {q3_ms})" in str(error.value)

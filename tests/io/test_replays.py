@@ -16,7 +16,7 @@ from shardcore.cost import replay_metrics
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.io import replays
-from shardcore.io.measurements import Spread, StepSample
+from shardcore.io.measurements import StepSample, TimingSpread
 from shardcore.measure.replay import ReplayConfig
 from shardcore.search import SHARDERS, Budget
 
@@ -55,7 +55,7 @@ def clock():
         return [
             StepSample(
                 **{part: tuple(1.875 * ms for ms in getattr(c, part)) for part in PARTS},
-                step=Spread(1.875 * c.total_ms, 1.75 * c.total_ms, 2 * c.total_ms, 4),
+                step=TimingSpread(1.875 * c.total_ms, 1.75 * c.total_ms, 2 * c.total_ms, 4),
                 oversubscribed=False,
                 slowdown=1.25,
             )

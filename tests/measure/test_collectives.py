@@ -54,9 +54,9 @@ def test_a_gang_measures_every_kind_of_exchange_until_a_rank_is_killed(tmp_path)
     found = found[: len(requests)]
     assert [s.request for s in found] == requests and [s.order for s in found] == list(range(len(requests)))
     for sample in found:
-        for way in ("forward", "backward"):
-            timed = getattr(sample, way)
-            assert (timed is not None) == (way in COLLECTIVES[sample.request.collective].ways)
+        for direction in ("forward", "backward"):
+            timed = getattr(sample, direction)
+            assert (timed is not None) == (direction in COLLECTIVES[sample.request.collective].directions)
             assert timed is None or [s.repeats for s in timed] == [3, 3]
             assert min((s.median_ms for s in timed or ()), default=0) >= 0
         assert len(sample.waiting_ms) == 2 and min(sample.waiting_ms) >= 0
@@ -113,10 +113,10 @@ def _one_of_three(rank, init_method, send, folder):
     arrived = []
     for request in THREE:
         exchange = make_exchange(request, rank, None, torch.zeros)
-        for way in request.definition.ways:
-            source = exchange.outputs if way == "forward" else exchange.gradients
+        for direction in request.definition.directions:
+            source = exchange.outputs if direction == "forward" else exchange.gradients
             source.copy_(rank + 1 + torch.arange(source.numel()) / 1000)
-            result = exchange.forward(None) if way == "forward" else exchange.backward(None, None)
+            result = exchange.forward(None) if direction == "forward" else exchange.backward(None, None)
             arrived.append(result.tolist())
     member.measure([dataclasses.replace(THREE[0], busy_ms=0.0)])
     idle = float(member._scratch.max())

@@ -246,9 +246,9 @@ def test_a_tables_stream_is_drawn_once(tables, monkeypatch):
 @pytest.fixture
 def events(monkeypatch):
     """Actions of benches, in order: "evict" or "run"."""
-    found, evict, once = [], timing.Caches.evict_caches, KernelBench._run_once
+    found, evict, once = [], timing.HardwareCaches.evict_caches, KernelBench._run_once
     monkeypatch.setattr(
-        timing.Caches, "evict_caches", lambda caches: (found.append("evict"), evict(caches))[1]
+        timing.HardwareCaches, "evict_caches", lambda caches: (found.append("evict"), evict(caches))[1]
     )
     monkeypatch.setattr(
         KernelBench, "_run_once", lambda bench, run: (found.append("run"), once(bench, run))[1]
@@ -273,10 +273,10 @@ def test_where_few_ops_run_in_turn_each_meets_caches_that_were_overwritten(table
 
 
 def test_caches_are_overwritten():
-    caches = timing.Caches(1 << 20, "cpu")
+    caches = timing.HardwareCaches(1 << 20, "cpu")
     caches.evict_caches()
     assert caches._written.nbytes == 1 << 20 and bool((caches._written == 1).all())
-    timing.Caches(0, "cpu").evict_caches()
+    timing.HardwareCaches(0, "cpu").evict_caches()
 
 
 def test_repeats_stop_when_the_median_is_known(tables):

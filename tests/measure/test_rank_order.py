@@ -11,15 +11,15 @@ from shardcore.core.links import Link
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem, Table
 from shardcore.measure.rank_order import (
-    Links,
-    Outward,
+    MeasuredLinks,
+    OutwardLinks,
     find_levels,
     measured_topology,
     order_ranks,
     reorder_problem,
 )
 
-LINKS = Links(5.0, (Outward(0.5),), 0.1)
+LINKS = MeasuredLinks(5.0, (OutwardLinks(0.5),), 0.1)
 
 
 def times(places, seed=0, noise=0.15, of=(1.0, 10.0, 40.0)):
@@ -116,10 +116,10 @@ def test_devices_move_with_their_ranks_and_links_are_those_found():
     )
     assert found.hardware == "cpu"
     shared = measured_topology(
-        find_levels(times(places)), replace(LINKS, outward=(Outward(0.5, 0.9),)), before
+        find_levels(times(places)), replace(LINKS, outward=(OutwardLinks(0.5, 0.9),)), before
     )
     assert shared.link("between_hosts") == Link("between_hosts", 0.9, shared=True, latency_ms=0.1)
-    alone = measured_topology([], Links(5.0, (), 0.1), before)
+    alone = measured_topology([], MeasuredLinks(5.0, (), 0.1), before)
     assert len(alone.hosts) == 1 and alone.links == (Link("within_host", 5.0, latency_ms=0.1),)
     with pytest.raises(ShardCoreError, match="4 devices and the gang 2 ranks"):
         measured_topology([((0,), (1,))], LINKS, before)
@@ -128,7 +128,7 @@ def test_devices_move_with_their_ranks_and_links_are_those_found():
 def test_groups_of_a_second_level_are_pods():
     places = ["1a", "2c", "1b", "2d", "1a", "1b", "2c", "2d"]
     found = find_levels(times(places))
-    links = Links(5.0, (Outward(0.5, 0.9), Outward(0.6)), 0.1)
+    links = MeasuredLinks(5.0, (OutwardLinks(0.5, 0.9), OutwardLinks(0.6)), 0.1)
     topology = measured_topology(found, links, Topology((Device(1 << 30),) * 8, "cpu"))
     assert topology.hosts == ("pod-0/host-0", "pod-0/host-1", "pod-1/host-2", "pod-1/host-3")
     assert topology.devices_by_domain("within_pod") == ((0, 1, 2, 3), (4, 5, 6, 7))

@@ -28,8 +28,8 @@ from shardcore.measure.collectives import CollectiveConfig, Rank
 from shardcore.measure.hosts import HOST_VARIABLE
 from shardcore.measure.kernels import KernelBench
 from shardcore.measure.replay import ReplayConfig, combine_marks, combine_workload_costs, replay, replay_all
-from shardcore.measure.timing import Caches
-from shardcore.step.kinds import LAYOUTS
+from shardcore.measure.timing import HardwareCaches
+from shardcore.step.kinds import SHARDING_KINDS
 from shardcore.step.lower import lower
 
 MIB = 1 << 20
@@ -195,7 +195,7 @@ def test_every_collective_of_a_step_delivers_what_the_plan_says(three, which):
             sum(
                 s.width
                 for op in ops
-                if op.kind == "column" and op.layout.collection == name
+                if op.kind == "column" and op.sharding_kind.collection == name
                 for s in op.shards
             )
             for ops in workloads[n].ops
@@ -313,13 +313,13 @@ def _over_hosts(rank, init_method, send, workload):
     with local_ranks.report_lost_ranks():
         member = Rank(rank, 4, init_method, "cpu", CollectiveConfig(timeout_s=30.0))
         own = exchanges.make_process_groups(rank, workload.topology, exchanges.used_channels(workload))
-        chain = exchanges.make_exchange_chains(workload, rank, full, own)[LAYOUTS["host_row"]]
+        chain = exchanges.make_exchange_chains(workload, rank, full, own)[SHARDING_KINDS["host_row"]]
         (op,) = workload.ops[rank]
         outputs = torch.from_numpy(_marked(rank, (op.batch, sum(s.width for s in op.shards))))
         arrived = exchanges.send_outputs(chain, outputs).numpy().copy()
         chain[-1].gradients.copy_(torch.from_numpy(_marked(rank, chain[-1].gradients.shape)))
         back = torch.zeros_like(outputs)
-        exchanges.send_gradients(chain, back)
+        exchanges.send_gradients_back(chain, back)
     member.close()
     send((arrived, back.numpy()))
 
@@ -366,9 +366,9 @@ def _gradients(rank, init_method, send, workload, in_a_box):
             exchange.gradients.fill_(rank + 1.0)
         order = exchanges.backward_order(chains)
         for kind in order:
-            exchanges.send_gradients(chains[kind], None)
+            exchanges.send_gradients_back(chains[kind], None)
     member.close()
-    columns, copied = (chains[LAYOUTS[name]][0] for name in ("column", "data_parallel"))
+    columns, copied = (chains[SHARDING_KINDS[name]][0] for name in ("column", "data_parallel"))
     send(([kind.name for kind in order], set(copied.gradients.tolist()), set(columns.outputs.tolist())))
 
 
@@ -411,7 +411,7 @@ def test_each_step_meets_caches_that_were_overwritten_and_another_batch(tables, 
             )[-1],
         )
 
-    noted(Caches, "evict_caches", "evict")
+    noted(HardwareCaches, "evict_caches", "evict")
     noted(module._Step, "run_once", "step")
     noted(KernelBench, "run_once_ms", "reference")
     workload, progress = whole(problem_of(tables[3:4], 1)), []

@@ -17,7 +17,7 @@ from shardcore.io.measurements import ComputeRequest, ComputeSample
 from shardcore.measure.device_bench import BenchSpec, Counts
 from shardcore.measure.kernels import KernelConfig
 from shardcore.measure.local_workers import LocalFleet, LocalWorker
-from shardcore.measure.supervise import Ended, Supervisor, chunk_size
+from shardcore.measure.supervise import Supervisor, WorkerEnded, chunk_size
 
 SETTING = Setting("test", 256)
 HUGE = ComputeRequest((Shard.whole(Table("huge", 10_000_000, 64, 1.0, Zipf(1.0))),), 256)
@@ -130,7 +130,7 @@ class Struck:
         assert arguments[1] == 2.0
         self.told.append(len(arguments[0]))
         if self.told[-1] >= self.fewest:
-            raise Ended("it hung")
+            raise WorkerEnded("it hung")
         return 7.0
 
     def end(self) -> None:

@@ -24,7 +24,7 @@ def test_the_interval_is_between_order_statistics_that_hold_the_median_as_often_
 
 
 def test_spread_is_quartiles():
-    assert timing.timing_spread([3.0, 1.0, 2.0, 5.0, 4.0]) == timing.Spread(3.0, 2.0, 4.0, 5)
+    assert timing.timing_spread([3.0, 1.0, 2.0, 5.0, 4.0]) == timing.TimingSpread(3.0, 2.0, 4.0, 5)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from shardcore.io import schema
 from shardcore.io.kineto import KinetoFile
 from shardcore.measure.traces.job import divide_rank_step, read_traced_job
 from shardcore.measure.traces.names import NCCL_KERNEL, match_collective, match_kernel_name
-from shardcore.measure.traces.rank import Collective, Span, StepSpans
+from shardcore.measure.traces.rank import Span, StepSpans, TracedCollective
 
 
 def two_ranks(folder, **of_second):
@@ -494,7 +494,7 @@ def test_each_moment_of_overlapping_spans_belongs_to_the_topmost(seed):
     host = [
         Span(a, b, rng.choice(["ids", "data", "optimizer"]), rng.random() < 0.5, "x") for a, b in spans(30)
     ]
-    sent = [Collective("all_to_all", "outputs", 0, a, b, a + rng.randint(0, 60)) for a, b in spans(30)]
+    sent = [TracedCollective("all_to_all", "outputs", 0, a, b, a + rng.randint(0, 60)) for a, b in spans(30)]
     rank = divide_rank_step(0, StepSpans(3, 0, 100, host, [], sent), on_gpu=False)
     layers = [
         (0, 100, "unnamed"),
@@ -511,7 +511,7 @@ def test_each_moment_of_overlapping_spans_belongs_to_the_topmost(seed):
 def test_many_collectives_that_all_overlap_are_divided():
     """50,000 layers, each of 50,000 moments."""
     n = 50_000
-    sent = [Collective("all_to_all", "outputs", 0, 1.0 * i, 1.0 * (n + i)) for i in range(n)]
+    sent = [TracedCollective("all_to_all", "outputs", 0, 1.0 * i, 1.0 * (n + i)) for i in range(n)]
     rank = divide_rank_step(0, StepSpans(3, 0.0, 2.0 * n, [], [], sent), on_gpu=False)
     assert rank.ms == pytest.approx({"outputs_transfer": 2.0 * n - 1, "unnamed": 1.0})
 

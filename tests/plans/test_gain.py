@@ -92,11 +92,12 @@ def test_a_model_that_errs_more_is_less_sure(problem):
 
 
 def test_a_gain_has_to_exceed_its_margin_and_what_was_asked():
-    found = gain.Gain(3.0, 2.0, 100.0)
+    found = gain.PlanGain(3.0, 2.0, 100.0)
     assert str(found) == "gain 3.0% ± 2.0%"
     assert found.exceeds_margin() and found.exceeds_margin(0.02) and not found.exceeds_margin(0.03)
     assert (
-        not gain.Gain(2.0, 2.0, 100.0).exceeds_margin() and not gain.Gain(-3.0, 2.0, 100.0).exceeds_margin()
+        not gain.PlanGain(2.0, 2.0, 100.0).exceeds_margin()
+        and not gain.PlanGain(-3.0, 2.0, 100.0).exceeds_margin()
     )
 
 

@@ -15,7 +15,7 @@ from shardcore.cost.model import price_plan
 from shardcore.plans.one_cut import cut_of_plan, plan_each, plan_with_cut
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.decisions.provision import Offer
-from shardcore.step.kinds import layout_of_kind
+from shardcore.step.kinds import sharding_kind_by_name
 from shardcore.step.ways import consolidate_placements
 
 GIB = 1 << 30
@@ -58,7 +58,7 @@ def test_tables_have_the_same_columns_on_one_host_and_on_two_and_what_else_was_a
     assert column_ranges(one) == column_ranges(other)
     of_kind = {
         "columns": lambda kind: None,
-        "replicas": lambda kind: layout_of_kind(kind).dense_gradient,
+        "replicas": lambda kind: sharding_kind_by_name(kind).dense_gradient,
     }.get(same, lambda kind: kind)
     kinds = [{p.shard.table.name: of_kind(p.kind) for p in plan.placements} for plan in (one, other)]
     assert kinds[0] == kinds[1]

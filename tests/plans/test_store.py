@@ -58,7 +58,7 @@ def test_a_job_that_follows_gets_the_gain_of_the_version_and_not_of_a_later_cand
 def test_the_same_plan_is_one_version_and_a_version_never_changes(problem, root):
     version = store.add_version(root, problem, plan(problem, 0), {"total_ms": 1.0})
     assert store.add_version(root, problem, plan(problem, 0), {"total_ms": 2.0}, "<html>") == version
-    assert read_cost(root, version) == {"total_ms": 1.0} and not places.exists(
+    assert read_cost(root, version) == {"total_ms": 1.0} and not places.path_exists(
         places.open_place(root) / "small/versions" / version / store.PAGE
     )
 

@@ -3,7 +3,7 @@ import dataclasses
 from shardcore import report
 from shardcore.core.types import Setting
 from shardcore.io import dataset
-from shardcore.io.measurements import CollectiveSample, ComputeSample, EmulatedLinks, Spread
+from shardcore.io.measurements import CollectiveSample, ComputeSample, EmulatedLinks, TimingSpread
 from shardcore.measure.sampling.collectives import draw_collective_request
 from shardcore.measure.sampling.groups import draw_compute_request
 from shardcore.report import dataset_report
@@ -13,7 +13,7 @@ SETTING = Setting("test", 256)
 
 def sample(tables, i, at, scale=1.0, error=None):
     request = draw_compute_request(tables, i, SETTING)
-    spread = Spread(scale, 0.9 * scale, 1.1 * scale, 5)
+    spread = TimingSpread(scale, 0.9 * scale, 1.1 * scale, 5)
     found = ComputeSample(
         dataset.compute_id(SETTING, request),
         SETTING,
@@ -57,15 +57,18 @@ def test_a_figure_of_samples_that_all_failed_says_so(tables, tmp_path):
 
 
 def test_exchanges_are_summed_up_by_kind():
-    spread = Spread(2.0, 1.9, 2.1, 5)
+    spread = TimingSpread(2.0, 1.9, 2.1, 5)
     requests = [draw_collective_request(i, 2, 256) for i in range(20)]
     timed = [
-        [(spread,) * 2 if way in r.definition.ways else None for way in ("forward", "backward")]
+        [
+            (spread,) * 2 if direction in r.definition.directions else None
+            for direction in ("forward", "backward")
+        ]
         for r in requests
     ]
     samples = [
-        CollectiveSample(str(i), SETTING, r, *ways, (0.0, 0.0), 1.0, None, i, False)
-        for i, (r, ways) in enumerate(zip(requests, timed, strict=True))
+        CollectiveSample(str(i), SETTING, r, *directions, (0.0, 0.0), 1.0, None, i, False)
+        for i, (r, directions) in enumerate(zip(requests, timed, strict=True))
     ]
     rows = dict(
         dataset_report.exchange_summary([*samples, dataclasses.replace(samples[0], error="a rank died")])

@@ -1,17 +1,19 @@
 """The ledger of decisions in words."""
 
 from shardcore.report.decisions_report import MOST_ENTRIES, has_several_proposals, ledger_text
-from shardcore.search.decisions.driver import Entry, Ledger
+from shardcore.search.decisions.driver import DecisionLedger, LedgerEntry
 
-INNER = Ledger("memory tiers", "all", "least ms of 1 with a plan", (Entry("all", 2.0, 0.5, 10),))
+INNER = DecisionLedger(
+    "memory tiers", "all", "least ms of 1 with a plan", (LedgerEntry("all", 2.0, 0.5, 10),)
+)
 
 
-def ledger(n: int) -> Ledger:
+def ledger(n: int) -> DecisionLedger:
     entries = (
-        *(Entry(f"way {i}", None, 0.25, 0, f"too much by {i}", {"hot": 1000 * i}) for i in range(n)),
-        Entry("last", 2.0, 12.0, 30_000, within=INNER),
+        *(LedgerEntry(f"way {i}", None, 0.25, 0, f"too much by {i}", {"hot": 1000 * i}) for i in range(n)),
+        LedgerEntry("last", 2.0, 12.0, 30_000, within=INNER),
     )
-    return Ledger("ways", "last", "least ms of 1 with a plan", entries)
+    return DecisionLedger("ways", "last", "least ms of 1 with a plan", entries)
 
 
 def test_all_that_was_proposed_is_shown_and_what_is_within_the_best():

@@ -46,7 +46,7 @@ STUDIED = model_report.StudyResults(
 
 
 REPLAYS = [
-    replay_metrics.ReplayRecord(f"p{i}", name, name, ms, ms * by, 0.1)
+    replay_metrics.PlanReplay(f"p{i}", name, name, ms, ms * by, 0.1)
     for i, ms in enumerate((10.0, 30.0))
     for name, by in ((replay_metrics.OURS, 1.0), ("random", 1.5), ("torchrec", 1.2))
 ]

@@ -17,7 +17,7 @@ from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price, price_plan
 from shardcore.cost.profile import load_profile
-from shardcore.plans.decisions import Version
+from shardcore.plans.decisions import PlanVersion
 from shardcore.plans.what_if import WhatIf, price_single_moves
 from shardcore.report import plan_explorer, plan_page
 from shardcore.report.plan_explorer import explorer_html, script_policy
@@ -29,7 +29,7 @@ MODEL = AnalyticModel(Setting("made-up", 64))
 needs_browser = pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium on this machine")
 
 
-def version(name: str, moved: int = 0, problem: Problem = PROBLEM) -> Version:
+def version(name: str, moved: int = 0, problem: Problem = PROBLEM) -> PlanVersion:
     """Tables over the devices in turn, the last one on all. The first few are one device further."""
     placements = [
         Placement("column", Shard.whole(t), ((i + (i < moved)) % 4,))
@@ -37,7 +37,7 @@ def version(name: str, moved: int = 0, problem: Problem = PROBLEM) -> Version:
     ]
     placements.append(Placement("row", Shard.whole(problem.tables[-1]), (0, 1, 2, 3)))
     work = lower(Plan(tuple(placements)), problem)
-    return Version(name, Plan(tuple(placements)), price(work, MODEL), work.memory_bytes)
+    return PlanVersion(name, Plan(tuple(placements)), price(work, MODEL), work.memory_bytes)
 
 
 def data_of(part: str) -> dict:
@@ -160,7 +160,7 @@ def test_columns_of_a_cut_table_are_named(tmp_path):
     problem = Problem("p", (table,), Topology((Device(1 << 26),) * 2), 128)
     plan = Plan(tuple(Placement("column", Shard(table, 0, 1000, 4 * d, 4 * d + 4), (d,)) for d in range(2)))
     work = lower(plan, problem)
-    part = explorer_html(Version("v", plan, price(work, MODEL), work.memory_bytes), problem)
+    part = explorer_html(PlanVersion("v", plan, price(work, MODEL), work.memory_bytes), problem)
     [row] = rows(in_browser(part, "", tmp_path))
     assert row[6:] == [
         "32,000 bytes",
@@ -175,7 +175,7 @@ def test_a_thousand_tables_on_many_devices_are_shown(tmp_path):
     plan = Plan(tuple(Placement("column", Shard.whole(t), (i % 128,)) for i, t in enumerate(tables)))
     work = lower(plan, many)
     dom = in_browser(
-        explorer_html(Version("v", plan, price(work, MODEL), work.memory_bytes), many), "", tmp_path
+        explorer_html(PlanVersion("v", plan, price(work, MODEL), work.memory_bytes), many), "", tmp_path
     )
     assert len(rows(dom)) == 500 and "1000 of 1000 tables; the first 500 are shown" in dom
     assert dom.count("data-device=") == 2 * 128  # bars of ms, and of memory
@@ -189,10 +189,10 @@ def test_a_page_of_two_plans_says_that_their_model_was_not_measured():
 # --- what moves would do ------------------------------------------------------------------------------------------
 
 
-def asked(model) -> Version:
+def asked(model) -> PlanVersion:
     """The plan of `version`, with what its moves would do."""
     priced = price_plan(version("v").plan, PROBLEM, model)
-    return Version(
+    return PlanVersion(
         "v",
         priced.plan,
         priced.cost,
@@ -212,7 +212,7 @@ def opened(page: str, folder):
         ].get("value")
 
 
-def page_of(now: Version) -> str:
+def page_of(now: PlanVersion) -> str:
     return plan_page.unpublished_plan_page(PROBLEM, now)
 
 

@@ -22,7 +22,7 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price_plan
 from shardcore.io import files
 from shardcore.plans import store
-from shardcore.plans.decisions import Decision, Version, version_name
+from shardcore.plans.decisions import Decision, PlanVersion, version_name
 from shardcore.plans.diff import diff_plans
 from shardcore.report import plan_explorer, plan_page
 from shardcore.report.device_figures import device_figure
@@ -65,7 +65,7 @@ def made(problem, **fields) -> str:
         provenance={"model_version": "7", "git_commit": "abc"},
     )
     beyond = ("a table is <huge>", "2 is much", "3 is more", "4 is most")
-    now = Version(
+    now = PlanVersion(
         version_name(version), new, replace(explained.cost, extrapolated=beyond), explained.memory_bytes
     )
     return plan_page.published_version_page(now, problem, explained, [second, first], diff_plans(old, new))
@@ -130,7 +130,7 @@ def own_script() -> str:
 def test_the_figure_stacks_the_parts_of_a_step_and_shows_memory_used_of_memory_free(problem):
     plan = SHARDERS["size_greedy"](problem, MODEL, budget=BUDGET)
     explained = explain(price_plan(plan, problem, MODEL), problem, MODEL, BUDGET, {})
-    shown = Version("", plan, explained.cost, explained.memory_bytes)
+    shown = PlanVersion("", plan, explained.cost, explained.memory_bytes)
     costs, memory = device_figure(problem, [shown]).axes
     tops = [[bar.get_y() + bar.get_height() for bar in bars] for bars in costs.containers]
     cost = explained.cost

@@ -3,7 +3,7 @@
 import pytest
 
 from shardcore.core.step_cost import StepCost
-from shardcore.io.measurements import Spread, StepSample
+from shardcore.io.measurements import StepSample, TimingSpread
 from shardcore.report.replay_report import replay_text
 from shardcore.report.text import MOST_DEVICES
 
@@ -13,7 +13,7 @@ MEASURED = StepSample(
     (0.5, 0.5),
     (0.5, 0.5),
     (2.0, 0.0),
-    step=Spread(5.5, 5.25, 6.0, 9),
+    step=TimingSpread(5.5, 5.25, 6.0, 9),
     oversubscribed=False,
 )
 PREDICTED = StepCost((1.0, 1.5), (1.0, 1.5), (0.5, 0.5), (0.5, 0.5), (1.0, 0.0))
@@ -42,7 +42,7 @@ def test_without_a_model_nothing_is_predicted():
 @pytest.mark.parametrize("n", [MOST_DEVICES, MOST_DEVICES + 3])
 def test_of_many_devices_the_slowest_are_shown(n):
     ms = tuple(float(d) for d in range(n))
-    many = StepSample(ms, ms, ms, ms, ms, step=Spread(5.5, 5.25, 6.0, 9), oversubscribed=False)
+    many = StepSample(ms, ms, ms, ms, ms, step=TimingSpread(5.5, 5.25, 6.0, 9), oversubscribed=False)
     text = replay_text(["a.json"], [many])
     shown = [int(line[0]) for line in lines(text) if line and line[0].isdigit()]
     assert shown == list(range(n - MOST_DEVICES, n))

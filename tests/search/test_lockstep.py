@@ -8,13 +8,13 @@ from cuts import MODEL, draw_problem
 
 from shardcore.core.constraints import Constraints
 from shardcore.core.types import Shard
-from shardcore.search.lockstep import Placed, place_in_order, search_space_by_columns
+from shardcore.search.lockstep import PlacedPlans, place_in_order, search_space_by_columns
 
 CONSTRAINTS = Constraints(pinned=(("t3", (1, 2)),))
 PROBLEM = replace(draw_problem(0, n_tables=4), constraints=CONSTRAINTS)
 
 
-def placed(scores: np.ndarray, costs=(1.0, 3.0, 2.0, 0.0)) -> tuple[Placed, list[str]]:
+def placed(scores: np.ndarray, costs=(1.0, 3.0, 2.0, 0.0)) -> tuple[PlacedPlans, list[str]]:
     """Two plans of four tables with the same scores at each step, and the names in the order of placing."""
     space = search_space_by_columns(PROBLEM, MODEL, [Shard.whole(t) for t in PROBLEM.tables], cut=False)
     names = [space.cache.table_of_item(item).name for item in range(4)]

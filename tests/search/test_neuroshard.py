@@ -20,7 +20,7 @@ from shardcore.search.lockstep import PlanBatch, place_in_order, search_space_by
 from shardcore.search.neuroshard import GreedyGrid, NeuroShardConfig, search_with_neuroshard
 from shardcore.step.lower import lower
 from shardcore.step.memory import plan_fits, table_peak_bytes, usable_bytes
-from shardcore.step.options import Options
+from shardcore.step.options import ShardOptions
 from shardcore.step.ways import allowed_devices_of_shard
 
 
@@ -30,7 +30,7 @@ def test_columns_are_exchangeable_in_cost(seed, rows):
     rng = np.random.default_rng(seed)
     problem = on_two_hosts(draw_problem(seed, n_tables=6))
     shards = draw_cuts(rng, problem, rows)
-    cache = Options(problem, MODEL, shards)
+    cache = ShardOptions(problem, MODEL, shards)
     devices = [int(rng.choice(allowed_devices_of_shard(s, problem))) for s in shards]
     dealt = [s for bundle in cache.deal_bundles([cache.shard_key(s) for s in shards]) for s in bundle]
     assert total_ms(dealt, devices, problem) == pytest.approx(total_ms(shards, devices, problem), rel=1e-9)

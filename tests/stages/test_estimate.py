@@ -9,7 +9,7 @@ from shardcore.measure.config import KernelConfig
 from shardcore.measure.sampling.groups import GroupConfig
 from shardcore.measure.transport import Host, Transport
 from shardcore.stages import measure
-from shardcore.stages.measure import Wanted
+from shardcore.stages.measure import WantedSamples
 from shardcore.stages.measure_config import MeasureConfig
 
 CONFIG = MeasureConfig(
@@ -37,7 +37,7 @@ def test_the_rate_is_that_at_which_the_dataset_grew_pauses_aside():
 
 
 def test_what_is_missing_is_told_apart_by_kind_from_what_the_hosts_and_the_dataset_have(tmp_path):
-    wanted, folder = Wanted(pool(), SETTING, CONFIG, TwoHosts()), tmp_path / "measurements"
+    wanted, folder = WantedSamples(pool(), SETTING, CONFIG, TwoHosts()), tmp_path / "measurements"
     usual = "at the usual rate of two CPU cores"
     assert measure.estimate_measuring_time(wanted, folder) == [
         f"groups: 30 of 30 are missing, 2 devices, about 6 s {usual}",

@@ -17,7 +17,7 @@ from shardcore.measure.replay import ReplayConfig
 from shardcore.measure.transport import Host, Transport
 from shardcore.search.budget import Budget
 from shardcore.stages import evaluate
-from shardcore.stages.evaluate import COMPARED, Candidate, EvaluateConfig
+from shardcore.stages.evaluate import COMPARED, CandidateModel, EvaluateConfig
 
 
 class Told(logging.LoggerAdapter):
@@ -50,7 +50,7 @@ def model():
 
 
 def candidate(model, folder, config, tables=None):
-    return Candidate(model, tables or pool(), folder, config, Told())
+    return CandidateModel(model, tables or pool(), folder, config, Told())
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import pytest
 from shardcore.core.progress import report, report_to_listener
 from shardcore.measure import tally as tallies
 from shardcore.measure.tally import Tally, duration_text, progress_text
-from shardcore.stages.progress import Work
+from shardcore.stages.progress import StageWork
 
 
 @pytest.mark.parametrize(
@@ -54,14 +54,14 @@ class Shown:
 
 def test_no_work_is_done_at_once():
     """A folder without problems is published, too."""
-    Work(progress := Shown(), "problems", 0)
+    StageWork(progress := Shown(), "problems", 0)
     assert progress.lines == [(1.0, "problems: 0 of 0")]
 
 
 def test_work_says_how_far_it_is_and_what_its_present_part_reports(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(tallies.Tally.__init__, "__defaults__", (False, lambda: now[0]))
-    work = Work(progress := Shown(), "problems", 4)
+    work = StageWork(progress := Shown(), "problems", 4)
     with report_to_listener(work.show_phase):
         report("annealing", 2.5)
     report("not heard")

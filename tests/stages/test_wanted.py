@@ -11,7 +11,7 @@ from shardcore.io import dataset
 from shardcore.measure.config import KernelConfig
 from shardcore.measure.sampling.groups import GroupConfig
 from shardcore.measure.transport import Host, Transport
-from shardcore.stages.measure import Wanted, replay_device_count
+from shardcore.stages.measure import WantedSamples, replay_device_count
 from shardcore.stages.measure_config import MeasureConfig, SampledStepConfig
 
 GIB = 1 << 30
@@ -32,7 +32,7 @@ class Elsewhere(Transport):
 
 def wanted(*hosts, batch=64, device="cpu", tables=TABLES, arena_bytes=1 << 30, **config):
     config = MeasureConfig(kernels=KernelConfig(arena_bytes), **config)
-    return Wanted(tables, Setting("law", batch), config, Elsewhere(*hosts, device=device))
+    return WantedSamples(tables, Setting("law", batch), config, Elsewhere(*hosts, device=device))
 
 
 def test_devices_and_ranks_follow_from_the_hosts():

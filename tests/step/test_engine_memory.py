@@ -15,12 +15,12 @@ from shardcore.core.types import Plan, Problem, Setting, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.search.anneal import compiled
 from shardcore.search.anneal.reshard import Reshard
-from shardcore.search.anneal.sharder import Search, copy_state
+from shardcore.search.anneal.sharder import AnnealingSearch, copy_state
 from shardcore.search.budget import Budget
 from shardcore.search.state.packing import least_excess_plan
 from shardcore.search.state.shards import priced_plan
 from shardcore.step.engine.arrays import FEATURES, FREE, LACK, LOOKUPS, NEXT
-from shardcore.step.kinds import layout_for_table, merged_placements, shards_by_device
+from shardcore.step.kinds import merged_placements, sharding_kind_for_table, shards_by_device
 from shardcore.step.memory import (
     host_tier_bytes,
     max_op_features,
@@ -37,14 +37,14 @@ def model_of(problem: Problem) -> AnalyticModel:
     return AnalyticModel(Setting(hardware, problem.global_batch, problem.precision, problem.optimizer))
 
 
-def annealed(problem: Problem, seed: int = 0, kind: str = "all") -> Search:
-    search = Search(problem, model_of(problem), Budget(evals=2000).start(), seed)
+def annealed(problem: Problem, seed: int = 0, kind: str = "all") -> AnnealingSearch:
+    search = AnnealingSearch(problem, model_of(problem), Budget(evals=2000).start(), seed)
     for _ in search.run_rounds(kind):
         pass
     return search
 
 
-def require_exact(search: Search) -> Plan:
+def require_exact(search: AnnealingSearch) -> Plan:
     """Assert that the plan of a search takes what annealing counts. Returns the plan."""
     problem = search.problem
     plan = priced_plan(search.best.placements, problem, search.model)
@@ -126,7 +126,7 @@ def test_rows_in_host_memory_count_also_where_groups_share_their_tables():
     topology = on_hosts("xyxy", 1 << 30, hardware="cpu-some", memory=(Memory("host", 1 << 30, 25.0),))
     plan = Plan(tuple(row(t, topology) for t in tables))
     problem = Problem("p", tables, topology, 64)
-    search = Search(problem, model_of(problem), Budget(evals=10).start(), 0)
+    search = AnnealingSearch(problem, model_of(problem), Budget(evals=10).start(), 0)
     search.best = search.starts.start_from_reshard(Reshard(plan, tables=0), "all")
     assert require_exact(search).placements == plan.placements
 
@@ -157,7 +157,7 @@ def test_an_op_has_no_more_features_and_ids_than_fbgemm_runs(seed, kind):
     features, ids = np.zeros((2, len(topology), len(runs)))
     for placement in merged_placements(plan.placements):
         for d, shard in shards_by_device(placement):
-            run = layout_for_table(placement.kind, shard.table)
+            run = sharding_kind_for_table(placement.kind, shard.table)
             features[d, runs.index(run)] += shard.table.features
             ids[d, runs.index(run)] += exchanged_amounts(run, shard, problem)[2]
     assert counted[..., LOOKUPS] == pytest.approx(ids)

@@ -8,7 +8,7 @@ from pathlib import Path
 from shardcore.core.job import PIPELINES
 from shardcore.core.links import ROWS_OVER
 from shardcore.step import kinds
-from shardcore.step.kinds import LAYOUTS, Layout
+from shardcore.step.kinds import SHARDING_KINDS, ShardingKind
 
 ROOT = Path(__file__).parents[2]
 MOST_PLACES = 10
@@ -56,8 +56,10 @@ HOMES = {"shardcore/step/kinds.py", "shardcore/core/job.py"}
 
 def names_of_rows(source: str) -> Iterator[str]:
     """Names of single rows in Python source, as strings or as names of step.kinds."""
-    in_files = {*LAYOUTS, *PIPELINES, *ROWS_OVER} | {name for x in LAYOUTS.values() for name in x.torchrec}
-    in_code = {name for name, value in vars(kinds).items() if isinstance(value, Layout)}
+    in_files = {*SHARDING_KINDS, *PIPELINES, *ROWS_OVER} | {
+        name for x in SHARDING_KINDS.values() for name in x.torchrec
+    }
+    in_code = {name for name, value in vars(kinds).items() if isinstance(value, ShardingKind)}
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in in_files:
             yield node.value

@@ -21,11 +21,11 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Placement, Problem, Shard, Table
 from shardcore.step import kinds
 from shardcore.step.kinds import (
-    LAYOUTS,
+    SHARDING_KINDS,
     device_names,
-    layout_of_kind,
     possible_groups,
     require_valid_placement,
+    sharding_kind_by_name,
     shards_by_device,
 )
 
@@ -58,7 +58,7 @@ def on(topology) -> Problem:
     ],
 )
 def test_which_devices_share_a_shard(kind, one_host, two_hosts, mixed, unequal):
-    found = [list(LAYOUTS[kind].device_groups(t)) for t in (ONE_HOST, TWO, MIXED, on_hosts("aab"))]
+    found = [list(SHARDING_KINDS[kind].device_groups(t)) for t in (ONE_HOST, TWO, MIXED, on_hosts("aab"))]
     assert found == [one_host, two_hosts, mixed, unequal]
 
 
@@ -75,36 +75,38 @@ def test_which_devices_share_a_shard(kind, one_host, two_hosts, mixed, unequal):
     ],
 )
 def test_what_a_device_with_5_rows_enters_into_each_channel(kind, channels):
-    found = {c: entering(5 * W * 4, B * W * 4, PROBLEM) for c, entering in LAYOUTS[kind].channels.items()}
+    found = {
+        c: entering(5 * W * 4, B * W * 4, PROBLEM) for c, entering in SHARDING_KINDS[kind].channels.items()
+    }
     assert found == channels
 
 
 def test_what_is_left_to_cross_hosts_follows_from_their_size():
-    across = LAYOUTS["host_row"].channels[ACROSS]
+    across = SHARDING_KINDS["host_row"].channels[ACROSS]
     assert [across(5 * W * 4, B * W * 4, on(on_hosts(hosts))) for hosts in ("ab", "aabb", "aaaabbbb")] == [
         B * W * 4 / n for n in (1, 2, 4)
     ]
 
 
 def test_what_is_left_to_cross_pods_follows_from_their_size():
-    within, across = LAYOUTS["pod_row"].channels.values()
+    within, across = SHARDING_KINDS["pod_row"].channels.values()
     pods = on(on_hosts(["p/a", "p/b", "q/c", "q/d"]))
     assert (within(0, B * W * 4, pods), across(0, B * W * 4, pods)) == (B * W * 4, B // 2 * W * 4)
 
 
 def test_what_each_kind_runs_over_and_keeps():
-    assert {k: layout.op_batch(PROBLEM) for k, layout in LAYOUTS.items()} == {
+    assert {k: sharding_kind.op_batch(PROBLEM) for k, sharding_kind in SHARDING_KINDS.items()} == {
         "column": B,
         "row": B,
         "host_row": B,
         "pod_row": B,
         "data_parallel": B // 4,
     }
-    assert {k for k, x in LAYOUTS.items() if x.dense_gradient} == {"data_parallel"}
-    assert {k for k, x in LAYOUTS.items() if x.divides_rows} == {"row", "host_row", "pod_row"}
-    assert {k for k, x in LAYOUTS.items() if x.cuts_columns} == {"column", "host_row", "pod_row"}
-    assert kinds.WHOLE_ROWS is LAYOUTS["column"]
-    names = {name for x in LAYOUTS.values() for name in x.torchrec}
+    assert {k for k, x in SHARDING_KINDS.items() if x.dense_gradient} == {"data_parallel"}
+    assert {k for k, x in SHARDING_KINDS.items() if x.divides_rows} == {"row", "host_row", "pod_row"}
+    assert {k for k, x in SHARDING_KINDS.items() if x.cuts_columns} == {"column", "host_row", "pod_row"}
+    assert kinds.WHOLE_ROWS is SHARDING_KINDS["column"]
+    names = {name for x in SHARDING_KINDS.values() for name in x.torchrec}
     assert sorted(names) == [
         "column_wise",
         "data_parallel",
@@ -114,7 +116,7 @@ def test_what_each_kind_runs_over_and_keeps():
         "table_row_wise",
         "table_wise",
     ]
-    assert [x.torchrec[0] for x in LAYOUTS.values()] == [
+    assert [x.torchrec[0] for x in SHARDING_KINDS.values()] == [
         "table_wise",
         "row_wise",
         "table_row_wise",
@@ -124,7 +126,9 @@ def test_what_each_kind_runs_over_and_keeps():
 
 
 def test_sequences_run_by_themselves_and_never_by_sums():
-    assert {name: x.sequence_layout and set(x.sequence_layout.channels) for name, x in LAYOUTS.items()} == {
+    assert {
+        name: x.sequence_kind and set(x.sequence_kind.channels) for name, x in SHARDING_KINDS.items()
+    } == {
         "column": {ALL_TO_ALL},
         "row": {ALL_TO_ALL},
         "host_row": None,
@@ -132,13 +136,13 @@ def test_sequences_run_by_themselves_and_never_by_sums():
         "data_parallel": {ALL_REDUCE},
     }
     assert kinds.RUNS == (
-        *LAYOUTS.values(),
-        *(x.sequence_layout for x in LAYOUTS.values() if x.sequence_layout),
+        *SHARDING_KINDS.values(),
+        *(x.sequence_kind for x in SHARDING_KINDS.values() if x.sequence_kind),
     )
     sequence = Table("s", 100, 16, 2.0, sequence=True)
-    assert kinds.layout_for_table("row", sequence) is LAYOUTS["row"].sequence_layout
+    assert kinds.sharding_kind_for_table("row", sequence) is SHARDING_KINDS["row"].sequence_kind
     with pytest.raises(ShardCoreError, match="'s' by host_row, which TorchRec does not run for a sequence"):
-        kinds.layout_for_table("host_row", sequence)
+        kinds.sharding_kind_for_table("host_row", sequence)
 
 
 def test_channels_are_all_that_kinds_have_in_one_order():
@@ -188,7 +192,7 @@ def test_the_kinds_of_a_channel_in_words():
 
 
 def test_kinds_that_are_always_on_all_devices():
-    everywhere = (LAYOUTS["row"], LAYOUTS["data_parallel"])
+    everywhere = (SHARDING_KINDS["row"], SHARDING_KINDS["data_parallel"])
     for topology in (ONE_HOST, MIXED, on_hosts("aab")):
         assert kinds.kinds_on_all_devices(topology) == everywhere
     assert kinds.kinds_on_all_devices(on_hosts("a")) == ()  # there, every plan is
@@ -291,7 +295,7 @@ def test_columns_of_a_host_row_may_be_on_several_hosts():
 
 def test_groups_that_a_table_can_be_on():
     def found(kind, rows, topology, allowed=None):
-        return possible_groups(layout_of_kind(kind), rows, topology, allowed)
+        return possible_groups(sharding_kind_by_name(kind), rows, topology, allowed)
 
     assert found("host_row", 10, TWO) == [(0, 1), (2, 3)] and found("host_row", 1, TWO) == []
     assert found("host_row", 10, TWO, (1, 2, 3)) == [(2, 3)] and found("row", 10, TWO, (0, 1, 2)) == []

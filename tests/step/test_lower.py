@@ -17,7 +17,7 @@ from shardcore.core.types import Placement, Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.step import memory
-from shardcore.step.kinds import CHANNELS, IDS, LAYOUTS
+from shardcore.step.kinds import CHANNELS, IDS, SHARDING_KINDS
 from shardcore.step.lower import Op, lower, require_full_cover, traffic_of_outputs
 from shardcore.step.ways import consolidate_placements
 
@@ -279,7 +279,7 @@ def test_each_collection_runs_ops_and_exchanges_of_its_own():
         problem,
     )
     assert [
-        [(op.kind, op.layout.collection, [s.table.name for s in op.shards]) for op in ops]
+        [(op.kind, op.sharding_kind.collection, [s.table.name for s in op.shards]) for op in ops]
         for ops in work.ops[:2]
     ] == [
         [
@@ -296,13 +296,16 @@ def test_each_collection_runs_ops_and_exchanges_of_its_own():
             ("column", "users", ["s"]),
         ],
     ]
-    users, of_a = work.ops[0][2].layout, [64 * 8 * 4, 0, 0, 0]
+    users, of_a = work.ops[0][2].sharding_kind, [64 * 8 * 4, 0, 0, 0]
     assert list(work.traffic_slots.values()) == [0, 0, 1, 0, 0, 2]
     assert pickle.loads(pickle.dumps(work)).traffic_slots == work.traffic_slots
-    assert work.entering_bytes(LAYOUTS["column"], ALL_TO_ALL).tolist() == of_a
+    assert work.entering_bytes(SHARDING_KINDS["column"], ALL_TO_ALL).tolist() == of_a
     assert work.entering_bytes(users, ALL_TO_ALL).tolist() == of_a
-    assert work.entering_bytes(users, IDS)[0] == work.entering_bytes(LAYOUTS["column"], IDS)[0] > 0
-    assert work.entering_bytes(LAYOUTS["data_parallel"], ALL_REDUCE).tolist() == [(10 * 16 + 100 * 8) * 4] * 4
+    assert work.entering_bytes(users, IDS)[0] == work.entering_bytes(SHARDING_KINDS["column"], IDS)[0] > 0
+    assert (
+        work.entering_bytes(SHARDING_KINDS["data_parallel"], ALL_REDUCE).tolist()
+        == [(10 * 16 + 100 * 8) * 4] * 4
+    )
     # An exchange more has a latency more.
     model = AnalyticModel(Setting("m", 64), exchange_latency_ms=1.0)
     once = np.add.reduce(work.traffic.reshape(3, len(CHANNELS), 4))
@@ -352,7 +355,9 @@ def test_traffic_of_columns_without_shards():
     problem = dataclasses.replace(PROBLEM, topology=on_hosts("aabb"))
     widths = np.array([[[0, 4, 8, 12], [4, 4, 4, 4]]])
     outputs = 64 * 4 * widths
-    found = traffic_of_outputs({LAYOUTS["column"]: outputs, LAYOUTS["host_row"]: 2 * outputs}, problem)
+    found = traffic_of_outputs(
+        {SHARDING_KINDS["column"]: outputs, SHARDING_KINDS["host_row"]: 2 * outputs}, problem
+    )
     np.testing.assert_array_equal(
         found, sends(all_to_all=256 * widths, reduce_scatter_host=512 * widths, all_to_all_cross=256 * widths)
     )

@@ -17,9 +17,15 @@ from shardcore.core.tiers import Memory
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.step import memory
-from shardcore.step.kinds import LAYOUTS, WHOLE_ROWS, layout_for_table, merged_placements, shards_by_device
+from shardcore.step.kinds import (
+    SHARDING_KINDS,
+    WHOLE_ROWS,
+    merged_placements,
+    sharding_kind_for_table,
+    shards_by_device,
+)
 from shardcore.step.lower import lower
-from shardcore.step.memory import columns_of_run, local_batch_terms, table_peak_bytes
+from shardcore.step.memory import columns_of_run, local_batch_memory_terms, table_peak_bytes
 from shardcore.step.memory_timeline import OF_ENTERED
 from shardcore.step.shard_memory import buffers_per_term, exchanged_amounts, local_batch_shares
 
@@ -34,7 +40,7 @@ def problem_of(*tables, hardware="nvidia-h200", n=2, optimizer="exact_sgd", batc
 def local_of(plan: Plan, problem: Problem) -> dict:
     """Bytes of each buffer of a local batch, by run."""
     shares = local_batch_shares(plan.placements, problem)
-    terms, found = local_batch_terms(shares, problem), {}
+    terms, found = local_batch_memory_terms(shares, problem), {}
     for r, run in enumerate(shares):
         each = list(zip(terms[columns_of_run(r)], buffers_per_term(run, problem), strict=False))
         names = {name for _, of in each for name in of}
@@ -148,7 +154,7 @@ def test_optimizer_state(optimizer, cell, row_bytes, of_replicas):
     """FBGEMM keeps it so, whatever updates replicas. Their state has the type of their weights."""
     half, given = Shard(replace(TABLE, precision="fp16"), 0, 1000, 0, 4), problem_of(optimizer=optimizer)
     assert given.replica_optimizer == of_replicas
-    copied = next(layout for layout in LAYOUTS.values() if layout.dense_gradient)
+    copied = next(sharding_kind for sharding_kind in SHARDING_KINDS.values() if sharding_kind.dense_gradient)
     for name, state in (
         ("sgd", 0),
         ("adagrad", 1000 * 2 * 4),
@@ -174,7 +180,7 @@ def test_state_of_replicas_is_what_their_optimizer_keeps(name, precision):
     stepped.step()
     kept = sum(n.numel() * n.element_size() for n in stepped.state[weights].values() if n.numel() > 1)
     problem = replace(problem_of(table), job=Job(replica_optimizer=name))
-    copied = next(layout for layout in LAYOUTS.values() if layout.dense_gradient)
+    copied = next(sharding_kind for sharding_kind in SHARDING_KINDS.values() if sharding_kind.dense_gradient)
     assert memory.resident_bytes(copied, Shard.whole(table), problem)[1] == kept
 
 
@@ -300,7 +306,9 @@ def test_searches_count_what_whole_tables_take(job, hardware, sequence):
         used = memory.used_bytes(plan, problem)
         assert summed(plan, problem) == used
         # A quarter of the tables is half of an even share. With more, the local batch adds less.
-        peaks = local + sum(each(layout_for_table("column", t), Shard.whole(t)) for t in tables[:n_tables])
+        peaks = local + sum(
+            each(sharding_kind_for_table("column", t), Shard.whole(t)) for t in tables[:n_tables]
+        )
         assert peaks == used[0] if n_tables == 2 else peaks >= used[0] or n_tables == 1
 
 
@@ -485,7 +493,7 @@ def test_a_host_that_cannot_hold_its_rows_is_named():
 def test_rows_of_a_divided_table_take_the_ids_in_them():
     problem = problem_of(hardware="cpu-some", n=4)
     parts = [shard for _, shard in shards_by_device(row(TABLE, problem.topology))]
-    kind = next(layout for layout in LAYOUTS.values() if layout.name == "row")
+    kind = next(sharding_kind for sharding_kind in SHARDING_KINDS.values() if sharding_kind.name == "row")
     assert sum(exchanged_amounts(kind, shard, problem)[0] for shard in parts) == 64 * (3 * 8 + 4 * 4)
 
 
@@ -493,7 +501,7 @@ def test_a_short_last_range_of_rows_takes_no_more_than_the_others():
     """Each device sends ids to as many as there are, however few rows the last has."""
     table = Table("t", 100_001, 8, 3.0)
     problem = problem_of(table, n=2)
-    kind = next(layout for layout in LAYOUTS.values() if layout.divides_rows)
+    kind = next(sharding_kind for sharding_kind in SHARDING_KINDS.values() if sharding_kind.divides_rows)
     first, last = (Shard(table, lo, hi, 0, 8) for lo, hi in ((0, 100_000), (100_000, 100_001)))
     peak = memory.peak_bytes_function(problem)
     assert peak(kind, last) < peak(kind, first)

@@ -9,7 +9,7 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.links import host_names
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.io.measurements import CollectiveRequest
-from shardcore.step.kinds import LAYOUTS, Channel, pod_size, row_domain_choices, row_domain_of
+from shardcore.step.kinds import SHARDING_KINDS, Channel, pod_size, row_domain_choices, row_domain_of
 from shardcore.step.lower import lower
 from shardcore.step.scopes import SCOPES, WORLD, group_members, groups_among_hosts
 
@@ -69,33 +69,37 @@ def test_measured_ranks_and_kinds_form_the_same_groups():
         assert (
             asked == groups_among_hosts(host_names(8, 2), name) == tuple(map(tuple, group_members(name, two)))
         )
-    assert LAYOUTS["host_row"].device_groups(two) == ((0, 1, 2, 3), (4, 5, 6, 7))
-    assert LAYOUTS["row"].device_groups(two) == (tuple(range(8)),)
+    assert SHARDING_KINDS["host_row"].device_groups(two) == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert SHARDING_KINDS["row"].device_groups(two) == (tuple(range(8)),)
 
 
 def test_rows_are_divided_over_pods_or_over_hosts_never_both():
     """TorchRec runs table_row_wise over one of them, by TORCHREC_RESOLVED_POD_SIZE."""
     over = [PODS, *(replace(PODS, rows_over=domain) for domain in ("host", "pod"))]
-    groups = {k: [len(x.device_groups(on)) for on in over] for k, x in LAYOUTS.items() if x.divides_rows}
+    groups = {
+        k: [len(x.device_groups(on)) for on in over] for k, x in SHARDING_KINDS.items() if x.divides_rows
+    }
     # Hosts, if it is left open. A plan may have either then.
     assert groups == {"row": [1, 1, 1], "host_row": [4, 4, 0], "pod_row": [0, 0, 2]}
-    assert [len(LAYOUTS["pod_row"].possible_groups(on)) for on in over] == [2, 0, 2]
+    assert [len(SHARDING_KINDS["pod_row"].possible_groups(on)) for on in over] == [2, 0, 2]
     assert [row_domain_choices(on) for on in over] == [("host", "pod"), ("host",), ("pod",)]
     assert row_domain_choices(on_hosts(["p/a", "p/b", "q/c", "q/d"])) == ("host", "pod")
     # One pod is all devices, and so is one host.
-    assert not LAYOUTS["pod_row"].possible_groups(on_hosts(["p/a", "p/b"]))
-    assert not LAYOUTS["pod_row"].possible_groups(on_hosts(["p/a", "p/a", "q/b", "q/b"]))
+    assert not SHARDING_KINDS["pod_row"].possible_groups(on_hosts(["p/a", "p/b"]))
+    assert not SHARDING_KINDS["pod_row"].possible_groups(on_hosts(["p/a", "p/a", "q/b", "q/b"]))
     # Hosts without a neighbour make no pods, and TorchRec needs pods of one size.
     for hosts in (["p/a", "p/a", "q/b", "q/b"], ["p/a", "p/a", "p/b", "p/b", "q/c", "q/c"]):
         on = on_hosts(hosts)
-        assert LAYOUTS["host_row"].device_groups(on) and not LAYOUTS["pod_row"].possible_groups(on)
+        assert SHARDING_KINDS["host_row"].device_groups(on) and not SHARDING_KINDS["pod_row"].possible_groups(
+            on
+        )
         assert row_domain_choices(on) == ("host",)
 
 
 def test_a_plan_tells_over_which_domains_its_job_divides_rows():
     tables = tuple(Table(name, 64, 8, 1.0) for name in "ab")
     given = Problem("pods", tables, PODS, 8)
-    (host, *_), (pod, *_) = (LAYOUTS[kind].possible_groups(PODS) for kind in ("host_row", "pod_row"))
+    (host, *_), (pod, *_) = (SHARDING_KINDS[kind].possible_groups(PODS) for kind in ("host_row", "pod_row"))
     over_hosts, over_pods = (
         tuple(Placement(kind, Shard.whole(t), group) for t in tables)
         for kind, group in (("host_row", host), ("pod_row", pod))

@@ -27,7 +27,11 @@ def test_rates_of_the_first_stand_in_for_all():
 def test_a_row_runs_and_can_be_measured(row):
     from shardcore.measure.exchanges import EXCHANGES
 
-    assert (row.ids or row.call in EXCHANGES) and set(row.ways) <= {"forward", "backward"} and row.ways
+    assert (
+        (row.ids or row.call in EXCHANGES)
+        and set(row.directions) <= {"forward", "backward"}
+        and row.directions
+    )
     assert 0 < row.draw.share < 1 and (not row.draw.scope or row.draw.scope in SCOPES)
     assert row.ids or not row.work
 

@@ -12,7 +12,7 @@ from shardcore.core.types import Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.step.engine.arrays import NEXT, OPTION_RUN, PEAK_BYTES
 from shardcore.step.memory import shard_sums
-from shardcore.step.options import Options
+from shardcore.step.options import ShardOptions
 from shardcore.step.shard_memory import local_batch_share
 from shardcore.step.ways import IMPOSSIBLE
 
@@ -39,7 +39,7 @@ def test_sums_of_any_number_of_columns_are_exactly_those_of_the_shard():
         "rowwise_adagrad",
         Constraints(together=(("a", "b"),)),
     )
-    cache = Options(problem, AnalyticModel(Setting("gpu", 64)), map(Shard.whole, TABLES))
+    cache = ShardOptions(problem, AnalyticModel(Setting("gpu", 64)), map(Shard.whole, TABLES))
     items = np.repeat(np.arange(len(cache)), cache.size)
     blocks = np.concatenate([np.arange(1, n + 1) for n in cache.size])
     cache.make_shards(items, blocks)
@@ -63,7 +63,7 @@ def test_sums_of_any_number_of_columns_are_exactly_those_of_the_shard():
 def test_shards_that_no_device_may_have_are_too_large_for_any():
     wide = replace(TABLES[0], dim=4096)
     problem = Problem("p", (wide, TABLES[1]), on_hosts("aabb"), 64)
-    cache = Options(problem, AnalyticModel(Setting("gpu", 64)), map(Shard.whole, problem.tables))
+    cache = ShardOptions(problem, AnalyticModel(Setting("gpu", 64)), map(Shard.whole, problem.tables))
     [item] = np.flatnonzero(cache.size > 100)
     cache.make_shards(np.array([item, item]), np.array([1, cache.size[item]]))
     assert cache.peak_bytes[1] < IMPOSSIBLE == cache.peak_bytes[2]
@@ -74,7 +74,7 @@ def test_tables_that_differ_by_name_share_options_unless_constraints_differ():
     wider = replace(TABLES[0], name="wider", dim=64)
     kinds = Constraints(kinds=(("by rows", ("row", "data_parallel")),))
     problem = Problem("p", (*named, wider), on_hosts("aabb"), 64, constraints=kinds)
-    cache = Options(problem, AnalyticModel(Setting("gpu", 64)), map(Shard.whole, problem.tables))
+    cache = ShardOptions(problem, AnalyticModel(Setting("gpu", 64)), map(Shard.whole, problem.tables))
     items = np.arange(4)
     cache.make_shards(items, cache.size)
     of = {

@@ -23,9 +23,9 @@ from shardcore.step.ways import (
     alternative_row_divisions,
     consolidate_placements,
     fixed_placements,
-    layout_of_shard,
     placements_of_bundles,
     row_division,
+    sharding_kind_of_shard,
 )
 from shardcore.testing.problems import draw_random_problem, small_problem_model
 
@@ -300,8 +300,11 @@ def test_rows_of_ordered_tables_rise_with_torchrecs_ranks():
     ] == [(0, 1, 2, 3), (2,)]
     assert allowed_devices_of_shard(Shard(other, 3, 6, 0, 4), apart) == (2,)
     assert allowed_devices_of_shard(Shard(ordered, 5, 10, 0, 4), pinned) == (3,)
-    assert [layout_of_shard(s, apart).name for s in (Shard.whole(ordered), second)] == ["column", "row"]
-    assert layout_of_shard(Shard(ordered, 5, 10, 0, 4), pinned).name == "host_row"
+    assert [sharding_kind_of_shard(s, apart).name for s in (Shard.whole(ordered), second)] == [
+        "column",
+        "row",
+    ]
+    assert sharding_kind_of_shard(Shard(ordered, 5, 10, 0, 4), pinned).name == "host_row"
 
 
 def test_shards_become_placements_and_row_ranges_one():

@@ -9,7 +9,7 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Shard, Table
 from shardcore.step import access
 from shardcore.tables import streams
-from shardcore.tables.heat import Heat, count_row_lookups, heat_of_tables
+from shardcore.tables.heat import TableHeat, count_row_lookups, heat_of_tables
 
 BATCH = 256
 HALVES = (0.2, 0.2, 0.2, 0.2, 0.1, 0.1) + (0.0,) * 11
@@ -75,7 +75,7 @@ def test_heat_of_data_is_near_that_of_its_law():
     ids = np.concatenate([streams.draw_lookups(table, BATCH, seed)[0] for seed in range(50)])
     (law,), mean = heat_of_tables([table], BATCH), np.sort(count_row_lookups(table, ids) / 50)[::-1]
     # Each row is a class of its own, and its lookups in a batch are taken to be Poisson.
-    data = Heat(table.name, BATCH, np.ones(len(mean)), mean, -np.expm1(-mean))
+    data = TableHeat(table.name, BATCH, np.ones(len(mean)), mean, -np.expm1(-mean))
     assert data.unique_rows == pytest.approx(law.unique_rows, rel=0.02)
     ratios = [heat.missed_rows(500) / heat.unique_rows for heat in (data, law)]
     assert ratios[0] == pytest.approx(ratios[1], abs=0.05)

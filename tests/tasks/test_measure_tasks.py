@@ -11,7 +11,7 @@ from shardcore.io.measurements import ComputeSample
 from shardcore.measure.config import CollectiveConfig, KernelConfig
 from shardcore.measure.sampling.groups import GroupConfig
 from shardcore.stages import measure
-from shardcore.stages.measure import Wanted
+from shardcore.stages.measure import WantedSamples
 from shardcore.stages.measure_config import MeasureConfig
 from tasks.ray_transport import RayTransport
 
@@ -57,7 +57,7 @@ def progress():
 @pytest.fixture
 def wanted():
     with RayTransport() as transport:
-        yield Wanted(TABLES, SETTING, CONFIG, transport)
+        yield WantedSamples(TABLES, SETTING, CONFIG, transport)
 
 
 def timed(request, relative_ci, ms=1.0):

@@ -9,7 +9,7 @@ import ray
 
 from shardcore.core.errors import ShardCoreError
 from shardcore.measure import local_ranks
-from shardcore.measure.local_ranks import Lost
+from shardcore.measure.local_ranks import RankLost
 from shardcore.measure.transport import NoRoom
 from tasks import ray_transport
 from tasks.ray_transport import RayTransport, cpus_per_rank, failure_reason
@@ -28,7 +28,7 @@ def behave(rank, init_method, send, *how):
     if how[rank] == "fails":
         raise ShardCoreError("it is broken")
     if how[rank] == "loses":
-        raise Lost("connection closed")
+        raise RankLost("connection closed")
     if how[rank] == "hangs":
         threading.Event().wait()
     for i in range(8 if how[rank] == "works" else 1):

@@ -22,10 +22,10 @@ from shardcore.cost import accuracy, collective_model, fit, neural
 from shardcore.cost.model import price
 from shardcore.cost.step_factors import FEWEST_STEPS
 from shardcore.io import dataset, files, model_files, replays, schema, traced_samples
-from shardcore.io.measurements import Spread, StepSample
+from shardcore.io.measurements import StepSample, TimingSpread
 from shardcore.measure.replay import ReplayConfig
 from shardcore.search import SHARDERS
-from shardcore.stages.evaluate import Candidate, EvaluateConfig, judge_model
+from shardcore.stages.evaluate import CandidateModel, EvaluateConfig, judge_model
 from tasks import registry
 from tasks.setting import SettingConfig
 
@@ -110,7 +110,7 @@ def test_a_dataset_of_another_machine_lends_and_counts_nowhere(joined):
 
 
 def test_a_model_is_evaluated_on_own_samples(joined):
-    candidate = Candidate(neural.load("data/model"), [], MEASUREMENTS, EvaluateConfig(), None)
+    candidate = CandidateModel(neural.load("data/model"), [], MEASUREMENTS, EvaluateConfig(), None)
     metrics = judge_model(candidate, Path("data/evaluation"))
     assert metrics == joined[0] and metrics["n_compute"] == len(accuracy.held_out_samples(SAMPLES))
     assert len(Path("data/evaluation/predictions.csv").read_text().splitlines()) == metrics["n_compute"] + 1
@@ -165,7 +165,12 @@ def test_own_replays_tell_what_exchanges_take_in_steps(place):
         ]
         return [
             StepSample(
-                c.forward_compute_ms, c.backward_compute_ms, *comm, c.waiting_ms, Spread(1, 1, 1, 3), False
+                c.forward_compute_ms,
+                c.backward_compute_ms,
+                *comm,
+                c.waiting_ms,
+                TimingSpread(1, 1, 1, 3),
+                False,
             )
             for c, comm in zip(costs, longer, strict=True)
         ]

@@ -60,7 +60,7 @@ class Count(TorchDispatchMode):
         super().__init__()
         self.calls: dict[str, list[list[int]]] = {}
         self.topology = topology
-        self.way = "forward"
+        self.direction = "forward"
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "c10d":
@@ -76,7 +76,7 @@ class Count(TorchDispatchMode):
             group = args[1]
         else:
             into, source, group = args[:3]
-        what = _carried() or f"{self.way} {self._channel(name, group).description}"
+        what = _carried() or f"{self.direction} {self._channel(name, group).description}"
         self.calls.setdefault(what, []).append(
             [sum(t.numel() * t.element_size() for t in _flat(tensors)) for tensors in (source, into)]
         )
@@ -169,7 +169,7 @@ def _step(rank: int, model: Drawn, seed: int, folder: str) -> None:
     sharded(batch).sum().backward()
     with Count(topology) as count:
         pooled = sharded(batch)
-        count.way = "backward"
+        count.direction = "backward"
         pooled.sum().backward()
     writing.write_json(f"{folder}/{rank}.json", in_order(count.calls))
     dist.barrier()

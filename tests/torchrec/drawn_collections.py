@@ -21,7 +21,7 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import OUTPUT_BYTES, Placement, Plan, Problem, Shard, Table
 from shardcore.step.access import payload_bytes
 from shardcore.step.collectives import carried_payload
-from shardcore.step.kinds import ID_CHANNELS, Channel, Layout, layout_for_table, shards_by_device
+from shardcore.step.kinds import ID_CHANNELS, Channel, ShardingKind, sharding_kind_for_table, shards_by_device
 from shardcore.step.lower import lower, require_valid_plan
 from shardcore.step.scopes import SCOPES, groups_in_topology
 from shardcore.torchrec.constraints import kinds_without_variable_batches
@@ -241,15 +241,15 @@ def expected(model: Drawn, seed: int) -> list[Calls]:
             # All ranks of a group take part if any has something.
             if not there[list(group)].any():
                 continue
-            for way in channel.definition.ways:
-                cast = carried_payload(channel.definition, way, getattr(job, f"{way}_payload"))
+            for direction in channel.definition.directions:
+                cast = carried_payload(channel.definition, direction, getattr(job, f"{direction}_payload"))
                 enters, leaves = there, back
-                if samples and way == "forward":
+                if samples and direction == "forward":
                     enters = padded_bytes(there, cast, samples)
                     leaves = _dealt(channel, enters, groups)
                 # What enters on the way there leaves on the way back.
-                pair = (enters, leaves) if way == "forward" else (leaves, enters)
-                mine.setdefault(f"{way} {channel.description}", []).append(
+                pair = (enters, leaves) if direction == "forward" else (leaves, enters)
+                mine.setdefault(f"{direction} {channel.description}", []).append(
                     [payload_bytes(n_bytes[rank], cast) for n_bytes in pair]
                 )
         found.append(in_order(mine))
@@ -306,11 +306,11 @@ def sequence_exchanges(model: Drawn, lookups: Lookups) -> Iterator[Exchange]:
     A row of each lookup goes from the device that has it to the one that asked. Of a collection, TorchRec
     runs tables cut by columns apart from whole ones.
     """
-    found: dict[tuple[Layout, bool], np.ndarray] = {}
+    found: dict[tuple[ShardingKind, bool], np.ndarray] = {}
     for placement in model.plan.placements:
         table = placement.shard.table
         if table.sequence:
-            run = layout_for_table(placement.kind, table), placement.shard.width < table.dim
+            run = sharding_kind_for_table(placement.kind, table), placement.shard.width < table.dim
             mine = found.setdefault(run, np.zeros((2, len(model.problem.topology))))
             for device, shard in shards_by_device(placement):
                 asked = OUTPUT_BYTES * shard.width * lookups(shard)

@@ -30,7 +30,7 @@ from shapes import column, replica, row
 from shardcore.core.catalog import OPTIMIZERS
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
-from shardcore.step.kinds import LAYOUTS
+from shardcore.step.kinds import SHARDING_KINDS
 from shardcore.step.sharding_groups import GroupedPlan, Grouping, devices_of_groups, problem_of_group
 from shardcore.torchrec.dmp_collection import read_dmp_collection, to_dmp_collection, write_dmp_collection
 
@@ -79,7 +79,9 @@ def grouped(given: Problem, grouping: Grouping) -> GroupedPlan:
         whole = (column(t, 0) for t in (a, b, c, e))
         return GroupedPlan(grouping, Plan((*whole, replica(d, own.topology))), own)
     # The last kind is that of the largest domains.
-    of_domains = [(k.name, k.possible_groups(own.topology)[-1:]) for k in LAYOUTS.values() if k.rows_over]
+    of_domains = [
+        (k.name, k.possible_groups(own.topology)[-1:]) for k in SHARDING_KINDS.values() if k.rows_over
+    ]
     over_domain = [Placement(kind, Shard.whole(e), group) for kind, groups in of_domains for group in groups]
     placements = [
         column(a, 1),

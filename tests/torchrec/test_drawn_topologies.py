@@ -34,7 +34,7 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.decisions.driver import decide
 from shardcore.search.decisions.row_domains import RowDomains
-from shardcore.step.kinds import LAYOUTS, row_domain_choices, row_domain_of
+from shardcore.step.kinds import SHARDING_KINDS, row_domain_choices, row_domain_of
 from shardcore.step.lower import lower
 from shardcore.step.sharding_groups import Grouping, possible_group_sizes, possible_groupings
 
@@ -82,7 +82,7 @@ def plans_of(given: Problem, rng: np.random.Generator, sequence: bool) -> tuple[
 def impossible(given: Problem, rng: np.random.Generator) -> Plan | None:
     """A plan with the rows of a table over domains that TorchRec does not divide them over there, by names of hosts."""
     topology, plan = given.topology, training.draw(given, rng)
-    kinds = [k for k in LAYOUTS.values() if k.rows_over and not k.device_groups(topology)]
+    kinds = [k for k in SHARDING_KINDS.values() if k.rows_over and not k.device_groups(topology)]
     pooled = [t for t in given.tables if t.name not in ("s", "t")]
     if not kinds or len(topology) == 1:
         return None

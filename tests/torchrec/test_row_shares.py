@@ -24,7 +24,7 @@ from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
 from shardcore.io import files
 from shardcore.step import memory
-from shardcore.step.kinds import BUCKETIZED_IDS, layout_for_table, layout_of_kind
+from shardcore.step.kinds import BUCKETIZED_IDS, sharding_kind_by_name, sharding_kind_for_table
 from shardcore.step.lower import lower
 from shardcore.torchrec.planner import plan_for, problem_for
 
@@ -63,7 +63,9 @@ def test_ids_in_the_first_rows_are_work_of_the_first_device(module, tmp_path):
     [_, real] = input_bytes(
         plan, problem, lambda shard: np.full(8, ((FIRST >= shard.row_lo) & (FIRST < shard.row_hi)).sum() / 8)
     )
-    assert work.entering_bytes(layout_for_table("row", table), BUCKETIZED_IDS) == pytest.approx(real, abs=8)
+    assert work.entering_bytes(sharding_kind_for_table("row", table), BUCKETIZED_IDS) == pytest.approx(
+        real, abs=8
+    )
     even = replace(problem, tables=(replace(table, ordered=False, row_shares=None),))
     divided = [memory.used_bytes(Plan((row(p.tables[0], EIGHT),)), p) for p in (problem, even)]
     assert divided[0][0] > divided[1][0] > divided[0][1]
@@ -84,4 +86,4 @@ def test_hashed_ids_and_means_leave_tables_as_they_were():
         assert (table.ordered, table.row_shares) == (False, None)
     one = Topology((Device(1 << 33),))
     assert problem_for(BAGS, one, BATCH, batch_of(FIRST)).tables[0].row_shares is None
-    assert layout_of_kind("row").divides_rows
+    assert sharding_kind_by_name("row").divides_rows

@@ -31,7 +31,7 @@ from shardcore.core.job import Job
 from shardcore.core.tiers import Memory
 from shardcore.core.topology import Device, Topology
 from shardcore.cost.analytic import AnalyticModel
-from shardcore.step.kinds import LAYOUTS
+from shardcore.step.kinds import SHARDING_KINDS
 from shardcore.torchrec.constraints import constraints_by_problem_name, lookups_per_sample
 from shardcore.torchrec.modules import tables_of_model
 
@@ -369,7 +369,7 @@ def test_sequences_have_no_replicas_on_a_cpu(device, replicated):
     job = Job(replica_optimizer="sgd")
     made = planner({}, TheirTopology(2, device, hbm_cap=10**9, ddr_cap=10**9), lookups={"f": 500.0}, job=job)
     made.plan(module)
-    assert ("data_parallel" in made.problem.restricted_kinds_by_table.get("t", LAYOUTS)) == replicated
+    assert ("data_parallel" in made.problem.restricted_kinds_by_table.get("t", SHARDING_KINDS)) == replicated
     asked = {"t": ParameterConstraints(sharding_types=["data_parallel"])}
     with pytest.raises(ShardCoreError, match="plan replicates table 't' of the EmbeddingCollection ''; on a"):
         planner(asked, TheirTopology(2, "cpu")).plan(module)

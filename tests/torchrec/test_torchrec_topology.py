@@ -15,7 +15,7 @@ from shardcore.core.links import make_links
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Setting
 from shardcore.cost.analytic import AnalyticModel
-from shardcore.step.kinds import LAYOUTS, pod_size
+from shardcore.step.kinds import SHARDING_KINDS, pod_size
 from shardcore.torchrec.planner import ShardCorePlanner
 from shardcore.torchrec.topologies import POD_SIZE, require_pod_environment, topology_from_torchrec
 
@@ -138,7 +138,7 @@ def test_without_the_variable_rows_are_divided_over_hosts_and_that_is_told(monke
         Topology(tuple(Device(GIB, host=f"p{d // 4}/h{d // 2}") for d in range(8))),
     ):
         found = planner(on)
-        assert found.problem.topology.rows_over is None and not LAYOUTS["pod_row"].device_groups(
+        assert found.problem.topology.rows_over is None and not SHARDING_KINDS["pod_row"].device_groups(
             found.problem.topology
         )
         assert any(

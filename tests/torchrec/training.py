@@ -38,9 +38,9 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.io.writing import write_atomic
 from shardcore.step.kinds import (
-    LAYOUTS,
+    SHARDING_KINDS,
     even_row_ranges,
-    layout_of_torchrec,
+    kind_of_torchrec_type,
     pod_size,
     possible_groups,
     shards_by_device,
@@ -143,7 +143,7 @@ def _draw(t: Table, on: Topology, rng: np.random.Generator) -> list[Placement]:
         return [replica(t, on)]
     if kind == "rows" and n > 1 and even_row_ranges(t.rows, n):
         return [row(t, on)]
-    for by_domain in (x for x in LAYOUTS.values() if x.rows_over and kind in ("host", "grid")):
+    for by_domain in (x for x in SHARDING_KINDS.values() if x.rows_over and kind in ("host", "grid")):
         if groups := possible_groups(by_domain, t.rows, on, None):
             return [
                 Placement(by_domain.name, Shard(t, 0, t.rows, *c), groups[rng.integers(len(groups))])
@@ -440,13 +440,13 @@ def _other_ops(model, exported, given: Problem, rank: int) -> str:
         wanted = {
             op.kind: sorted((names[s.table.name].name, s.rows, s.width) for s in op.shards)
             for op in lower(plan, given).ops[given.topology.ranks[rank]]
-            if op.layout.collection == path
+            if op.sharding_kind.collection == path
         }
         found: dict[str, list] = {}
         for lookup in module._lookups:
             for op in getattr(lookup, "module", lookup)._emb_modules:
                 held = sorted((t.name, t.local_rows, t.local_cols) for t in op._config.embedding_tables)
-                kind = layout_of_torchrec(shardings[held[0][0]].sharding_type, given.topology).name
+                kind = kind_of_torchrec_type(shardings[held[0][0]].sharding_type, given.topology).name
                 if kind in found:
                     return f"two ops for {kind} shards of {path!r}"
                 found[kind] = held

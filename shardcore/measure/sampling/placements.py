@@ -206,9 +206,9 @@ def recorded_plan_key(drawn: Problem, planner: str) -> str:
     return f"{planner}-{files.json_digest(identity)}"
 
 
-def recorded_plan_line(of: Mapping[int, int], drawn: Problem) -> str:
+def recorded_plan_line(device_of_shard: Mapping[int, int], drawn: Problem) -> str:
     """Text of a device's tables in a recorded plan: table indices, with ":columns" where cut."""
-    entries = sorted(of.items())
+    entries = sorted(device_of_shard.items())
     return " ".join(f"{i}" if width == drawn.tables[i].dim else f"{i}:{width}" for i, width in entries)
 
 

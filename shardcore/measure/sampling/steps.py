@@ -15,10 +15,10 @@ from shardcore.measure.sampling.placements import cut_columns
 from shardcore.measure.sampling.problems import ProblemConfig, draw_problem
 from shardcore.step.kinds import (
     WHOLE_ROWS,
-    Layout,
+    ShardingKind,
     even_row_share,
+    kind_on_one_device,
     kinds_on_all_devices,
-    layout_on_one_device,
 )
 
 _SHARED = ((False, False), (True, False), (False, True), (False, False), (True, False), (True, True))
@@ -92,7 +92,7 @@ def draw_random_plans(drawn: Problem, rng: np.random.Generator) -> Plans:
     return plans
 
 
-def _shared_kinds(topology: Topology) -> tuple[Layout, Layout]:
+def _shared_kinds(topology: Topology) -> tuple[ShardingKind, ShardingKind]:
     """The topology's first kind of sharding that divides rows, and its first that replicates tables."""
     dividing, replicating = (
         # On one device no kind divides rows or replicates, and WHOLE_ROWS stands in.
@@ -111,7 +111,7 @@ def fitting_tables(
 
 
 def _draw_step_plan(
-    drawn: Problem, sharing: Sequence[Layout], small: Sequence[Table], rng: np.random.Generator
+    drawn: Problem, sharing: Sequence[ShardingKind], small: Sequence[Table], rng: np.random.Generator
 ) -> Plan:
     """Draw a random plan: some tables are sharded by the kinds in `sharing`, the others cut by columns.
 
@@ -130,7 +130,7 @@ def _draw_step_plan(
         else:
             cut = _draw_column_shards(table, everywhere, rng)
             placements += [
-                Placement(layout_on_one_device(table).name, shard, (device,)) for device, shard in cut
+                Placement(kind_on_one_device(table).name, shard, (device,)) for device, shard in cut
             ]
     # Sorted, so that plans are equal whatever the order of their tables.
     placements.sort(key=lambda p: (p.shard.table.name, p.shard.row_lo, p.shard.col_lo))

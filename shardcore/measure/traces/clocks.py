@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardcore.measure.traces.rank import Collective, StepSpans
+from shardcore.measure.traces.rank import StepSpans, TracedCollective
 
 MOST_SPREAD = 0.1
 """Most spread of the differences of ends, over the step, with which an offset counts as known."""
@@ -23,7 +23,7 @@ JUMP = 0.05
 
 
 @dataclass(frozen=True)
-class Offset:
+class ClockOffset:
     """Clock offset of a rank from the first rank in ms, with the interquartile range of its estimates."""
 
     ms: float
@@ -31,8 +31,8 @@ class Offset:
 
 
 def match_collectives(
-    collectives: Mapping[int, Sequence[Collective]],
-) -> tuple[list[dict[int, Collective]], list[str]]:
+    collectives: Mapping[int, Sequence[TracedCollective]],
+) -> tuple[list[dict[int, TracedCollective]], list[str]]:
     """Match the collectives of a traced step across ranks. Returns matched groups by rank, and texts on kinds that do
     not match.
 
@@ -60,21 +60,25 @@ def collective_counts_by_step(steps: Sequence[StepSpans]) -> dict[int, Counter[t
     return {step.number: Counter((c.collective, c.role) for c in step.collectives) for step in steps}
 
 
-def clock_offsets(groups: Sequence[Mapping[int, Collective]], ranks: Sequence[int]) -> dict[int, Offset]:
+def clock_offsets(
+    groups: Sequence[Mapping[int, TracedCollective]], ranks: Sequence[int]
+) -> dict[int, ClockOffset]:
     """Clock offsets of the ranks in a traced step, from the ends of matched collectives."""
     first, *others = ranks
-    found = {first: Offset(0.0, 0.0)}
+    found = {first: ClockOffset(0.0, 0.0)}
     for rank in others:
         apart = [group[rank].end_ms - group[first].end_ms for group in groups]
         if apart:
             low, middle, high = np.quantile(apart, (0.25, 0.5, 0.75))
             # Clocks that agree within what collectives tell count as equal: one host has one clock.
-            found[rank] = Offset(float(middle) if abs(middle) > 2 * (high - low) else 0.0, float(high - low))
+            found[rank] = ClockOffset(
+                float(middle) if abs(middle) > 2 * (high - low) else 0.0, float(high - low)
+            )
     return found
 
 
-def set_last_begins(
-    groups: Sequence[Mapping[int, Collective]], clock: Mapping[int, Offset], world_size: int
+def set_last_rank_begins(
+    groups: Sequence[Mapping[int, TracedCollective]], clock: Mapping[int, ClockOffset], world_size: int
 ) -> None:
     """Set `began_ms` of matched collectives: the time when the last rank entered, by each rank's clock.
 

@@ -153,7 +153,7 @@ def _align_steps(
                     "is aligned alone"
                 )
             before[rank] = offset.ms
-        clocks.set_last_begins(groups, clock, size)
+        clocks.set_last_rank_begins(groups, clock, size)
         steps.append(
             TracedStep(number, tuple(divide_rank_step(rank, s, on_gpu) for rank, s in spans.items()), size)
         )

@@ -21,7 +21,7 @@ GLOO = re.compile(r"gloo:")
 
 
 @dataclass(frozen=True)
-class Name:
+class KernelName:
     """Pattern of event names in a trace, and the step part (of TRACED_PARTS) that they belong to.
 
     works: False where a frame waits, or only contains others. Its own time is that of collectives in flight.
@@ -32,9 +32,9 @@ class Name:
     works: bool = True
 
 
-def _kernel_name_pattern(part: str, *patterns: str, works: bool = True) -> Name:
+def _kernel_name_pattern(part: str, *patterns: str, works: bool = True) -> KernelName:
     """Make a Name (pattern of traced kernels) from several regular expressions."""
-    return Name(re.compile("|".join(patterns)), part, works)
+    return KernelName(re.compile("|".join(patterns)), part, works)
 
 
 NAMES = (
@@ -140,7 +140,7 @@ RUN_AS = {"reduce_scatter": ("reduce_scatter", "all_reduce"), "broadcast": ("bro
 
 
 @cache
-def match_kernel_name(name: str) -> Name | None:
+def match_kernel_name(name: str) -> KernelName | None:
     """Name pattern that matches a traced frame or kernel; None if unknown."""
     return next((row for row in NAMES if row.pattern.search(name)), None)
 

@@ -61,7 +61,7 @@ class Span(NamedTuple):
 
 
 @dataclass
-class Collective:
+class TracedCollective:
     """A collective of one rank in a trace.
 
     began_ms: when the last rank of it began, by this rank's clock. -inf where no other rank's trace has it.
@@ -91,7 +91,7 @@ class StepSpans:
     end_ms: float
     host: list[Span] = field(default_factory=list)
     device: list[Span] = field(default_factory=list)
-    collectives: list[Collective] = field(default_factory=list)
+    collectives: list[TracedCollective] = field(default_factory=list)
 
 
 @dataclass
@@ -291,44 +291,46 @@ class _Frames:
             self.spans.append(Span(self._at_ms, until_ms, frame.part, frame.works, frame.name))
         self._at_ms = max(self._at_ms, until_ms)
 
-    def _make_frame(self, e: TraceEvent, around: _Frame) -> _Frame:
+    def _make_frame(self, event: TraceEvent, around: _Frame) -> _Frame:
         """Frame of a trace event nested in another frame, with its step part."""
         start = around.start
-        named = str(e.args.get("Collective name", e.name))
-        if STARTS_COLLECTIVE.match(e.name) and (start or match_collective(named)):
+        named = str(event.args.get("Collective name", event.name))
+        if STARTS_COLLECTIVE.match(event.name) and (start or match_collective(named)):
             if start is None:
                 collective = match_collective(named) or "other"
-                start = _Start(e.begin_ms, e.end_ms, collective, around.part, _input_bytes(e))
+                start = _Start(event.begin_ms, event.end_ms, collective, around.part, _input_bytes(event))
                 self.starts.append(start)
-            elif not start.n_bytes and (n_bytes := _input_bytes(e)):
+            elif not start.n_bytes and (n_bytes := _input_bytes(event)):
                 # The op of a list of tensors has no sizes; what it calls has.
                 start = start._replace(n_bytes=n_bytes)
                 self.starts[-1] = start
-            return _Frame(e.end_ms, around.part, False, e.name, start)
-        row = match_kernel_name(e.name)
-        if STEP.match(e.name) and around.part in ("host", UNNAMED):
+            return _Frame(event.end_ms, around.part, False, event.name, start)
+        row = match_kernel_name(event.name)
+        if STEP.match(event.name) and around.part in ("host", UNNAMED):
             # The step's own Python between ops. Nothing says what it does.
-            return _Frame(e.end_ms, UNNAMED, False, "Python outside of ops and annotations", None)
+            return _Frame(event.end_ms, UNNAMED, False, "Python outside of ops and annotations", None)
         if row is not None and row.part != "host":
             # What a frame of an embedding's part calls is of that part, unless its own name says more.
             part = around.part if row.part == "dense_backward" and around.part == "optimizer" else row.part
-            return _Frame(e.end_ms, part, row.works and e.category == "cpu_op", e.name, around.start)
-        if e.category == "cpu_op" and around.part in ("host", UNNAMED):
-            known = DENSE_OPS.match(e.name) or e.name in ("detach", "record_param_comms")
-            return _Frame(e.end_ms, "dense_forward" if known else UNNAMED, True, e.name, around.start)
-        works = around.works or e.category == "cpu_op"
+            return _Frame(
+                event.end_ms, part, row.works and event.category == "cpu_op", event.name, around.start
+            )
+        if event.category == "cpu_op" and around.part in ("host", UNNAMED):
+            known = DENSE_OPS.match(event.name) or event.name in ("detach", "record_param_comms")
+            return _Frame(event.end_ms, "dense_forward" if known else UNNAMED, True, event.name, around.start)
+        works = around.works or event.category == "cpu_op"
         part = row.part if row and around.part == UNNAMED else around.part
-        if part == UNNAMED and e.category not in ("cpu_op", "user_annotation"):
+        if part == UNNAMED and event.category not in ("cpu_op", "user_annotation"):
             part = "host"  # a launch, or a wait for the device
-        return _Frame(e.end_ms, part, works, e.name, around.start)
+        return _Frame(event.end_ms, part, works, event.name, around.start)
 
 
-def _input_bytes(e: TraceEvent) -> int:
+def _input_bytes(event: TraceEvent) -> int:
     """Input bytes of a rank's collective, at most MOST_BYTES; 0 where the trace event does not say."""
-    count, kind = e.args.get("In msg nelems"), e.args.get("dtype")
+    count, kind = event.args.get("In msg nelems"), event.args.get("dtype")
     if isinstance(count, int) and isinstance(kind, str) and kind in _ELEMENT_BYTES:
         return min(max(count, 0) * _ELEMENT_BYTES[kind], MOST_BYTES)
-    dims, kinds = e.args.get("Input Dims"), e.args.get("Input type")
+    dims, kinds = event.args.get("Input Dims"), event.args.get("Input type")
     # An op has its output first and its input next; what runs it has only the input.
     tensors = [
         (d, k)
@@ -340,7 +342,7 @@ def _input_bytes(e: TraceEvent) -> int:
     ]
     if not tensors:
         return 0
-    shape, kind = tensors[1 if e.name.startswith("c10d::") and len(tensors) > 1 else 0]
+    shape, kind = tensors[1 if event.name.startswith("c10d::") and len(tensors) > 1 else 0]
     return min(math.prod(shape) * _ELEMENT_BYTES[kind], MOST_BYTES)
 
 
@@ -349,7 +351,7 @@ def _input_bytes(e: TraceEvent) -> int:
 
 def _device_spans(
     kernels: Iterable[TraceEvent], launches: dict[int, _Frame]
-) -> tuple[list[Span], list[tuple[float, Collective]]]:
+) -> tuple[list[Span], list[tuple[float, TracedCollective]]]:
     """Spans of GPU kernels, and NCCL collectives with the time of their launch by the host."""
     spans, collectives = [], []
     for e in kernels:
@@ -366,26 +368,30 @@ def _device_spans(
     return spans, collectives
 
 
-def _collective_run(e: TraceEvent, start: _Start) -> tuple[float, Collective]:
+def _collective_run(event: TraceEvent, start: _Start) -> tuple[float, TracedCollective]:
     """Collective of a kernel or gloo thread's event, with the time of its launch by the host."""
-    return start.begin_ms, Collective(
-        start.collective, collective_role(start.collective, start.part), start.n_bytes, e.begin_ms, e.end_ms
+    return start.begin_ms, TracedCollective(
+        start.collective,
+        collective_role(start.collective, start.part),
+        start.n_bytes,
+        event.begin_ms,
+        event.end_ms,
     )
 
 
-def _kernel_part(e: TraceEvent, around: _Frame | None) -> str:
+def _kernel_part(event: TraceEvent, around: _Frame | None) -> str:
     """Step part that a GPU kernel belongs to."""
-    row = match_kernel_name(e.name)
+    row = match_kernel_name(event.name)
     if row and row.part != "dense_backward":
         return row.part
     if around and around.part not in ("host", UNNAMED):
         return around.part
-    return "dense_forward" if DENSE_KERNELS.search(e.name) else UNNAMED
+    return "dense_forward" if DENSE_KERNELS.search(event.name) else UNNAMED
 
 
 def _gloo_collectives(
     threads: dict[tuple, list[TraceEvent]], starts: Sequence[_Start]
-) -> list[tuple[float, Collective]]:
+) -> list[tuple[float, TracedCollective]]:
     """Collectives that gloo's threads ran, each with the time of its launch by the host.
 
     Gloo runs what a group was given in that order. So a collective is that of the first start which has none

@@ -16,40 +16,43 @@ from shardcore.step.access import output_bytes
 from shardcore.step.exchange_lines import linear_exchange_costs, linear_work_cost
 from shardcore.step.exchanges import cached_channel_terms
 from shardcore.step.id_bytes import received_id_bytes
-from shardcore.step.kinds import Channel, Layout
+from shardcore.step.kinds import Channel, ShardingKind
 from shardcore.step.scopes import WORLD
 
 _DENSE_BYTES = 2.0**23
 """Bytes of gradients of replicas, around which their exchange is a line."""
 
 
-def exchange_cost_rates(problem: Problem, model: CostModel, runs: Sequence[Layout]) -> np.ndarray:
+def exchange_cost_rates(
+    problem: Problem, model: CostModel, sharding_kinds: Sequence[ShardingKind]
+) -> np.ndarray:
     """[X, 8] ms per byte of the exchanges of runs, for arrays.SearchProblem: of outputs first, then of ids."""
-    rates = np.zeros((2 * len(runs), 8))
-    for i, run in enumerate(runs if len(problem.topology) > 1 else ()):
+    rates = np.zeros((2 * len(sharding_kinds), 8))
+    for i, run in enumerate(sharding_kinds if len(problem.topology) > 1 else ()):
         rates[i, :5] = output_exchange_rates(problem, model, run)
         if run.ids:
-            rates[len(runs) + i] = id_exchange_rates(problem, model, run.ids)
+            rates[len(sharding_kinds) + i] = id_exchange_rates(problem, model, run.ids)
     return rates
 
 
-def output_exchange_rates(problem: Problem, model: CostModel, layout: Layout) -> np.ndarray:
-    """[5] ms per byte of outputs, for both exchanges of a step of a layout: own, busiest, host_busiest, total, once.
+def output_exchange_rates(problem: Problem, model: CostModel, sharding_kind: ShardingKind) -> np.ndarray:
+    """[5] ms per byte of outputs, for both exchanges of a step of a sharding kind: own, busiest, host_busiest, total,
+    once.
 
     A step waits for backward on each device, and for the longest forward.
     """
     topology, line = problem.topology, np.zeros(5)
-    of_layout = layout.collection, layout.sequence
-    tables = [t for t in iterate_with_progress(problem.tables) if (t.collection, t.sequence) == of_layout]
+    of_kind = sharding_kind.collection, sharding_kind.sequence
+    tables = [t for t in iterate_with_progress(problem.tables) if (t.collection, t.sequence) == of_kind]
     # Around an even division: the rates are for the plans that a search ends with.
     mean = sum(output_bytes(Shard.whole(t), problem.global_batch) for t in tables) / len(topology)
-    if layout.dense_gradient:
+    if sharding_kind.dense_gradient:
         mean = _DENSE_BYTES
-    entering = layout.channels_in_job(problem.job, topology).items()
+    entering = sharding_kind.channels_in_job(problem.job, topology).items()
     channels = {channel: bytes_of(1.0, 1.0, problem) for channel, bytes_of in entering}
-    for channel, way, of_way in linear_exchange_costs(model, channels, topology, mean, mean):
-        line += _layout_cost_line(of_way, channel, way, layout, problem)
-    if layout.device_groups(topology) == (topology.ranks,):
+    for channel, direction, of_direction in linear_exchange_costs(model, channels, topology, mean, mean):
+        line += _kind_cost_line(of_direction, channel, direction, sharding_kind, problem)
+    if sharding_kind.device_groups(topology) == (topology.ranks,):
         # All devices have the same bytes: the mean.
         line = np.array([0.0, 0.0, 0.0, line[:-1].sum(), line[-1]])
     return _rates_from_line(line, problem)
@@ -68,12 +71,14 @@ def id_exchange_rates(problem: Problem, model: CostModel, channel: Channel) -> n
     return np.concatenate([of_all, of_work[[1, 3, 4]]])
 
 
-def _layout_cost_line(
-    line: np.ndarray, channel: Channel, way: str, layout: Layout, problem: Problem
+def _kind_cost_line(
+    line: np.ndarray, channel: Channel, direction: str, sharding_kind: ShardingKind, problem: Problem
 ) -> np.ndarray:
-    """[5] cost line of an exchange channel under a layout: per byte of a device, of the busiest device, and so on."""
+    """[5] cost line of an exchange channel under a sharding kind: per byte of a device, of the busiest device, and so
+    on.
+    """
     own, busiest, host, mean, once = line.tolist()
-    shared, across = len(layout.device_groups(problem.topology)[0]) > 1, channel.scope.across
+    shared, across = len(sharding_kind.device_groups(problem.topology)[0]) > 1, channel.scope.across
     if shared and channel.group != WORLD:
         # Devices of a domain have equally many bytes, each as many as their mean.
         busiest, host = busiest + host, 0.0
@@ -86,7 +91,7 @@ def _layout_cost_line(
         # The mean of a group is that of its domain.
         host, mean = host + mean, 0.0
     line = np.array([own, busiest, host, mean, once])
-    return _busiest_device_line(line) if way == "forward" else line
+    return _busiest_device_line(line) if direction == "forward" else line
 
 
 def _busiest_device_line(line: np.ndarray) -> np.ndarray:

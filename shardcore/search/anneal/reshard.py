@@ -10,8 +10,8 @@ from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.step.kinds import (
     Group,
     device_names,
-    layout_of_kind,
     possible_groups,
+    sharding_kind_by_name,
     shards_by_device,
 )
 from shardcore.step.ways import row_division, searched_tables
@@ -74,7 +74,7 @@ class Reshard:
         """True if the tables or bytes that may move are limited."""
         return self.tables is not None or self.bytes is not None
 
-    def tables_in_old_plan(self, problem: Problem) -> OldPlaces:
+    def tables_in_old_plan(self, problem: Problem) -> OldPlacements:
         """Problem's tables as the old plan places them, without tables of `fixed_placements`.
 
         Raises ShardCoreError if the plan places only some cells of a table.
@@ -86,7 +86,7 @@ class Reshard:
             # A part that could not be bound to the problem's table is missing here. Its table counts as new.
             if tables.get(p.shard.table.name) == p.shard.table:
                 had[p.shard.table.name].append(p)
-        old = OldPlaces([], {}, [])
+        old = OldPlacements([], {}, [])
         for name, placements in had.items():
             _require_all_cells_placed(tables[name], placements, problem)
             # Constraints go before the plan: a table that it has where it may not be is placed anew.
@@ -94,7 +94,7 @@ class Reshard:
             shared = len(placements) == 1 and _may_group_share_table(placements[0], problem)
             if not placements or not (free or shared or _are_placements_allowed(placements, problem)):
                 old.new.append(tables[name])
-            elif all(layout_of_kind(p.kind).is_on_one_device for p in placements):
+            elif all(sharding_kind_by_name(p.kind).is_on_one_device for p in placements):
                 old.placed.extend((p.shard, p.devices[0]) for p in placements)
             elif shared:
                 old.shared.setdefault((placements[0].kind, placements[0].devices), []).append(tables[name])
@@ -115,7 +115,7 @@ class Reshard:
 
 
 @dataclass(frozen=True)
-class OldPlaces:
+class OldPlacements:
     """Where an old plan has its tables: placed shards, and tables that device groups share.
 
     placed: shards on one device each.
@@ -138,7 +138,7 @@ def _require_all_cells_placed(table: Table, placements: Sequence[Placement], pro
         )
     for p in placements:
         has = f"the plan to start from has {p.shard.label}"
-        if layout_of_kind(p.kind).is_on_one_device and len(p.devices) > 1:
+        if sharding_kind_by_name(p.kind).is_on_one_device and len(p.devices) > 1:
             raise ShardCoreError(f"{has} by {p.kind} on {device_names(p.devices)}; such a shard lives on one")
         if not set(p.devices) <= set(problem.topology.ranks):
             raise ShardCoreError(
@@ -150,11 +150,11 @@ def _may_group_share_table(placement: Placement, problem: Problem) -> bool:
     """Tell if a placement's group of devices exists, and constraints let the group share the table by the placement's
     kind.
     """
-    layout, table = layout_of_kind(placement.kind), placement.shard.table
+    shared_kind, table = sharding_kind_by_name(placement.kind), placement.shard.table
     if table.name in problem.pinned_devices or table.name in problem.group_by_table:
         return False
-    groups = possible_groups(layout, table.rows, problem.topology, None)
-    cuts = layout.divides_rows and (table.ordered or table.name in problem.uncut_tables)
+    groups = possible_groups(shared_kind, table.rows, problem.topology, None)
+    cuts = shared_kind.divides_rows and (table.ordered or table.name in problem.uncut_tables)
     return placement.devices in groups and not cuts
 
 

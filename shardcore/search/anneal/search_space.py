@@ -6,7 +6,7 @@ The latter needs a kind whose groups have several devices: all of them, or those
 Items and blocks are defined in step/options.py.
 
 Shapes: S items, U blocks of the largest item, D devices, F features, N runs.
-Y layouts of what groups share, G groups. X exchanges (arrays.SearchProblem).
+Y kinds by which groups share tables, G groups. X exchanges (arrays.SearchProblem).
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from shardcore.step.engine.arrays import (
     FETCHED,
     HALVES,
     JOINT,
-    LAYOUT_OF,
+    KIND_OF_GROUP,
     LOAD,
     WEIGHT,
     SearchProblem,
 )
 from shardcore.step.engine.problem import search_problem_fields
-from shardcore.step.kinds import Group, layout_for_table
+from shardcore.step.kinds import Group, sharding_kind_for_table
 from shardcore.step.lower import traffic_of_outputs
 from shardcore.step.memory import usable_bytes
-from shardcore.step.options import Options
+from shardcore.step.options import ShardOptions
 from shardcore.step.ways import placements_of_bundles, required_row_division
 
 LARGE = 1 << 19
@@ -55,20 +55,20 @@ class SearchSpace:
     divided: [N] items whose rows are always divided over all devices.
     """
 
-    cache: Options
+    cache: ShardOptions
     fixed: SearchProblem
     divided: np.ndarray
 
     @property
     def shared_item_bytes(self) -> np.ndarray:
-        """[Y, S] estimated memory of each item on each device of a group that shares the item, by layout."""
+        """[Y, S] estimated memory of each item on each device of a group that shares the item, by shared kind."""
         return self.cache.peak_bytes[self.fixed.shared[0]]
 
     def item_and_group(self, kind: str, devices: Group, table: Table) -> tuple[int, int]:
         """Index of a table among the items that are searched, and of the device group over which a kind of sharding
         divides it."""
         return self.cache.item_by_name[table.name], self.cache.groups.index(
-            (layout_for_table(kind, table), devices)
+            (sharding_kind_for_table(kind, table), devices)
         )
 
     def with_divided_items(self, pairs: np.ndarray) -> np.ndarray:
@@ -85,16 +85,16 @@ class SearchSpace:
         return self.fixed._replace(may_share=np.zeros_like(self.fixed.may_share))
 
     def problem_with_moves_among_groups(self, group: np.ndarray) -> SearchProblem:
-        """Search problem in which the same tables stay shared, but may move to another group of their layout.
+        """Search problem in which the same tables stay shared, but may move to another group of their shared kind.
 
         group: [S] the group that shares an item, -1 for none.
         """
         fixed, may = self.fixed, np.zeros_like(self.fixed.may_share)
         shared = np.flatnonzero(group >= 0)
-        layout_of = fixed.groups[:, LAYOUT_OF]
-        y = layout_of[group[shared]]
-        # A layout with a single group has no other that could take a table.
-        several = np.bincount(layout_of, minlength=len(may)) > 1
+        kind_of = fixed.groups[:, KIND_OF_GROUP]
+        y = kind_of[group[shared]]
+        # A shared kind with a single group has no other that could take a table.
+        several = np.bincount(kind_of, minlength=len(may)) > 1
         may[y, shared] = fixed.may_share[y, shared] & several[y]
         return fixed._replace(may_share=may)
 
@@ -112,16 +112,16 @@ class SearchSpace:
         """[N, 2] item and blocks of each shard. All tables of a bundle, or none, have to be given."""
         return np.array(self.cache.shard_keys(shards), dtype=np.int64).reshape(-1, 2)
 
-    def placements(self, held: np.ndarray, group: np.ndarray) -> list[Placement]:
+    def placements(self, held_blocks: np.ndarray, group: np.ndarray) -> list[Placement]:
         """Placements of items' blocks on devices, held [S, D], and of items that groups share, group [S]."""
-        items, devices = np.nonzero(held)
-        keys = list(zip(items.tolist(), held[items, devices].tolist(), strict=True))
+        items, devices = np.nonzero(held_blocks)
+        keys = list(zip(items.tolist(), held_blocks[items, devices].tolist(), strict=True))
         placements = placements_of_bundles(
             self.cache.deal_bundles(keys), devices.tolist(), self.cache.problem
         )
         for s in np.flatnonzero(group >= 0).tolist():
-            layout, on = self.cache.groups[group[s]]
-            placements.append(Placement(layout.name, Shard.whole(self.cache.table_of_item(s)), on))
+            shared_kind, on = self.cache.groups[group[s]]
+            placements.append(Placement(shared_kind.name, Shard.whole(self.cache.table_of_item(s)), on))
         return placements
 
     def collective_cost(self, ops: np.ndarray, compute_ms: np.ndarray) -> CommCost:
@@ -159,7 +159,7 @@ def merge_row_ranges(shards: Sequence[Shard], problem: Problem) -> tuple[list[Sh
 
 
 def search_space(
-    cache: Options,
+    cache: ShardOptions,
     shards: Sequence[Shard],
     everywhere: bool,
     halves: bool = False,
@@ -186,9 +186,9 @@ def search_space(
     cache.make_shards(items[used], blocks[used])
     # Encodings may have taken long: report, or end if the time is over.
     tick()
-    layouts = range(len(cache.layouts))
+    shared_kinds = range(len(cache.shared_kinds))
     may_share = np.array(
-        [[everywhere and cache.may_share(s, y) for s in all_items] for y in layouts], dtype=bool
+        [[everywhere and cache.may_share(s, y) for s in all_items] for y in shared_kinds], dtype=bool
     )
     head = cache.model.compiled_op_ms()
     fixed = SearchProblem(
@@ -201,12 +201,12 @@ def search_space(
     return SearchSpace(cache, fixed, np.array(divided, dtype=np.int64))
 
 
-def is_large_problem(cache: Options) -> bool:
+def is_large_problem(cache: ShardOptions) -> bool:
     """Tell if a problem has so many items and devices that the search has to be selective."""
     return len(cache) * len(cache.speed) > LARGE
 
 
-def _items_to_cut(cache: Options, shards: Sequence[Shard]) -> np.ndarray:
+def _items_to_cut(cache: ShardOptions, shards: Sequence[Shard]) -> np.ndarray:
     """[S] bool: items that are cut already, or that are costly or large enough to cut.
 
     All others stay whole and fill gaps. Their shards would take most of the time and memory.
@@ -225,7 +225,9 @@ def _items_to_cut(cache: Options, shards: Sequence[Shard]) -> np.ndarray:
     return worth
 
 
-def limit_moves(space: SearchSpace, held: np.ndarray, reshard: Reshard, new: Sequence[Table]) -> SearchSpace:
+def limit_moves(
+    space: SearchSpace, held_blocks: np.ndarray, reshard: Reshard, new: Sequence[Table]
+) -> SearchSpace:
     """Search space in which no more may move from the old plan, held [S, D], than `reshard` allows.
 
     The `new` tables may go anywhere. Row ranges stay: TorchRec runs them only on all devices.
@@ -240,7 +242,7 @@ def limit_moves(space: SearchSpace, held: np.ndarray, reshard: Reshard, new: Seq
         # [S] bytes of weights of a block. 0 for new tables, which move freely.
         weight = [sum(s.bytes for s in block) * (block[0].table.name not in free) for block in blocks]
         limits = {
-            "kept": held.copy(),
+            "kept": held_blocks.copy(),
             "items": space.fixed.items.copy(),
             "most_tables": most_tables,
             "most_bytes": most_bytes,

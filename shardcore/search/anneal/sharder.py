@@ -36,7 +36,7 @@ from shardcore.search.anneal import compiled
 from shardcore.search.anneal.compiled import State
 from shardcore.search.anneal.reshard import Reshard, rebind_tables
 from shardcore.search.anneal.search_space import LARGE
-from shardcore.search.anneal.starts import Start, Starts
+from shardcore.search.anneal.starts import AnnealingStart, StartMaker
 from shardcore.search.budget import Meter
 from shardcore.search.state.column_parts import ColumnParts, parts_of_plan, with_tables_in_parts
 from shardcore.search.state.feasible import feasible_shards, find_fitting_plan
@@ -59,7 +59,7 @@ _HOPEFUL = 1.5
 _TRIALS_AN_ITEM, _FEWEST, _MOST = 20, 500, 20_000
 """Trials of each start in the first round: so many for each item, within limits."""
 _FEWEST_RECUT = 2_000
-"""Fewest trials of a start in rounds that also cool recut plans (Starts.recut_starts). These share as many."""
+"""Fewest trials of a start in rounds that also cool recut plans (StartMaker.recut_starts). These share as many."""
 _OF_BEST = 0.5
 """Trials of the best plan in a round, relative to those of all starts together."""
 _HALVED = 0.5
@@ -84,7 +84,7 @@ _MOST_BYTES = 1 << 25
 
 
 @dataclass(frozen=True, eq=False)
-class Chain:
+class AnnealingChain:
     """A cooling of a copy of a plan.
 
     stages: of the cooling. After each, the budget is checked.
@@ -93,14 +93,14 @@ class Chain:
     number: of the chain in its search. With the search's seed it seeds the trials.
     """
 
-    start: Start
+    start: AnnealingStart
     stages: int
     trials: int
     hot: float
     number: int
 
 
-class Search:
+class AnnealingSearch:
     """One annealing search of a problem: its starts, chains and best plan.
 
     best: the cheapest plan met, in its space. None before the first.
@@ -108,14 +108,14 @@ class Search:
 
     def __init__(self, problem: Problem, model: CostModel, meter: Meter, seed: int) -> None:
         # At first no table is in parts.
-        self.starts = Starts(ColumnParts(problem, {}), model, meter)
+        self.starts = StartMaker(ColumnParts(problem, {}), model, meter)
         self.head = self.starts.head
         self.problem, self.model, self.meter = problem, model, meter
-        self.best: Start | None = None
-        self._best_by_columns: Start | None = None
+        self.best: AnnealingStart | None = None
+        self._best_by_columns: AnnealingStart | None = None
         # The most that plans by columns may cost, relative to the best plan, to be improved further.
         self._columns_limit = _HOPEFUL
-        self._waiting: list[Start] = []
+        self._waiting: list[AnnealingStart] = []
         self._first_trials = int(np.clip(_TRIALS_AN_ITEM * len(problem.tables), _FEWEST, _MOST))
         self._seed, self._chains, self._counting = seed, count(), Lock()
         self._threads = meter.budget.max_threads
@@ -139,7 +139,7 @@ class Search:
         if reshard:
             plan = rebind_tables(reshard.plan, self.problem)
             parts = parts_of_plan(plan, self.problem)
-            maker = Starts(parts, self.model, self.meter)
+            maker = StartMaker(parts, self.model, self.meter)
             self._queue_starts(
                 [maker.start_from_reshard(replace(reshard, plan=parts.split_plan(plan)), space)]
             )
@@ -147,11 +147,11 @@ class Search:
         fresh = not (reshard and reshard.limits_moves)
         if fresh:
             self._make_starts(space, maker)
-        starts, by_columns = list[Start](), list[Start]()
+        starts, by_columns = list[AnnealingStart](), list[AnnealingStart]()
         trials = self._first_trials
         for number in count():
             starts, self._waiting = sort_by_cost((*starts, *self._waiting), lambda start: start.ms), []
-            chains, columns = list[Chain](), None
+            chains, columns = list[AnnealingChain](), None
             if number > 0 and self.best is not None:
                 # Successive halving: the better half of the starts goes on, each with twice the trials.
                 trials *= 2
@@ -199,11 +199,13 @@ class Search:
         """
         waiting, self._waiting = self._waiting, []
         with suppress(Infeasible):
-            self._make_starts("all", Starts(with_tables_in_parts(self.problem, cuts), self.model, self.meter))
+            self._make_starts(
+                "all", StartMaker(with_tables_in_parts(self.problem, cuts), self.model, self.meter)
+            )
             self._run_chains(*(self._make_chain(start, self._first_trials, _HOT) for start in self._waiting))
         self._waiting += waiting
 
-    def _make_starts(self, space: str, maker: Starts) -> None:
+    def _make_starts(self, space: str, maker: StartMaker) -> None:
         """Make the starts of a search space. In the whole space, starts by columns come first, except for sequences.
 
         Raises Infeasible if there are none.
@@ -231,7 +233,7 @@ class Search:
         # Improving a hopeless start would waste its share of the budget.
         self._waiting = [start for start in self._waiting if start.ms <= _HOPEFUL * self.best_ms]
 
-    def _queue_starts(self, starts: Iterable[Start]) -> None:
+    def _queue_starts(self, starts: Iterable[AnnealingStart]) -> None:
         """Queue starts for the next round, and keep their plans if cheapest."""
         self.meter.report_progress("making plans to start from", self.best_ms)
         # Only once there is a plan may the budget cut this short.
@@ -241,16 +243,16 @@ class Search:
                 self.meter.report_progress("making plans to start from", self.best_ms)
                 self._waiting.append(start)
 
-    def _make_chain(self, start: Start, trials: int, hot: float) -> Chain:
+    def _make_chain(self, start: AnnealingStart, trials: int, hot: float) -> AnnealingChain:
         n_stages = int(np.clip(trials // _STAGE, 1, _STAGES))
-        return Chain(start, n_stages, max(1, trials // n_stages), hot, next(self._chains))
+        return AnnealingChain(start, n_stages, max(1, trials // n_stages), hot, next(self._chains))
 
-    def _run_chains(self, *chains: Chain) -> None:
+    def _run_chains(self, *chains: AnnealingChain) -> None:
         """Run annealing chains on the budget's threads, and keep the cheapest plans found.
 
         Compiled code holds no interpreter lock. What is found does not depend on the number of threads.
         """
-        afforded: list[tuple[Chain, int]] = []
+        afforded: list[tuple[AnnealingChain, int]] = []
         for chain in chains:
             # Never a part of a stage: a larger budget then goes through the same stages, and more.
             n_stages = self.meter.affordable_repeats(chain.stages, chain.trials)
@@ -270,8 +272,8 @@ class Search:
             self._keep_cheapest_plan(chain.start, plans)
 
     def _run_chains_in_threads(
-        self, threads: int, afforded: Sequence[tuple[Chain, int]]
-    ) -> list[tuple[list[Start], int]]:
+        self, threads: int, afforded: Sequence[tuple[AnnealingChain, int]]
+    ) -> list[tuple[list[AnnealingStart], int]]:
         """Run annealing chains in threads. Returns what each chain found, in order. Reports progress meanwhile."""
         with ThreadPoolExecutor(threads) as pool:
             futures = [pool.submit(self._run_chain, *one) for one in afforded]
@@ -287,7 +289,7 @@ class Search:
                 raise
         return [future.result() for future in futures]
 
-    def _run_chain(self, chain: Chain, n_stages: int) -> tuple[list[Start], int]:
+    def _run_chain(self, chain: AnnealingChain, n_stages: int) -> tuple[list[AnnealingStart], int]:
         """Cheapest plans of the first stages of an annealing chain, and the number of stages for which there was time.
 
         Candidates are the plan after each stage, and the best plan that was met.
@@ -322,7 +324,7 @@ class Search:
             met.append(copy_state(state))
         return self._cheapest_plans(start, met), done
 
-    def _cheapest_plans(self, start: Start, states: Sequence[State]) -> list[Start]:
+    def _cheapest_plans(self, start: AnnealingStart, states: Sequence[State]) -> list[AnnealingStart]:
         """Cheapest plan that a start led to, and the cheapest plan that TorchRec can run."""
         if not states:
             return []
@@ -335,7 +337,7 @@ class Search:
         )
         return [by_cost[0], *islice((plan for plan in by_cost if plan.is_runnable), 1)]
 
-    def _keep_cheapest_plan(self, start: Start, plans: Sequence[Start]) -> None:
+    def _keep_cheapest_plan(self, start: AnnealingStart, plans: Sequence[AnnealingStart]) -> None:
         """Keep the cheapest plan found from a start, if cheaper than the best plan so far."""
         for plan in plans:
             start.ms = min(start.ms, plan.ms)
@@ -347,7 +349,7 @@ class Search:
             if is_less(plan.ms, self.best_ms) and plan.is_runnable:
                 self.best = plan
 
-    def _model_costs_ms(self, start: Start, states: Sequence[State]) -> list[float]:
+    def _model_costs_ms(self, start: AnnealingStart, states: Sequence[State]) -> list[float]:
         """Costs of plans priced by the cost model itself, not by linear exchanges."""
         # Of many plans at once, for a call of the model takes as long as thousands of trials.
         n_devices = len(self.problem.topology)
@@ -366,7 +368,10 @@ def simplify_plan(plan: Plan, problem: Problem, model: CostModel, seed: int, met
 
     meter: has the trials and seconds that this may take.
     """
-    search, limit_ms = Search(problem, model, meter, seed), (1 + CONCESSION) * plan.provenance["predicted_ms"]
+    search, limit_ms = (
+        AnnealingSearch(problem, model, meter, seed),
+        (1 + CONCESSION) * plan.provenance["predicted_ms"],
+    )
     with suppress(OutOfTime, ShardCoreError), meter.enforced_deadline():
         start = best = search.starts.start_from_plan(plan.placements, "columns")
         joined, cache = start.fixed._replace(cut=SHIFTS), start.space.cache

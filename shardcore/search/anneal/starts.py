@@ -42,16 +42,16 @@ from shardcore.step.engine.arrays import (
     GROUP_RUN,
     HALVES,
     HOST_BUSIEST,
-    LAYOUT_OF,
+    KIND_OF_GROUP,
     OWN,
     RUN,
     SIZE,
     SPEED,
 )
 from shardcore.step.engine.pointers import pack_record
-from shardcore.step.kinds import Layout, shards_by_device
+from shardcore.step.kinds import ShardingKind, shards_by_device
 from shardcore.step.memory import usable_bytes
-from shardcore.step.options import Options
+from shardcore.step.options import ShardOptions
 from shardcore.step.ways import fixed_placements, row_division
 
 _SPLITS = (np.inf, 1.2, 1.0, 0.85, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
@@ -73,7 +73,7 @@ _DEVICES_AN_EVAL = 1 << 14
 
 
 @dataclass
-class Start:
+class AnnealingStart:
     """Starting plan of annealing chains, with its search space.
 
     maker: what made it, and makes others of its problem.
@@ -81,7 +81,7 @@ class Start:
     ms: cost by the model itself of the cheapest plan that it led to.
     """
 
-    maker: Starts
+    maker: StartMaker
     space: SearchSpace
     state: State
     fixed: SearchProblem
@@ -106,7 +106,7 @@ class Start:
         return not self.space.fixed.may_share.any()
 
 
-class Cut(NamedTuple):
+class ItemCuts(NamedTuple):
     """Number of column shards of each item, and the items that device groups share, before placement.
 
     n: [S] number of equal shards by columns. 0 for shared items.
@@ -117,7 +117,7 @@ class Cut(NamedTuple):
     shared: np.ndarray
 
 
-class Starts:
+class StartMaker:
     """Makes starts in the spaces of a problem. Encodings of one start are kept for the next.
 
     parts: the problem, with some tables in parts or none.
@@ -126,8 +126,8 @@ class Starts:
     def __init__(self, parts: ColumnParts, model: CostModel, meter: Meter) -> None:
         self.parts, self.problem, self.model, self.meter = parts, parts.problem, model, meter
         self.head = model.compiled_op_ms().head
-        self.cache: Options | None = None  # of the last shards
-        self._rates: dict[tuple[Layout, ...], np.ndarray] = {}  # of exchanges, by runs
+        self.cache: ShardOptions | None = None  # of the last shards
+        self._rates: dict[tuple[ShardingKind, ...], np.ndarray] = {}  # of exchanges, by runs
         self._greedy_s: float | None = None  # seconds of the longest greedy plan so far, if there is one
         self._last: tuple[Sequence[Shard], str, SearchSpace] | None = (
             None  # the last space, and what it is of
@@ -135,7 +135,7 @@ class Starts:
 
     # --- starts by columns ---
 
-    def starts_by_columns(self, name: str, shards: Sequence[Shard]) -> Iterator[Start]:
+    def starts_by_columns(self, name: str, shards: Sequence[Shard]) -> Iterator[AnnealingStart]:
         """Greedy plans with tables whole or cut by columns. At least one.
 
         name: of the space (sharder.SPACES).
@@ -147,11 +147,13 @@ class Starts:
         space, any_fits = self._space_of_shards(shards, name), False
         # Each greedy plan of a large problem takes long, so it gets two.
         shares = _SPLITS[2:5:2] if is_large_problem(space.cache) else _SPLITS
-        series = [[Cut(self._shard_counts_by_cost(space, share), _item_group_pairs()) for share in shares]]
+        series = [
+            [ItemCuts(self._shard_counts_by_cost(space, share), _item_group_pairs()) for share in shares]
+        ]
         tight = space.whole_item_bytes.sum() > _TIGHT * sum(usable_bytes(self.problem))
         if tight and not is_large_problem(space.cache):
             series.append(
-                [Cut(self._shard_counts_by_size(space, share), _item_group_pairs()) for share in _SMALL]
+                [ItemCuts(self._shard_counts_by_size(space, share), _item_group_pairs()) for share in _SMALL]
             )
         for cuts in series:
             if start := self._cheapest_start(space, cuts):
@@ -160,7 +162,9 @@ class Starts:
         if (divided := _divide_devices_among_runs(space, sum(usable_bytes(self.problem)))) and (
             start := self._cheapest_start(divided, [cut for cuts in series for cut in cuts[::3]])
         ):
-            yield Start(self, space, start.state, space.problem_with_moves_among_groups(start.state.group))
+            yield AnnealingStart(
+                self, space, start.state, space.problem_with_moves_among_groups(start.state.group)
+            )
         # With unequal hosts, exchanges are far from linear.
         if len(set(map(len, self.problem.topology.devices_by_host))) > 1 and self._has_time_for_greedy_plan():
             with suppress(Infeasible):
@@ -175,38 +179,44 @@ class Starts:
 
     # --- starts with shared tables ---
 
-    def starts_with_shared_tables(self, shards: Sequence[Shard]) -> Iterator[Start]:
+    def starts_with_shared_tables(self, shards: Sequence[Shard]) -> Iterator[AnnealingStart]:
         """Greedy plans of the whole space, with tables shared by groups of devices. Possibly none fits."""
         space = self._space_of_shards(shards, "all")
-        may_share, layouts, runs = space.fixed.may_share, space.cache.layouts, space.fixed.items[:, RUN]
+        may_share, shared_kinds, runs = (
+            space.fixed.may_share,
+            space.cache.shared_kinds,
+            space.fixed.items[:, RUN],
+        )
         if not may_share.any():
             return
-        # [S] the layout that copies an item to all devices.
-        copied = _first_sharing_layouts(
-            may_share, [y for y, layout in enumerate(layouts) if layout.local_batch]
+        # [S] the shared kind that copies an item to all devices.
+        copied = _first_shared_kinds(
+            may_share, [y for y, shared_kind in enumerate(shared_kinds) if shared_kind.local_batch]
         )
         dividing: dict[str, list[int]] = {}
-        for y, layout in enumerate(layouts):
-            if layout.divides_rows:
-                dividing.setdefault(layout.name, []).append(y)
+        for y, shared_kind in enumerate(shared_kinds):
+            if shared_kind.divides_rows:
+                dividing.setdefault(shared_kind.name, []).append(y)
         series = list[Iterable[np.ndarray]]()
         # No op has whole rows of all tables, or of those of a run, and no exchange is for these.
         for run in (None, *(np.unique(runs).tolist() if len(np.unique(runs)) > 1 else ())):
             items = runs == run if run is not None else runs >= 0
-            divided = [_first_sharing_layouts(may_share & items, several) for several in dividing.values()]
+            divided = [_first_shared_kinds(may_share & items, several) for several in dividing.values()]
             others = [np.where(items & (of_items < 0), copied, of_items) for of_items in divided]
-            series.append(self._layouts_with_more_copies(space, np.where(items, copied, -1), others))
-        series.append(self._layouts_with_more_copies(space, copied, [np.full(len(copied), -1)]))
-        for ways in (*series, *self._layouts_dividing_costly_items(space)):
+            series.append(self._shared_kinds_with_more_copies(space, np.where(items, copied, -1), others))
+        series.append(self._shared_kinds_with_more_copies(space, copied, [np.full(len(copied), -1)]))
+        for ways in (*series, *self._shared_kinds_dividing_costly_items(space)):
             # Ways that share nothing are plans by columns, which come elsewhere.
             each = {way.tobytes(): way for way in ways if (way >= 0).any()}.values()
-            if start := self._cheapest_start(space, [self._cut_of_layouts(space, way) for way in each]):
+            if start := self._cheapest_start(space, [self._cut_of_shared_kinds(space, way) for way in each]):
                 yield start
 
-    def _layouts_with_more_copies(
+    def _shared_kinds_with_more_copies(
         self, space: SearchSpace, copied: np.ndarray, others: Iterable[np.ndarray]
     ) -> Iterator[np.ndarray]:
-        """[S] layouts of items, -1 by columns: step by step more of the smallest items are copied to all devices."""
+        """[S] shared kinds of items, -1 by columns: step by step more of the smallest items are copied to all
+        devices.
+        """
         # Items that may not be copied come last, beyond n_copies.
         size = np.where(copied >= 0, space.shared_item_bytes[copied, np.arange(len(copied))], np.inf)
         smallest, n_copies = np.argsort(size, kind="stable"), int((copied >= 0).sum())
@@ -214,29 +224,31 @@ class Starts:
         shares = _COPIED[:: len(_COPIED) - 1] if is_large_problem(space.cache) else _COPIED
         for of_others in others:
             for share in shares:
-                copies, layout_of = smallest[: int(share * n_copies)], of_others.copy()
+                copies, kind_of = smallest[: int(share * n_copies)], of_others.copy()
                 # The smallest are copied even if their rows might be divided.
-                layout_of[copies] = copied[copies]
-                yield layout_of
+                kind_of[copies] = copied[copies]
+                yield kind_of
 
-    def _layouts_dividing_costly_items(self, space: SearchSpace) -> Iterator[list[np.ndarray]]:
-        """For each layout that divides rows: [S] layouts of items, with the layout for costly ones, else -1."""
+    def _shared_kinds_dividing_costly_items(self, space: SearchSpace) -> Iterator[list[np.ndarray]]:
+        """For each shared kind that divides rows: [S] shared kinds of items, with the shared kind for costly ones, else
+        -1.
+        """
         fixed = space.fixed
         # With the exchange: of a sequence it costs more than the op.
         step_ms = self._single_option_step_ms(fixed, fixed.options_of_whole_items(), fixed.items[:, RUN])
         mean_ms = step_ms.sum() / fixed.devices[:, SPEED].sum()
-        for y in (y for y, layout in enumerate(space.cache.layouts) if layout.divides_rows):
+        for y in (y for y, shared_kind in enumerate(space.cache.shared_kinds) if shared_kind.divides_rows):
             yield [np.where(fixed.may_share[y] & (step_ms > share * mean_ms), y, -1) for share in _DIVIDED]
 
     # --- greedy plans ---
 
-    def _cheapest_start(self, space: SearchSpace, cuts: Sequence[Cut]) -> Start | None:
+    def _cheapest_start(self, space: SearchSpace, cuts: Sequence[ItemCuts]) -> AnnealingStart | None:
         """Cheapest greedy plan of several cuts. If none fits, of the same cuts with smaller shards, or None."""
         plans = self._greedy_plans(space, cuts)
         # Cuts by cost may leave gaps on devices that no shard fits. Smaller shards fill them.
         if not plans and not is_large_problem(space.cache):
             smaller = (
-                Cut(self._shard_counts_by_size(space, share, cut.n), cut.shared)
+                ItemCuts(self._shard_counts_by_size(space, share, cut.n), cut.shared)
                 for cut in cuts
                 for share in _SMALL
             )
@@ -244,14 +256,14 @@ class Starts:
         if not plans:
             return None
         best = min_by_cost(plans, _best_ms)
-        return Start(self, space, best, space.problem_with_moves_among_groups(best.group))
+        return AnnealingStart(self, space, best, space.problem_with_moves_among_groups(best.group))
 
-    def _greedy_plans(self, space: SearchSpace, cuts: Iterable[Cut]) -> list[State]:
+    def _greedy_plans(self, space: SearchSpace, cuts: Iterable[ItemCuts]) -> list[State]:
         """Greedy plans of all cuts for which a plan fits, as long as there is time."""
         plans = (self._greedy_plan(space, cut) for cut in cuts if self._has_time_for_greedy_plan())
         return [state for state in plans if state is not None]
 
-    def _greedy_plan(self, space: SearchSpace, cut: Cut) -> State | None:
+    def _greedy_plan(self, space: SearchSpace, cut: ItemCuts) -> State | None:
         """Greedy plan of one cut: items placed by falling cost, or by falling size if that fails. None if neither
         fits.
 
@@ -307,7 +319,7 @@ class Starts:
         """Search state with nothing placed."""
         return compiled.empty_state(space.fixed, len(self.problem.topology.hosts))
 
-    def recut_starts(self, start: Start) -> list[Start]:
+    def recut_starts(self, start: AnnealingStart) -> list[AnnealingStart]:
         """Greedy plans with tables cut into as many parts as in a start's plan, but a costly table into one more or one
         fewer.
 
@@ -329,46 +341,48 @@ class Starts:
             cost_ranks(-self._single_op_ms(fixed, fixed.options_of_whole_items())), kind="stable"
         )
         pairs = _item_group_pairs((s, group[s]) for s in np.flatnonzero(group >= 0).tolist())
-        cuts = list[Cut]()
+        cuts = list[ItemCuts]()
         for s in costliest[(fixed.may_split & (n > 0))[costliest]][:_RECUT]:
             for parts in (n[s] + 1, n[s] - 1):
                 if space.cache.min_shards[s] <= parts <= most[s]:
-                    cuts.append(Cut(np.where(np.arange(len(n)) == s, parts, n), pairs))
+                    cuts.append(ItemCuts(np.where(np.arange(len(n)) == s, parts, n), pairs))
         plans = [self._greedy_plan(space, cut) for cut in cuts if self.meter.has_budget_left()]
-        return [Start(self, space, plan, fixed, _best_ms(plan)) for plan in plans if plan is not None]
+        return [
+            AnnealingStart(self, space, plan, fixed, _best_ms(plan)) for plan in plans if plan is not None
+        ]
 
     # --- cuts ---
 
-    def _cut_of_layouts(self, space: SearchSpace, layout_of: np.ndarray) -> Cut:
-        """Cut in which groups of layouts [S] share items; items of layout -1 are cut if they cost more than the mean
-        load.
+    def _cut_of_shared_kinds(self, space: SearchSpace, kind_of: np.ndarray) -> ItemCuts:
+        """Cut in which groups of shared kinds [S] share items; items of shared kind -1 are cut if they cost more than
+        the mean load.
         """
-        return Cut(
-            self._shard_counts_by_cost(space, 1.0, layout_of >= 0),
+        return ItemCuts(
+            self._shard_counts_by_cost(space, 1.0, kind_of >= 0),
             np.concatenate(
                 [
-                    self._assign_groups(space, np.flatnonzero(layout_of == y), y)
-                    for y in np.unique(layout_of)
+                    self._assign_groups(space, np.flatnonzero(kind_of == y), y)
+                    for y in np.unique(kind_of)
                     if y >= 0
                 ]
             ),
         )
 
-    def _assign_groups(self, space: SearchSpace, items: np.ndarray, y: int) -> np.ndarray:
-        """[N, 2] items, each with a device group of a layout: the least loaded group that has memory for the item.
+    def _assign_groups(self, space: SearchSpace, items: np.ndarray, shared_kind: int) -> np.ndarray:
+        """[N, 2] items, each with a device group of a shared kind: the least loaded group that has memory for the item.
 
         The costliest go first, or the largest if that fails.
         """
-        fixed, groups = space.fixed, np.flatnonzero(space.fixed.groups[:, LAYOUT_OF] == y)
+        fixed, groups = space.fixed, np.flatnonzero(space.fixed.groups[:, KIND_OF_GROUP] == shared_kind)
         # Cost of an item in a group: its op, and the exchange that its bytes set.
         options, rates = (
-            fixed.options_shared_by_layout(y, items),
+            fixed.options_of_shared_kind(shared_kind, items),
             fixed.rates[fixed.groups[groups[0], GROUP_RUN]],
         )
         # The devices of a group on a host are as many as the group has.
         each_ms = rates[OWN] + rates[BUSIEST] + rates[HOST_BUSIEST] * len(space.cache.groups[groups[0]][1])
         cost = self._single_op_ms(fixed, options) + each_ms * fixed.vectors[options, ENTERED]
-        n_bytes = space.shared_item_bytes[y][items]
+        n_bytes = space.shared_item_bytes[shared_kind][items]
         # An item takes as much on all devices of a group, so the tightest device decides.
         free = np.array([min(fixed.devices[list(space.cache.groups[g][1]), FREE]) for g in groups])
         chosen = np.zeros(len(items), dtype=np.int64)
@@ -387,7 +401,7 @@ class Starts:
         return np.stack([items, groups[chosen]], 1).astype(np.int64)
 
     def _shard_counts_by_size(
-        self, space: SearchSpace, share: float, least: np.ndarray | None = None
+        self, space: SearchSpace, fraction: float, least: np.ndarray | None = None
     ) -> np.ndarray:
         """[S] number of shards of each item such that no shard takes more than a share of a device's mean memory.
 
@@ -396,7 +410,7 @@ class Starts:
         0 for items that are always shared.
         """
         # At least a byte: free memory may be 0, and is divided by.
-        fixed, most_bytes = space.fixed, max(1, int(share * space.fixed.devices[:, FREE].mean()))
+        fixed, most_bytes = space.fixed, max(1, int(fraction * space.fixed.devices[:, FREE].mean()))
         wanted = -(-space.whole_item_bytes // most_bytes)
         # No fewer shards than memory forces, and none narrower than a block.
         n = np.where(fixed.may_split, np.clip(wanted, space.cache.min_shards, fixed.items[:, SIZE]), 1)
@@ -404,7 +418,7 @@ class Starts:
         return n if least is None else np.where(least > 0, np.maximum(n, least), 0)
 
     def _shard_counts_by_cost(
-        self, space: SearchSpace, share: float, shared: np.ndarray | None = None
+        self, space: SearchSpace, fraction: float, shared: np.ndarray | None = None
     ) -> np.ndarray:
         """[S] number of column shards of each item such that no shard costs more than a share of a device's mean load.
 
@@ -417,7 +431,7 @@ class Starts:
         if shared is not None:
             n[shared] = 0
         # Only items by columns count: the shared ones are not in these devices' load.
-        limit = share * max(op_ms[n > 0].sum() / fixed.devices[:, SPEED].sum(), 1e-300)
+        limit = fraction * max(op_ms[n > 0].sum() / fixed.devices[:, SPEED].sum(), 1e-300)
         # No more shards than devices: two on one device are one shard.
         most = np.where(fixed.may_split, np.minimum(len(fixed.devices), fixed.items[:, SIZE]), 1)
         parts = np.ceil(np.minimum(op_ms / limit, most)).astype(np.int64)
@@ -438,7 +452,7 @@ class Starts:
 
     # --- starts from a plan ---
 
-    def start_from_plan(self, placements: Sequence[Placement], name: str) -> Start:
+    def start_from_plan(self, placements: Sequence[Placement], name: str) -> AnnealingStart:
         """Start from a given plan, in a space of the plan's shards.
 
         name: of the space (sharder.SPACES).
@@ -467,7 +481,7 @@ class Starts:
             start.fixed = start.space.fixed
         return start
 
-    def start_from_reshard(self, reshard: Reshard, name: str) -> Start:
+    def start_from_reshard(self, reshard: Reshard, name: str) -> AnnealingStart:
         """Start from an existing plan under limits on moves. Tables missing in the plan are placed greedily."""
         old = reshard.tables_in_old_plan(self.problem)
         # Shared and new tables come as whole items.
@@ -495,7 +509,7 @@ class Starts:
 
     def _start_with_placements(
         self, space: SearchSpace, shards: Sequence[tuple[Shard, int]], shared: np.ndarray
-    ) -> Start:
+    ) -> AnnealingStart:
         """Start with shards on given devices, and items shared by groups. A bundle's tables are placed together."""
         state = self._empty_state(space)
         compiled.share_items(state, shared)
@@ -506,7 +520,7 @@ class Starts:
         for device, on_it in by_device.items():
             compiled.place_shards(space.fixed, state, np.insert(space.shard_keys(on_it), 1, device, axis=1))
         compiled.refresh_state(self.head, space.fixed, state)
-        return Start(self, space, state, space.fixed)
+        return AnnealingStart(self, space, state, space.fixed)
 
     def _space_of_shards(self, shards: Sequence[Shard], name: str) -> SearchSpace:
         """Named search space of shards. Row ranges become whole tables, shared by all devices, where possible."""
@@ -526,7 +540,7 @@ class Starts:
         It keeps the last cache if that covers the shards: encoding them again would take longer than anything else.
         """
         if self.cache is None or not self.cache.covers_shards(shards):
-            self.cache = Options(self.problem, self.model, shards)
+            self.cache = ShardOptions(self.problem, self.model, shards)
         space = search_space(self.cache, shards, everywhere, halves, by_rows)
         if space.cache.runs not in self._rates:
             self._rates[space.cache.runs] = exchange_cost_rates(self.problem, self.model, space.cache.runs)
@@ -534,8 +548,8 @@ class Starts:
 
 
 def _divide_devices_among_runs(space: SearchSpace, n_bytes: int) -> SearchSpace | None:
-    """Search space in which ops of each layout get devices in proportion to their cost, and the memory that they need.
-    None for a single layout, or too few shards.
+    """Search space in which ops of each shared kind get devices in proportion to their cost, and the memory that they
+    need. None for a single shared kind, or too few shards.
 
     A device launches an op for each of its runs. Fewer launches may be worth exchanges of fewer devices.
 
@@ -573,10 +587,10 @@ def _best_ms(state: State) -> float:
     return state.value[BEST]
 
 
-def _first_sharing_layouts(may_share: np.ndarray, layouts: Sequence[int]) -> np.ndarray:
-    """[S] first of several layouts by which groups may share an item; -1 for none."""
+def _first_shared_kinds(may_share: np.ndarray, shared_kinds: Sequence[int]) -> np.ndarray:
+    """[S] first of several shared kinds by which groups may share an item; -1 for none."""
     first = np.full(may_share.shape[1], -1)
-    for y in reversed(layouts):
+    for y in reversed(shared_kinds):
         first[may_share[y]] = y
     return first
 

@@ -31,7 +31,7 @@ _TRACE = 1e-9
 
 
 @dataclass(frozen=True, eq=False)
-class Curve:
+class SlowdownCurve:
     """Lower bound of an op's ms as a function of its load, without the launch.
 
     alone_ms: [N] ms that each shard adds at least, whatever else an op has.
@@ -62,7 +62,9 @@ class Curve:
         return [(slope, min(0.0, float((ms - slope * load).min()))) for slope in slopes.tolist()]
 
 
-def op_slowdown_curve(codes: np.ndarray, bundle: np.ndarray, usual: np.ndarray, model: CostModel) -> Curve:
+def op_slowdown_curve(
+    codes: np.ndarray, bundle: np.ndarray, usual: np.ndarray, model: CostModel
+) -> SlowdownCurve:
     """Curve of the least slowdown of ops by load. Any loads give valid bounds; loads at the rates of a usual op give
     tight ones.
 
@@ -87,7 +89,7 @@ def op_slowdown_curve(codes: np.ndarray, bundle: np.ndarray, usual: np.ndarray, 
     slowdown = np.array(slowdown) if busy.any() else np.ones(len(ends) - 1)
     # An op of a later interval has at least the load of all earlier ones, so their slowdowns hold, too.
     # Whatever else an op has, its features are at least those of one shard.
-    return Curve((own * codes).sum(1), load, ends, np.maximum.accumulate(slowdown))
+    return SlowdownCurve((own * codes).sum(1), load, ends, np.maximum.accumulate(slowdown))
 
 
 def first_shard_of_each_bundle(bundle: np.ndarray) -> np.ndarray:

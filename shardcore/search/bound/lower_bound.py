@@ -21,7 +21,8 @@ plan and fractions in the program, so its least ms are a bound. All its constrai
 - The parts of a bundle, a table or several kept together, sum to 1.
 - A run is there if any part of a bundle is. The program has at least that fraction of it, and so of its latencies and
   of launches of runs that are on all devices.
-- Compute of a class of devices is at least rates times features. By load it is convex (contention.Curve), so lines
+- Compute of a class of devices is at least rates times features. By load it is convex (contention.SlowdownCurve), so
+lines
   below it hold for the sum over devices. A launch serves no more than fits until `top`, so launches count in
   proportion.
 - A step takes at least the mean over devices, by speed, of compute and even exchanges (options.Exchanges). Ids add to
@@ -49,10 +50,10 @@ import numpy as np
 
 from shardcore.core.types import Problem, Table
 from shardcore.cost.model import CostModel, with_predicted_dense_ms
-from shardcore.search.bound.contention import Curve, first_shard_of_each_bundle, op_slowdown_curve
-from shardcore.search.bound.options import Exchanges, Run, bundles_and_runs, space_description
+from shardcore.search.bound.contention import SlowdownCurve, first_shard_of_each_bundle, op_slowdown_curve
+from shardcore.search.bound.options import Exchanges, RunShards, bundles_and_runs, space_description
 from shardcore.step.exchange_lines import has_equal_transfers, is_even_division_cheapest
-from shardcore.step.kinds import Layout
+from shardcore.step.kinds import ShardingKind
 from shardcore.step.memory import usable_bytes
 
 _SHARES = 6
@@ -76,7 +77,7 @@ _COMPUTE, _NO_PART = ("compute", 0), ("", 0)
 
 
 @dataclass(frozen=True)
-class Bound:
+class LowerBound:
     """Proved lower bound on the cost of all plans in a space.
 
     proved_ms: no plan costs less.
@@ -90,8 +91,8 @@ class Bound:
 
 
 def prove_lower_bound(
-    problem: Problem, model: CostModel, shared: Sequence[Layout] | None = None
-) -> Bound | None:
+    problem: Problem, model: CostModel, shared: Sequence[ShardingKind] | None = None
+) -> LowerBound | None:
     """Lower bound on the cost of plans that cut tables by columns, or let groups of devices share them.
 
     shared: the kinds of sharing to consider; None for all.
@@ -103,7 +104,7 @@ def prove_lower_bound(
         return None
     problem = with_predicted_dense_ms(problem, bounding)
     bundles, runs = bundles_and_runs(problem, bounding, shared)
-    program = Program(problem, bounding, bundles, runs)
+    program = BoundProgram(problem, bounding, bundles, runs)
     proved_ms, even_ms = program.lower_bound_ms()
     limit = "the work of all tables, divided evenly"
     if proved_ms > even_ms * (1 + _MORE):
@@ -116,7 +117,9 @@ def prove_lower_bound(
             "and its parts together cost more"
         )
     # Subtract a trace for rounding errors.
-    return Bound(proved_ms * (1 - _ROUNDING) + problem.job.dense_ms, limit, space_description(problem, runs))
+    return LowerBound(
+        proved_ms * (1 - _ROUNDING) + problem.job.dense_ms, limit, space_description(problem, runs)
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,7 +140,7 @@ class _Room:
     most: Callable[[float], float]
 
 
-class _Rows:
+class _ConstraintRows:
     """Constraints, each: a sum over variables is at least a number."""
 
     def __init__(self) -> None:
@@ -163,12 +166,12 @@ class _Rows:
         return matrix
 
 
-class Program:
+class BoundProgram:
     """Linear program whose optimum is a lower bound on the cost of a problem's plans.
 
     options: arrays of options, by name:
       run, bundle: [N] numbers. part: [N] fraction of the bundle. on: [N, C] devices of each class that have it.
-      load, alone_ms: [N] as in contention.Curve.
+      load, alone_ms: [N] as in contention.SlowdownCurve.
       mean_ms, every_ms, id_ms: [N] of exchanges, as in options.Exchanges.
       resident: [N] bytes that a device has of it at all times.
       sent, received: [N] bytes of outputs, and of ids, of the device that has it. 0 where a group shares it.
@@ -179,7 +182,7 @@ class Program:
     """
 
     def __init__(
-        self, problem: Problem, model: CostModel, bundles: list[tuple[Table, ...]], runs: Sequence[Run]
+        self, problem: Problem, model: CostModel, bundles: list[tuple[Table, ...]], runs: Sequence[RunShards]
     ) -> None:
         self.problem, self.model, topology = problem, model, problem.topology
         self.bundles = bundles
@@ -192,7 +195,7 @@ class Program:
         )
         self.class_of = of_class.ravel()
         self.runs = runs
-        self.everywhere = [len(run.layout.device_groups(topology)[0]) == len(topology) for run in runs]
+        self.everywhere = [len(run.sharding_kind.device_groups(topology)[0]) == len(topology) for run in runs]
         self.curves = [self._slowdown_curve(run) for run in runs]
         exchanges, found = [], []
         for r, run in enumerate(runs):
@@ -211,8 +214,8 @@ class Program:
                 "every_ms": waits * lines.every.byte_ms * run.sent,
                 "id_ms": counted * lines.ids.byte_ms * run.received,
                 "resident": run.resident,
-                "sent": run.sent * run.layout.is_on_one_device,
-                "received": run.received * run.layout.is_on_one_device,
+                "sent": run.sent * run.sharding_kind.is_on_one_device,
+                "received": run.received * run.sharding_kind.is_on_one_device,
             }
             found += self._options_by_site(run, columns)
         options = self.options = {name: np.concatenate([x[name] for x in found]) for name in found[0]}
@@ -232,25 +235,29 @@ class Program:
             ]
         # Towers divide a device's bytes over its domain.
         if waits and len(topology) > 1 and problem.job.tower_ratio is None:
-            for r in (r for r, run in enumerate(runs) if run.layout.is_on_one_device):
+            for r in (r for r, run in enumerate(runs) if run.sharding_kind.is_on_one_device):
                 on, lines = 1.0 * (options["run"] == r), exchanges[r]
                 self.rooms += [
                     _Room(("outputs", r), options["sent"], on, len(topology), lines.own_outputs),
                     _Room(("ids", r), options["received"], on, len(topology), lines.own_ids),
                 ]
 
-    def _slowdown_curve(self, run: Run) -> Curve:
+    def _slowdown_curve(self, run: RunShards) -> SlowdownCurve:
         """Slowdown by contention of a kind's fused ops, as a curve over their load."""
         # A usual op has an even part of the tables. Of a kind that groups share, about half of the tables.
         topology = self.problem.topology
-        n_ops = len(topology) if run.layout.is_on_one_device else 2 * len(run.layout.device_groups(topology))
+        n_ops = (
+            len(topology)
+            if run.sharding_kind.is_on_one_device
+            else 2 * len(run.sharding_kind.device_groups(topology))
+        )
         return op_slowdown_curve(run.codes, run.bundle, run.codes[run.part == 1].sum(0) / n_ops, self.model)
 
     def _options_by_site(
-        self, run: Run, columns: Mapping[str, np.ndarray]
+        self, run: RunShards, columns: Mapping[str, np.ndarray]
     ) -> Iterator[dict[str, np.ndarray]]:
         """Arrays of a run's options for each site: of the shards that may be there."""
-        n_classes, groups = len(self.speed), run.layout.device_groups(self.problem.topology)
+        n_classes, groups = len(self.speed), run.sharding_kind.device_groups(self.problem.topology)
         for site in sorted({tuple(np.bincount(self.class_of[list(g)], minlength=n_classes)) for g in groups}):
             may = np.ones(len(self.bundles), bool)
             if sum(site) == 1:
@@ -318,7 +325,7 @@ class Program:
         ends = np.cumsum([n_options, n_runs + 1, n_runs * n_classes, 1, 1, len(self.bundles)])
         every, present, compute, (ids,), (step,), missing = np.split(np.arange(ends[-1]), ends[:-1])
         compute = compute.reshape(n_runs, n_classes)
-        rows = _Rows()
+        rows = _ConstraintRows()
         self._add_bundle_constraints(rows, options, present, missing)
         if without != _COMPUTE:
             self._add_compute_constraints(rows, options, present, compute, time[_COMPUTE])
@@ -357,7 +364,11 @@ class Program:
         return max(0.0, float(prices @ least + np.minimum(0.0, cost - matrix.T @ prices) @ limit))
 
     def _add_bundle_constraints(
-        self, rows: _Rows, options: Mapping[str, np.ndarray], present: np.ndarray, missing: np.ndarray
+        self,
+        rows: _ConstraintRows,
+        options: Mapping[str, np.ndarray],
+        present: np.ndarray,
+        missing: np.ndarray,
     ) -> None:
         """Add constraints: each bundle is placed whole, and a run is present as far as any of its bundles is."""
         for bundle, column in enumerate(missing):
@@ -371,7 +382,7 @@ class Program:
 
     def _add_compute_constraints(
         self,
-        rows: _Rows,
+        rows: _ConstraintRows,
         options: Mapping[str, np.ndarray],
         present: np.ndarray,
         compute: np.ndarray,

@@ -19,8 +19,8 @@ from shardcore.cost.model import CostModel
 from shardcore.step.engine.arrays import ARRIVED, ENTERED, RESIDENT
 from shardcore.step.exchange_lines import has_concave_exchanges, total_linear_cost
 from shardcore.step.id_bytes import received_id_bytes
-from shardcore.step.kinds import CHANNELS, Channel, Layout, layout_of_kind
-from shardcore.step.options import Options
+from shardcore.step.kinds import CHANNELS, Channel, ShardingKind, sharding_kind_by_name
+from shardcore.step.options import ShardOptions
 from shardcore.step.scopes import WORLD, group_members
 from shardcore.step.ways import IMPOSSIBLE, reason_not_runnable
 from shardcore.tables.host_rows import with_highest_load_factors
@@ -36,7 +36,7 @@ _TRACE = 1e-9
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class RunShards:
     """The shards that a device may have by one kind of a collection. Each device of a group has the same.
 
     bundle: [N] number of the bundle (`bundles_and_runs`), rising. part: [N] fraction of the bundle.
@@ -45,7 +45,7 @@ class Run:
     sent: [N] bytes of outputs of all devices that have it, as they enter the first channel. received: those of ids.
     """
 
-    layout: Layout
+    sharding_kind: ShardingKind
     bundle: np.ndarray
     part: np.ndarray
     codes: np.ndarray
@@ -56,11 +56,11 @@ class Run:
     @property
     def is_replicated(self) -> bool:
         """True for shards replicated on all devices, whose gradients are reduced together across collections."""
-        return all(channel.definition.dense for channel in self.layout.channels)
+        return all(channel.definition.dense for channel in self.sharding_kind.channels)
 
 
 @dataclass(frozen=True)
-class Line:
+class LinearCost:
     """ms that an exchange takes at least: `once_ms`, and `byte_ms` for each byte."""
 
     once_ms: float
@@ -74,15 +74,15 @@ def considers_all_widths(problem: Problem) -> bool:
     return sum(t.dim // problem.column_block_width(t) for t in problem.tables) <= MOST_SHARDS
 
 
-def space_description(problem: Problem, runs: Sequence[Run]) -> str:
+def space_description(problem: Problem, runs: Sequence[RunShards]) -> str:
     """Plans covered by a lower bound's options, in words."""
     blocks = " or ".join(map(str, sorted({problem.column_block_width(t) for t in problem.tables})))
     widths = f"multiples of {blocks}" if considers_all_widths(problem) else f"{blocks} times powers of two"
     # Groups share whole tables here. Searches also let them share parts (state/column_parts.py).
     others = dict.fromkeys(
-        run.layout.words + " (not in parts)" * run.layout.cuts_columns
+        run.sharding_kind.words + " (not in parts)" * run.sharding_kind.cuts_columns
         for run in runs
-        if not run.layout.is_on_one_device
+        if not run.sharding_kind.is_on_one_device
     )
     return ", or with ".join([f"each table whole or cut by columns ({widths})", *others])
 
@@ -106,8 +106,8 @@ class _LongestCaches:
 
 
 def bundles_and_runs(
-    problem: Problem, model: CostModel, shared: Sequence[Layout] | None
-) -> tuple[list[tuple[Table, ...]], list[Run]]:
+    problem: Problem, model: CostModel, shared: Sequence[ShardingKind] | None
+) -> tuple[list[tuple[Table, ...]], list[RunShards]]:
     """Bundles of a problem (tables that plans place together, mostly a single one) by run, and the runs that they may
     have: by columns, and by each kind in `shared` (None: by all). Runs without options are left out.
     """
@@ -118,7 +118,7 @@ def bundles_and_runs(
         held = with_highest_load_factors(tables, problem.global_batch, len(problem.topology))
         longest |= dict(zip(tables, held, strict=True))
     encoder = _LongestCaches(model, longest)
-    options = Options(problem, encoder, map(Shard.whole, problem.tables))
+    options = ShardOptions(problem, encoder, map(Shard.whole, problem.tables))
     every = considers_all_widths(problem)
     widths = [(s, n) for s in range(len(options)) for n in _possible_blocks(options, s, every)]
     options.make_shards(*np.array(widths).T)
@@ -134,8 +134,8 @@ def bundles_and_runs(
             if options.vectors[option, RESIDENT] < IMPOSSIBLE:
                 found[run].append((bundle, option, n / options.size[s]))
             option = following
-    for y, layout in enumerate(options.layouts):
-        kind, run = layout_of_kind(layout.name), options.runs.index(layout)
+    for y, sharding_kind in enumerate(options.shared_kinds):
+        kind, run = sharding_kind_by_name(sharding_kind.name), options.runs.index(sharding_kind)
         for (s, _), bundle in bundles.items() if shared is None or kind in shared else ():
             # The last device has the remaining rows, which are the fewest: others of a group have no less.
             option, table = options.shared_options[1, y, s], options.table_of_item(s)
@@ -148,13 +148,13 @@ def bundles_and_runs(
             ):
                 found[run].append((bundle, option, 1.0))
     tables = [
-        tuple(s.table for layout, s in options.parts[item] if layout == options.runs[run])
+        tuple(s.table for sharding_kind, s in options.parts[item] if sharding_kind == options.runs[run])
         for item, run in bundles
     ]
     return tables, [_run_of_options(options, run, found[run]) for run in sorted(found)]
 
 
-def _possible_blocks(options: Options, item: int, every: bool) -> Sequence[int]:
+def _possible_blocks(options: ShardOptions, item: int, every: bool) -> Sequence[int]:
     """Blocks of an item that a device may have by columns. every: whether all, or powers of two and the whole item."""
     problem, size = options.problem, int(options.size[item])
     if len(problem.topology) == 1 or options.table_of_item(item).name in problem.uncut_tables:
@@ -164,14 +164,14 @@ def _possible_blocks(options: Options, item: int, every: bool) -> Sequence[int]:
     return [*(1 << k for k in range((size - 1).bit_length())), size]
 
 
-def _run_of_options(options: Options, run: int, found: Sequence[tuple[int, int, float]]) -> Run:
+def _run_of_options(options: ShardOptions, run: int, found: Sequence[tuple[int, int, float]]) -> RunShards:
     """Make the Run of one kind from its options. found: bundle, option, and part of the bundle of each."""
     bundle, number, part = (np.array(x) for x in zip(*found, strict=True))
-    layout, vectors, problem = options.runs[run], options.vectors[number], options.problem
-    bytes_of = next(iter(layout.channels_in_job(problem.job, problem.topology).values()))
-    devices = len(layout.device_groups(problem.topology)[0])
-    return Run(
-        layout=layout,
+    sharding_kind, vectors, problem = options.runs[run], options.vectors[number], options.problem
+    bytes_of = next(iter(sharding_kind.channels_in_job(problem.job, problem.topology).values()))
+    devices = len(sharding_kind.device_groups(problem.topology)[0])
+    return RunShards(
+        sharding_kind=sharding_kind,
         bundle=bundle,
         part=part,
         codes=vectors[:, options.first_code :],
@@ -190,11 +190,11 @@ class Exchanges:
     own_outputs, own_ids: from ms to the most bytes that any device can have then.
     """
 
-    def __init__(self, problem: Problem, model: CostModel, run: Run, of_bundles: np.ndarray) -> None:
+    def __init__(self, problem: Problem, model: CostModel, run: RunShards, of_bundles: np.ndarray) -> None:
         """of_bundles: bytes in the first channel of each bundle that may be of the kind, of all devices."""
         self._model, self._topology = model, problem.topology
         topology, job, n = problem.topology, problem.job, len(problem.topology)
-        channels = run.layout.channels_in_job(job, topology)
+        channels = run.sharding_kind.channels_in_job(job, topology)
         entering = {channel: bytes_of(1.0, 1.0, problem) for channel, bytes_of in channels.items()}
         # Bytes of all channels are proportional to those of the first.
         sent = {channel: x / next(iter(entering.values())) for channel, x in entering.items()}
@@ -203,13 +203,13 @@ class Exchanges:
         groups = group_members(next(iter(within)).group if within else WORLD, topology)
         speed = np.array([d.speed for d in topology.devices])
         shares = np.sort(speed[groups].sum(1)) / speed.sum()
-        ids: dict[Channel, float] = {run.layout.ids: 1.0} if run.layout.ids else {}
+        ids: dict[Channel, float] = {run.sharding_kind.ids: 1.0} if run.sharding_kind.ids else {}
         points = self._line_end_points(of_bundles / n, of_bundles.sum() / n * len(groups))
         outputs = self._line_below_exchanges(sent, points, ("forward", "backward"))
         forward = self._line_below_exchanges(within, points, ("forward",))
         backward = self._line_below_exchanges(within, points, ("backward",))
 
-        def line_for_groups(shares: np.ndarray) -> Line:
+        def line_for_groups(shares: np.ndarray) -> LinearCost:
             """Line below exchanges however groups divide the bytes. shares: [G] of the groups' speed, rising."""
             # Forward all wait for the group with most bytes, backward each for itself. The least is where the first
             # groups have equally many, and the others none.
@@ -222,33 +222,33 @@ class Exchanges:
             saved = max(0.0, forward.byte_ms + backward.byte_ms - apart)
             # At least one group is used. Devices of other groups may not wait at all.
             once = min(sure, outputs.once_ms / n_groups) if outputs.once_ms > 0 else outputs.once_ms
-            return Line(once, (outputs.byte_ms - saved) / n)
+            return LinearCost(once, (outputs.byte_ms - saved) / n)
 
         # A single device may be of the group that has nothing.
         last = 1.0 * (np.arange(len(groups)) == len(groups) - 1)
         self.mean, self.every = line_for_groups(shares), line_for_groups(last)
         # No device receives more than all ids of all tables.
-        collection = run.layout.collection, run.layout.sequence
+        collection = run.sharding_kind.collection, run.sharding_kind.sequence
         tables = [t for t in problem.tables if (t.collection, t.sequence) == collection]
         most = float(sum(received_id_bytes(Shard.whole(t), problem) for t in tables))
         received = self._line_below_exchanges(
             ids, self._line_end_points(run.received / n, most), ("forward",)
         )
-        self.ids = Line(received.once_ms, received.byte_ms / n)
+        self.ids = LinearCost(received.once_ms, received.byte_ms / n)
         self.own_outputs = self._most_bytes_by_ms(sent, run.sent, 0.0)
         self.own_ids = self._most_bytes_by_ms(ids, run.received, job.id_overlap_ms)
 
     def _line_below_exchanges(
-        self, channels: Mapping[Channel, float], points: tuple[float, float], ways: Sequence[str]
-    ) -> Line:
+        self, channels: Mapping[Channel, float], points: tuple[float, float], directions: Sequence[str]
+    ) -> LinearCost:
         """Line below the ms of exchanges in the given directions, if every device sends equally many bytes.
 
         points: bytes of a device between which it is below.
         """
-        line = total_linear_cost(self._model, channels, self._topology, points, ways)
+        line = total_linear_cost(self._model, channels, self._topology, points, directions)
         byte_ms, once_ms = float(line[:-1].sum()), float(line[-1])
         # Lowered a trace, for rounding.
-        return Line(once_ms - _ROUNDING * (once_ms + byte_ms * points[0]), byte_ms)
+        return LinearCost(once_ms - _ROUNDING * (once_ms + byte_ms * points[0]), byte_ms)
 
     def _line_end_points(self, each: np.ndarray, most: float) -> tuple[float, float]:
         """Bytes of a device between which the line through the exchange law is nowhere above the law.

@@ -39,7 +39,7 @@ _LEAST_S = 1e-3
 
 
 @dataclass(frozen=True)
-class Entry:
+class LedgerEntry:
     """One proposal of a decision in the ledger, with its cost or failure.
 
     proposed: the proposal in words.
@@ -56,11 +56,11 @@ class Entry:
     evals: int
     why: str = ""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    within: Ledger | None = None
+    within: DecisionLedger | None = None
 
 
 @dataclass(frozen=True)
-class Ledger:
+class DecisionLedger:
     """The record of one decision, as a plan's provenance has it.
 
     chosen: words of the proposal that won.
@@ -70,7 +70,7 @@ class Ledger:
     decision: str
     chosen: str
     because: str
-    entries: tuple[Entry, ...]
+    entries: tuple[LedgerEntry, ...]
 
     def __post_init__(self) -> None:
         require(
@@ -79,17 +79,21 @@ class Ledger:
         )
 
     @property
-    def winning_entry(self) -> Entry:
+    def winning_entry(self) -> LedgerEntry:
         """Ledger entry of the proposal that won."""
         return next(entry for entry in self.entries if entry.proposed == self.chosen)
 
 
-def ledger_from_provenance(provenance: Mapping[str, Any]) -> Ledger | None:
+def ledger_from_provenance(provenance: Mapping[str, Any]) -> DecisionLedger | None:
     """Ledger of decisions in a plan's provenance. None if nothing was decided before the plan's search.
 
     Raises ShardCoreError for an entry that is no ledger.
     """
-    return build_record(Ledger, provenance[ENTRY], f"provenance: {ENTRY}") if ENTRY in provenance else None
+    return (
+        build_record(DecisionLedger, provenance[ENTRY], f"provenance: {ENTRY}")
+        if ENTRY in provenance
+        else None
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +119,7 @@ class Proposal:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class FoundPlan:
     """A plan, and the problem that it is a plan of.
 
     ms: cost, as the outermost decision counts it.
@@ -128,8 +132,8 @@ class Found:
     plan: Plan
     ms: float
     evals: int
-    ledger: Ledger | None = None
-    outcomes: tuple[Outcome, ...] = ()
+    ledger: DecisionLedger | None = None
+    outcomes: tuple[ProposalOutcome, ...] = ()
 
     @property
     def chosen_proposal(self) -> Any:
@@ -140,11 +144,11 @@ class Found:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class ProposalOutcome:
     """The plan of a proposal, or the error that says why there is none."""
 
     proposal: Any
-    found: Found | None = None
+    found: FoundPlan | None = None
     error: ShardCoreError | None = None
     seconds: float = 0.0
 
@@ -173,7 +177,7 @@ class Decision(Record):
 
     def proposals(
         self, problem: Problem, model: CostModel, seconds: float | None
-    ) -> Generator[Proposal, Outcome, None]:
+    ) -> Generator[Proposal, ProposalOutcome, None]:
         """Propose problems to search. Each `yield` gives the outcome of the proposal.
 
         model: cost model for any problem.
@@ -183,22 +187,22 @@ class Decision(Record):
         """
         raise NotImplementedError
 
-    def adopt(self, proposal: Any, found: Found, problem: Problem, model: CostModel) -> Found:
+    def adopt(self, proposal: Any, found: FoundPlan, problem: Problem, model: CostModel) -> FoundPlan:
         """Adapt a found plan, its problem or its cost to the decision's view.
 
         problem: the one that proposals were asked for.
         """
         return found
 
-    def winning_outcome(self, outcomes: Sequence[Outcome]) -> Outcome:
+    def winning_outcome(self, outcomes: Sequence[ProposalOutcome]) -> ProposalOutcome:
         """Outcome that wins a decision. At least one outcome has a plan."""
         return min_by_cost(outcomes, lambda outcome: outcome.ms)
 
-    def winning_reason(self, outcomes: Sequence[Outcome]) -> str:
+    def winning_reason(self, outcomes: Sequence[ProposalOutcome]) -> str:
         """Reason, in words, why the winning outcome of a decision wins."""
         return f"least ms of {sum(outcome.found is not None for outcome in outcomes)} with a plan"
 
-    def ledger_facts(self, outcome: Outcome) -> Mapping[str, Any]:
+    def ledger_facts(self, outcome: ProposalOutcome) -> Mapping[str, Any]:
         """Facts on an outcome, numbers and texts by name, for the ledger."""
         return {}
 
@@ -211,8 +215,8 @@ def decide(
     *,
     seed: int = 0,
     budget: Budget | None = None,
-    heard: Callable[[Outcome], None] | None = None,
-) -> Found:
+    heard: Callable[[ProposalOutcome], None] | None = None,
+) -> FoundPlan:
     """Cheapest plan over the problems that decisions propose, with its problem, its cost, and a record of what was
     tried.
 
@@ -269,10 +273,10 @@ class _Driver:
     model: CostModel
     seed: int
     budget: Budget | None
-    heard: Callable[[Outcome], None] | None = None
+    heard: Callable[[ProposalOutcome], None] | None = None
     plans: tuple[Plan, ...] = ()
 
-    def find_plan(self, problem: Problem) -> Found:
+    def find_plan(self, problem: Problem) -> FoundPlan:
         """Plan of a problem under the decisions that are left, or the search's plan if none are."""
         if self.decisions:
             # A ledger lists all proposals, so all are searched before one is chosen.
@@ -297,9 +301,9 @@ class _Driver:
             # Sharders without a search count no evaluations.
             evals = searched.provenance.get("evals", 0)
         plan = min_by_cost(plans, lambda plan: plan.provenance["predicted_ms"])
-        return Found(problem=problem, plan=plan, ms=plan.provenance["predicted_ms"], evals=evals)
+        return FoundPlan(problem=problem, plan=plan, ms=plan.provenance["predicted_ms"], evals=evals)
 
-    def _proposal_outcomes(self, decision: Decision, problem: Problem) -> Iterable[Outcome]:
+    def _proposal_outcomes(self, decision: Decision, problem: Problem) -> Iterable[ProposalOutcome]:
         """Outcomes of a decision's proposals, one after the other."""
         budget, seconds, began = self.budget, self.budget and self.budget.seconds, progress.clock()
         # A generator, so that a decision keeps its state in local variables between proposals.
@@ -313,7 +317,7 @@ class _Driver:
                 budget = replace(budget, seconds=max(left, _LEAST_S) / (1 + proposal.more))
             # The first plan is searched even so: without one there is no answer.
             if left <= 0 and any_plan and not decision.searches_all:
-                outcome = Outcome(proposal=proposal, error=Infeasible("no time was left for it"))
+                outcome = ProposalOutcome(proposal=proposal, error=Infeasible("no time was left for it"))
             else:
                 outcome = self._outcome_of_proposal(decision, proposal, problem, budget)
             any_plan |= outcome.found is not None
@@ -329,7 +333,7 @@ class _Driver:
 
     def _outcome_of_proposal(
         self, decision: Decision, proposal: Proposal, problem: Problem, budget: Budget | None
-    ) -> Outcome:
+    ) -> ProposalOutcome:
         model = proposal.model or self.model
         # Only the outermost decision's outcomes are heard.
         inner = _Driver(
@@ -349,11 +353,14 @@ class _Driver:
                 error = refused
             adopted = found and decision.adopt(proposal, found, problem, model)
         seconds = progress.clock() - began
-        return Outcome(proposal=proposal, found=adopted, error=error, seconds=seconds)
+        return ProposalOutcome(proposal=proposal, found=adopted, error=error, seconds=seconds)
 
 
-def _choose_plan(decision: Decision, outcomes: Sequence[Outcome]) -> Found:
-    """Plan that a decision chooses, with its ledger. Raises ShardCoreError if no proposal has a plan."""
+def _choose_plan(decision: Decision, outcomes: Sequence[ProposalOutcome]) -> FoundPlan:
+    """Plan that a decision chooses, with the record of all its proposals (ledger).
+
+    Raises ShardCoreError if no proposal has a plan.
+    """
     errors = [outcome.error for outcome in outcomes if outcome.error]
     if len(errors) == len(outcomes):  # no plan at all
         if len(outcomes) == 1:
@@ -368,16 +375,16 @@ def _choose_plan(decision: Decision, outcomes: Sequence[Outcome]) -> Found:
     best = decision.winning_outcome(outcomes)
     assert best.found is not None
     entries = ledger_entries(decision, outcomes)
-    ledger = Ledger(decision.name, best.proposal.words, decision.winning_reason(outcomes), entries)
+    ledger = DecisionLedger(decision.name, best.proposal.words, decision.winning_reason(outcomes), entries)
     # Evaluations of all proposals led to this plan, not only those of the winner.
     evals = sum(entry.evals for entry in entries)
     return replace(best.found, ledger=ledger, outcomes=tuple(outcomes), evals=evals)
 
 
-def ledger_entries(decision: Decision, outcomes: Iterable[Outcome]) -> tuple[Entry, ...]:
+def ledger_entries(decision: Decision, outcomes: Iterable[ProposalOutcome]) -> tuple[LedgerEntry, ...]:
     """Ledger entries of a decision's outcomes."""
     return tuple(
-        Entry(
+        LedgerEntry(
             proposed=outcome.proposal.words,
             ms=outcome.found.ms if outcome.found else None,
             seconds=round(outcome.seconds, 3),

@@ -30,7 +30,7 @@ from shardcore.core.step_cost import StepCost
 from shardcore.core.topology import Topology
 from shardcore.core.types import Problem
 from shardcore.cost.model import CostModel, first_argmin, price
-from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
+from shardcore.search.decisions.driver import Decision, FoundPlan, Proposal, ProposalOutcome
 from shardcore.search.sharders import SHARDERS
 from shardcore.step.kinds import CHANNELS, Channel, row_domain_of, shards_by_device
 from shardcore.step.lower import Workload, lower
@@ -94,7 +94,7 @@ class InGroups(Proposal):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FoundGroups(Found):
+class FoundGroups(FoundPlan):
     """A plan of one group. Its problem is that of the group.
 
     whole: problem of all devices, with the tables of the group's.
@@ -133,7 +133,7 @@ class Groups(Decision, noun="groups"):
 
     def proposals(
         self, problem: Problem, model: CostModel, seconds: float | None
-    ) -> Generator[InGroups, Outcome, None]:
+    ) -> Generator[InGroups, ProposalOutcome, None]:
         """Divisions of the devices into groups of adjacent or of interleaved devices, the largest groups first. One
         group of all devices is the plain problem.
         """
@@ -154,7 +154,7 @@ class Groups(Decision, noun="groups"):
                 grouping=grouping,
             )
 
-    def adopt(self, proposal: InGroups, found: Found, problem: Problem, model: CostModel) -> FoundGroups:
+    def adopt(self, proposal: InGroups, found: FoundPlan, problem: Problem, model: CostModel) -> FoundGroups:
         """Add the cost of synchronisation. Keeps the cheaper of the searched plan and one with even bytes."""
         whole, group, grouping = problem, found.problem, proposal.grouping
         model, plans = model.for_problem(group), [found.plan]
@@ -173,7 +173,7 @@ class Groups(Decision, noun="groups"):
         whole = replace(whole, tables=group.tables, constraints=group.constraints)
         return FoundGroups(**chosen, whole=whole, grouping=grouping, cost=costs[best])
 
-    def ledger_facts(self, outcome: Outcome) -> Mapping[str, Any]:
+    def ledger_facts(self, outcome: ProposalOutcome) -> Mapping[str, Any]:
         found = outcome.found
         if not isinstance(found, FoundGroups):
             return {}

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from shardcore.core.types import Problem
 from shardcore.core.validation import require
 from shardcore.cost.model import CostModel
-from shardcore.search.decisions.driver import Decision, Outcome, Proposal
+from shardcore.search.decisions.driver import Decision, Proposal, ProposalOutcome
 from shardcore.step.lower import lower
 from shardcore.step.memory import size_text
 from shardcore.tables.hot_rows import HOT, heat_of_divisible_tables, hot_row_counts, with_hot_rows
@@ -30,7 +30,7 @@ class HotRows(Decision):
 
     def proposals(
         self, problem: Problem, model: CostModel, seconds: float | None
-    ) -> Generator[Proposal, Outcome, None]:
+    ) -> Generator[Proposal, ProposalOutcome, None]:
         """Problem without hot rows, then with hot rows from each threshold, the highest first.
 
         On one device there are no thresholds. They fall until no plan fits, or half as many lookups as there
@@ -65,7 +65,7 @@ class HotRows(Decision):
             if outcome.found is None:
                 return  # lower ones take more memory
 
-    def ledger_facts(self, outcome: Outcome) -> Mapping[str, Any]:
+    def ledger_facts(self, outcome: ProposalOutcome) -> Mapping[str, Any]:
         tables = outcome.proposal.problem.tables
         facts: dict[str, Any] = {"hot": sum(t.rows for t in tables if t.name.endswith(HOT))}
         if outcome.found:

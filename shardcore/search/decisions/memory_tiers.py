@@ -40,12 +40,12 @@ from shardcore.cost.model import (
     with_predicted_dense_ms,
 )
 from shardcore.search.anneal.reshard import rebind_tables
-from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
+from shardcore.search.decisions.driver import Decision, FoundPlan, Proposal, ProposalOutcome
 from shardcore.search.decisions.towers import with_towers_of_plan
 from shardcore.search.state.shards import priced_plan
 from shardcore.search.ties import min_by_cost
 from shardcore.step import access
-from shardcore.step.kinds import Layout, layout_of_kind, layout_on_one_device
+from shardcore.step.kinds import ShardingKind, kind_on_one_device, sharding_kind_by_name
 from shardcore.step.memory import (
     CACHE_SET_ROWS,
     CACHED_ROW_BYTES,
@@ -82,7 +82,7 @@ class MemoryTiers(Decision):
 
     def proposals(
         self, problem: Problem, model: CostModel, seconds: float | None
-    ) -> Generator[Proposal, Outcome, None]:
+    ) -> Generator[Proposal, ProposalOutcome, None]:
         """Problems with load factors for each share of device memory in SHARES. Equal problems are proposed once.
 
         Raises Infeasible and ShardCoreError as `with_fastest_tiers` does.
@@ -105,7 +105,7 @@ class MemoryTiers(Decision):
                 more=len(share_of) - 1 - i,
             )
 
-    def adopt(self, proposal: Proposal, found: Found, problem: Problem, model: CostModel) -> Found:
+    def adopt(self, proposal: Proposal, found: FoundPlan, problem: Problem, model: CostModel) -> FoundPlan:
         # Towers are in the plan, not in the problem: load factors need to fit with them.
         filled_up, plan = fill_free_memory(found.plan, with_towers_of_plan(found.plan, found.problem), model)
         return replace(
@@ -115,7 +115,7 @@ class MemoryTiers(Decision):
             ms=plan.provenance["predicted_ms"],
         )
 
-    def ledger_facts(self, outcome: Outcome) -> Mapping[str, Any]:
+    def ledger_facts(self, outcome: ProposalOutcome) -> Mapping[str, Any]:
         problem = outcome.found.problem if outcome.found else outcome.proposal.problem
         return {
             **{
@@ -129,7 +129,7 @@ class MemoryTiers(Decision):
 
 
 @dataclass(frozen=True)
-class Tier:
+class TableTier:
     """Which memories hold a table's rows: the device's, the host's, or the host's with a cache on the device.
 
     table: the table with its load factor.
@@ -144,7 +144,7 @@ class Tier:
     link_bytes: float
 
 
-def tier_of_each_table(problem: Problem) -> list[Tier]:
+def tier_of_each_table(problem: Problem) -> list[TableTier]:
     """Memory tier of each of a problem's tables, by its load factor, in the order of the tables."""
     return [_tier_of_table(table, problem) for table in problem.tables]
 
@@ -270,12 +270,14 @@ def device_bytes_for_tables(problem: Problem) -> float:
 
 # Cached, as all shares of the memory ask for the same.
 @lru_cache(maxsize=1 << 17)
-def _tier_of_table(table: Table, problem: Problem) -> Tier:
+def _tier_of_table(table: Table, problem: Problem) -> TableTier:
     whole, kinds = Shard.whole(table), _requested_kinds(table, problem)
     # Kinds over local batches are replicas: every device has the table.
-    copies = len(problem.topology) if kinds and all(layout.local_batch for layout in kinds) else 1
+    copies = (
+        len(problem.topology) if kinds and all(sharding_kind.local_batch for sharding_kind in kinds) else 1
+    )
     link = link_bytes_of_shard(whole, problem.global_batch, problem.optimizer)
-    return Tier(
+    return TableTier(
         table,
         copies * _device_bytes_of_table(table, problem),
         host_tier_bytes(whole, problem),
@@ -285,7 +287,7 @@ def _tier_of_table(table: Table, problem: Problem) -> Tier:
 
 def _device_bytes_of_table(table: Table, problem: Problem) -> int:
     """Bytes of a whole table in device memory, with cached rows as wide as the widest table of the same op."""
-    resident = sum(resident_bytes(layout_on_one_device(table), Shard.whole(table), problem))
+    resident = sum(resident_bytes(kind_on_one_device(table), Shard.whole(table), problem))
     if not table.shares_cache:
         return resident
     # All rows of an op's cache are as wide as its widest table.
@@ -306,14 +308,14 @@ def _op_key(table: Table) -> tuple[str, bool, str]:
     return table.collection, table.sequence, table.precision
 
 
-def _requested_kinds(table: Table, problem: Problem) -> list[Layout]:
+def _requested_kinds(table: Table, problem: Problem) -> list[ShardingKind]:
     """Kinds of sharding that a problem's constraints request for a table; empty without a request."""
-    return [layout_of_kind(kind) for kind in problem.restricted_kinds_by_table.get(table.name, ())]
+    return [sharding_kind_by_name(kind) for kind in problem.restricted_kinds_by_table.get(table.name, ())]
 
 
 # Cached, as all shares of the memory ask for the same.
 @lru_cache(maxsize=1 << 17)
-def tier_options(table: Table, problem: Problem, among: tuple[str, ...], memory: float) -> list[Tier]:
+def tier_options(table: Table, problem: Problem, among: tuple[str, ...], memory: float) -> list[TableTier]:
     """Memory tiers that a table may have, in the same order for all memories of the shared cache.
 
     among: tiers below the devices that have room.
@@ -323,7 +325,7 @@ def tier_options(table: Table, problem: Problem, among: tuple[str, ...], memory:
         return [_tier_of_table(table, problem)]
     kinds = _requested_kinds(table, problem)
     # TorchRec does not cache tables of all kinds.
-    may_leave = not kinds or any(layout.may_cache_rows for layout in kinds)
+    may_leave = not kinds or any(sharding_kind.may_cache_rows for sharding_kind in kinds)
     able = [TIERS[name] for name in among if may_leave]
     # Nothing crosses the link for a table without lookups, so it needs no cache. One row is none or whole.
     needs_cache = table.rows > 1 and access.lookup_count(table, problem.global_batch) > 0
@@ -355,7 +357,7 @@ def choose_tiers(
     tier_bytes: Mapping[str, float],
     n_devices: int,
     model: CostModel | None,
-) -> list[Tier]:
+) -> list[TableTier]:
     """Choose one memory tier for each table, for the shortest step within memory if all work is divided evenly.
 
     Those that exceed memory least, the slowest tier first, where none keep within it.
@@ -372,7 +374,7 @@ def choose_tiers(
     even = model.encode(whole).sum(0, keepdims=True) / len(problem.topology) if model else None
     table_of = [i for i, table in enumerate(tables) for _ in tier_options(table, problem, among, 0)]
 
-    def options_of_all_tables(memory: float) -> list[Tier]:
+    def options_of_all_tables(memory: float) -> list[TableTier]:
         return [tier for table in tables for tier in tier_options(table, problem, among, memory)]
 
     @cache
@@ -414,7 +416,7 @@ def choose_tiers(
 
 
 def _added_ms(
-    tiers: Sequence[Tier], problem: Problem, model: CostModel | None, even: np.ndarray | None
+    tiers: Sequence[TableTier], problem: Problem, model: CostModel | None, even: np.ndarray | None
 ) -> np.ndarray:
     """[N, C] ms that tables in tiers add to an op, and to its fetches and updates if caches prefetch.
 
@@ -437,7 +439,7 @@ def _penalized_step_ms(total: np.ndarray, n_memories: int) -> np.ndarray:
 
 
 def _choose_options(use: np.ndarray, table_of: np.ndarray, n_memories: int) -> Iterator[np.ndarray]:
-    """Two choices [T] of one option for each table, for the shortest step.
+    """[T] option of each table for the shortest step, chosen in two ways.
 
     Both are those of a linear program, rounded, in which one table after another gets the option that makes the
     step shortest. In the first, memory that is left counts by its price in the program. In the second, it does

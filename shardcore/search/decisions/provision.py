@@ -31,7 +31,7 @@ from shardcore.core.validation import (
 )
 from shardcore.cost.model import CostModel
 from shardcore.io.envelope import read_record
-from shardcore.search.decisions.driver import Decision, Outcome, Proposal
+from shardcore.search.decisions.driver import Decision, Proposal, ProposalOutcome
 
 MOST_PRICE = 1e9
 """The highest price of an hour, in any currency."""
@@ -96,7 +96,7 @@ class Offer(Record):
 
 
 @dataclass(frozen=True)
-class Target:
+class ProvisionTarget:
     """The aim of a cluster. Exactly one field is given.
 
     step_ms: time of a step, at most.
@@ -212,7 +212,7 @@ class Provision(Decision):
 
     offers: tuple[Offer, ...]
     models: Mapping[str, CostModel]
-    target: Target
+    target: ProvisionTarget
 
     name: ClassVar[str] = "clusters"
     level: ClassVar[int] = 0
@@ -225,7 +225,7 @@ class Provision(Decision):
 
     def proposals(
         self, problem: Problem, model: CostModel, seconds: float | None
-    ) -> Generator[Cluster, Outcome, None]:
+    ) -> Generator[Cluster, ProposalOutcome, None]:
         """Clusters of every number of hosts of every offer.
 
         Raises SettingMismatch for a model of another setting than the problem's. Raises ShardCoreError where
@@ -253,19 +253,21 @@ class Provision(Decision):
             if outcome.found:
                 same_shape.append(outcome.found.plan)
 
-    def winning_outcome(self, outcomes: Sequence[Outcome]) -> Outcome:
+    def winning_outcome(self, outcomes: Sequence[ProposalOutcome]) -> ProposalOutcome:
         return best_cluster_of_each_offer(outcomes, self.target)[0]
 
-    def winning_reason(self, outcomes: Sequence[Outcome]) -> str:
+    def winning_reason(self, outcomes: Sequence[ProposalOutcome]) -> str:
         key, aim = self.target.name_and_value
         return f"{'fastest' if key == 'price_per_hour' else 'cheapest'} with {key} {aim:g}"
 
-    def ledger_facts(self, outcome: Outcome) -> Mapping[str, Any]:
+    def ledger_facts(self, outcome: ProposalOutcome) -> Mapping[str, Any]:
         samples_per_s = outcome.proposal.samples_per_s(outcome.ms) if outcome.found else None
         return {"price_per_hour": outcome.proposal.price_per_hour, "samples_per_s": samples_per_s}
 
 
-def best_cluster_of_each_offer(outcomes: Sequence[Outcome], target: Target) -> list[Outcome]:
+def best_cluster_of_each_offer(
+    outcomes: Sequence[ProposalOutcome], target: ProvisionTarget
+) -> list[ProposalOutcome]:
     """Best cluster of each offer that meets the target, the best of all first.
 
     The cheapest is best, or with a target price the fastest. Ties go to the faster, or the cheaper.
@@ -274,7 +276,7 @@ def best_cluster_of_each_offer(outcomes: Sequence[Outcome], target: Target) -> l
     """
     key, aim = target.name_and_value
 
-    def target_value(outcome: Outcome) -> float:
+    def target_value(outcome: ProposalOutcome) -> float:
         """A cluster's value in the target's unit."""
         cluster: Cluster = outcome.proposal
         return {
@@ -283,7 +285,7 @@ def best_cluster_of_each_offer(outcomes: Sequence[Outcome], target: Target) -> l
             "price_per_hour": cluster.price_per_hour,
         }[key]
 
-    def sort_key(outcome: Outcome) -> tuple[float, ...]:
+    def sort_key(outcome: ProposalOutcome) -> tuple[float, ...]:
         price = outcome.proposal.price_per_hour
         return (outcome.ms, price) if key == "price_per_hour" else (price, outcome.ms)
 
@@ -299,7 +301,7 @@ def best_cluster_of_each_offer(outcomes: Sequence[Outcome], target: Target) -> l
             f"no cluster of {len(outcomes)} reaches {key} {aim:g}; the nearest, "
             f"{near.proposal.words}, has {target_value(near):.4g}"
         )
-    first: dict[str, Outcome] = {}
+    first: dict[str, ProposalOutcome] = {}
     # In order of rank, so the first of each offer is its best.
     for outcome in sorted(meeting, key=sort_key):
         first.setdefault(outcome.proposal.offer.name, outcome)

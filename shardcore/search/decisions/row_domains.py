@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 from shardcore.core.links import ROWS_OVER
 from shardcore.core.types import Plan, Problem
 from shardcore.cost.model import CostModel
-from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
-from shardcore.step.kinds import layout_of_kind, row_domain_choices, row_domain_of
+from shardcore.search.decisions.driver import Decision, FoundPlan, Proposal, ProposalOutcome
+from shardcore.step.kinds import row_domain_choices, row_domain_of, sharding_kind_by_name
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class RowDomains(Decision, noun="row domains"):
 
     def proposals(
         self, problem: Problem, model: CostModel, seconds: float | None
-    ) -> Generator[Proposal, Outcome, None]:
+    ) -> Generator[Proposal, ProposalOutcome, None]:
         """Problem with rows divided over hosts, and over pods where all pods are of one size."""
         topology = problem.topology
         domains = (
@@ -49,16 +49,18 @@ class RowDomains(Decision, noun="row domains"):
                 more=len(domains) - 1 - i,
             )
 
-    def adopt(self, proposal: Proposal, found: Found, problem: Problem, model: CostModel) -> Found:
+    def adopt(self, proposal: Proposal, found: FoundPlan, problem: Problem, model: CostModel) -> FoundPlan:
         """The plan as one of the original problem, whose topology names no domain (host, pod) over which rows are
         divided: kinds of sharding say it.
         """
         return replace(found, problem=replace(found.problem, topology=problem.topology))
 
-    def ledger_facts(self, outcome: Outcome) -> Mapping[str, Any]:
+    def ledger_facts(self, outcome: ProposalOutcome) -> Mapping[str, Any]:
         if outcome.found is None:
             return {}
         divided = {
-            p.shard.table.name for p in outcome.found.plan.placements if layout_of_kind(p.kind).rows_over
+            p.shard.table.name
+            for p in outcome.found.plan.placements
+            if sharding_kind_by_name(p.kind).rows_over
         }
         return {"tables divided so": len(divided)}

@@ -35,7 +35,7 @@ from shardcore.core.validation import require
 from shardcore.cost.model import CostModel, first_argmin, predicted_total_ms
 from shardcore.io.towers import Towers
 from shardcore.search.budget import Budget
-from shardcore.search.decisions.driver import Decision, Found, Outcome, Proposal
+from shardcore.search.decisions.driver import Decision, FoundPlan, Proposal, ProposalOutcome
 from shardcore.search.state.refusal import first_names_text
 from shardcore.search.ties import min_by_cost
 from shardcore.step.lower import lower
@@ -163,7 +163,7 @@ class OnTowers(Decision, noun="towers"):
 
     def proposals(
         self, problem: Problem, model: CostModel, seconds: float | None
-    ) -> Generator[TowerHosts, Outcome, None]:
+    ) -> Generator[TowerHosts, ProposalOutcome, None]:
         """Hosts of the plan to start from, if any, and hosts found by a search in a third of the seconds.
 
         Raises ShardCoreError as `assign_tower_hosts` does.
@@ -184,7 +184,7 @@ class OnTowers(Decision, noun="towers"):
         if self.moves or not kept:
             yield assign_tower_hosts(problem, towers, for_problem, third)
 
-    def adopt(self, proposal: TowerHosts, found: Found, problem: Problem, model: CostModel) -> Found:
+    def adopt(self, proposal: TowerHosts, found: FoundPlan, problem: Problem, model: CostModel) -> FoundPlan:
         constraints = replace(found.problem.constraints, pinned=problem.constraints.pinned)
         whole = replace(found.problem, job=problem.job, constraints=constraints)
         loads = [list(host) for host in proposal.loads]
@@ -193,7 +193,7 @@ class OnTowers(Decision, noun="towers"):
         plan = replace(found.plan, provenance={**found.plan.provenance, **ratio, "towers": towers})
         return replace(found, problem=whole, plan=plan)
 
-    def ledger_facts(self, outcome: Outcome) -> Mapping[str, Any]:
+    def ledger_facts(self, outcome: ProposalOutcome) -> Mapping[str, Any]:
         hosts: TowerHosts = outcome.proposal
         return {
             "affinity inside": f"{hosts.affinity_inside:.0%}",
@@ -273,7 +273,7 @@ def assign_tower_hosts(
     # At least a byte: shares of nothing are not defined.
     room = [max(1, sum(free[d] for d in host)) for host in on_host.values()]
     capacity = np.array(list(zip(speeds, room, strict=True)), dtype=float)
-    division = Division(affinity, load, capacity, allowed, seconds)
+    division = TowerDivision(affinity, load, capacity, allowed, seconds)
     of_groups = division.best_division()
     host = of_groups[len(on_host) :]
     _require_hosts_fit(table_groups, host, load[:, _MEMORY], capacity[:, _MEMORY], problem)
@@ -333,7 +333,7 @@ def _require_hosts_fit(
 # --- the division -------------------------------------------------------------------------------------------
 
 
-class Division:
+class TowerDivision:
     """A division of table groups over hosts, by local search. The first groups are empty, one of each host.
 
     What changes places with an empty group moves, and the empty group stays where it is.

@@ -89,19 +89,19 @@ class Net(ABC):
         self.shapes: Shapes = scaling | {"scale_ms": (1,)} | _mlp_shapes("table", *_TABLE) | shapes
 
     @abstractmethod
-    def shard_latents(self, w: Weights, features: Any, xp: ModuleType = np) -> Any:
+    def shard_latents(self, weights: Weights, features: Any, xp: ModuleType = np) -> Any:
         """[N, L] latents of shards with features [N, F]."""
 
     @abstractmethod
-    def single_shard_cost(self, w: Weights, latents: Any) -> Any:
+    def single_shard_cost(self, weights: Weights, latents: Any) -> Any:
         """[...] predicted cost of each shard [..., L] alone. Shards of the highest cost are placed first."""
 
-    def next_shard_contexts(self, w: Weights, latents: Any, xp: ModuleType = np) -> Any:
+    def next_shard_contexts(self, weights: Weights, latents: Any, xp: ModuleType = np) -> Any:
         """[..., N, H] context of each shard [..., N, L] as the next one, in the order of placing. None: no context."""
         return None
 
     @abstractmethod
-    def device_scores(self, w: Weights, inputs: PolicyInputs, xp: ModuleType = np) -> Any:
+    def device_scores(self, weights: Weights, inputs: PolicyInputs, xp: ModuleType = np) -> Any:
         """[..., D] scores of devices for the next shard: logits of a softmax."""
 
 
@@ -123,33 +123,37 @@ class DreamShard(Net):
             shapes |= _mlp_shapes("overall", LATENTS, _H, 1)
         super().__init__(shapes)
 
-    def shard_latents(self, w: Weights, features: Any, xp: ModuleType = np) -> Any:
+    def shard_latents(self, weights: Weights, features: Any, xp: ModuleType = np) -> Any:
         """[N, L] latents of shards: the policy's, and the cost network's if there is one."""
         # Side by side: a rollout then sums both with one array.
-        x = _scale_features(w, features, xp)
+        x = _scale_features(weights, features, xp)
         nets = ("table",) if self.asks_model else ("table", "cost_table")
-        return xp.concatenate([_relu(_mlp(w, name, x)) for name in nets], -1)
+        return xp.concatenate([_relu(_mlp(weights, name, x)) for name in nets], -1)
 
-    def single_shard_cost(self, w: Weights, latents: Any) -> Any:
-        return self.device_costs(w, latents).sum(-1)
+    def single_shard_cost(self, weights: Weights, latents: Any) -> Any:
+        return self.device_costs(weights, latents).sum(-1)
 
-    def device_scores(self, w: Weights, inputs: PolicyInputs, xp: ModuleType = np) -> Any:
+    def device_scores(self, weights: Weights, inputs: PolicyInputs, xp: ModuleType = np) -> Any:
         # Either source has one scale, so both kinds of policy have the same layers.
-        costs = inputs.costs / w["scale_ms"] if self.asks_model else self.device_costs(w, inputs.latents)
-        both = xp.concatenate([inputs.latents[..., :LATENTS], _relu(_mlp(w, "costs", costs))], -1)
-        return (both @ w["choice.weight"])[..., 0]
+        costs = (
+            inputs.costs / weights["scale_ms"]
+            if self.asks_model
+            else self.device_costs(weights, inputs.latents)
+        )
+        both = xp.concatenate([inputs.latents[..., :LATENTS], _relu(_mlp(weights, "costs", costs))], -1)
+        return (both @ weights["choice.weight"])[..., 0]
 
-    def device_costs(self, w: Weights, latents: Any) -> Any:
+    def device_costs(self, weights: Weights, latents: Any) -> Any:
         """[..., PARTS] predicted costs of devices [..., L]."""
         # Three small heads in one product.
-        hidden = _relu(_linear(w, "heads.0", latents[..., LATENTS:]))
+        hidden = _relu(_linear(weights, "heads.0", latents[..., LATENTS:]))
         hidden = hidden.reshape(*hidden.shape[:-1], PARTS, _H)
-        return (hidden * w["heads.1.weight"]).sum(-1) + w["heads.1.bias"]
+        return (hidden * weights["heads.1.weight"]).sum(-1) + weights["heads.1.bias"]
 
-    def plan_cost(self, w: Weights, latents: Any, xp: ModuleType = np) -> Any:
+    def plan_cost(self, weights: Weights, latents: Any, xp: ModuleType = np) -> Any:
         """[...] predicted cost of plans with devices [..., D, L]. An empty device counts nothing."""
         # A maximum over devices takes any number of them, and a step waits for the largest, too.
-        return _mlp(w, "overall", xp.amax(latents[..., LATENTS:], -2))[..., 0]
+        return _mlp(weights, "overall", xp.amax(latents[..., LATENTS:], -2))[..., 0]
 
 
 class AutoShard(Net):
@@ -165,26 +169,26 @@ class AutoShard(Net):
         shapes |= _layer_shapes("next", 2 * LATENTS, _H)
         super().__init__(shapes)
 
-    def shard_latents(self, w: Weights, features: Any, xp: ModuleType = np) -> Any:
-        return _relu(_mlp(w, "table", _scale_features(w, features, xp)))
+    def shard_latents(self, weights: Weights, features: Any, xp: ModuleType = np) -> Any:
+        return _relu(_mlp(weights, "table", _scale_features(weights, features, xp)))
 
-    def single_shard_cost(self, w: Weights, latents: Any) -> Any:
+    def single_shard_cost(self, weights: Weights, latents: Any) -> Any:
         """[...] predicted compute of shards [..., L], or of devices."""
-        return _mlp(w, "cost", latents)[..., 0]
+        return _mlp(weights, "cost", latents)[..., 0]
 
-    def next_shard_contexts(self, w: Weights, latents: Any, xp: ModuleType = np) -> Any:
+    def next_shard_contexts(self, weights: Weights, latents: Any, xp: ModuleType = np) -> Any:
         n = latents.shape[-2]
         # The share of shards that are placed already, [N, 1].
         done = (xp.arange(n, dtype=xp.float32) / n)[:, None]
-        progress = xp.broadcast_to(_relu(_linear(w, "progress", done)), latents.shape)
-        return _relu(_linear(w, "next", xp.concatenate([latents, progress], -1)))
+        progress = xp.broadcast_to(_relu(_linear(weights, "progress", done)), latents.shape)
+        return _relu(_linear(weights, "next", xp.concatenate([latents, progress], -1)))
 
-    def device_scores(self, w: Weights, inputs: PolicyInputs, xp: ModuleType = np) -> Any:
-        facts = xp.stack([self.single_shard_cost(w, inputs.latents), inputs.used], -1)
-        devices = xp.concatenate([inputs.latents, _relu(_linear(w, "device", facts))], -1)
+    def device_scores(self, weights: Weights, inputs: PolicyInputs, xp: ModuleType = np) -> Any:
+        facts = xp.stack([self.single_shard_cost(weights, inputs.latents), inputs.used], -1)
+        devices = xp.concatenate([inputs.latents, _relu(_linear(weights, "device", facts))], -1)
         # Each device is scored against the shard that comes next, [..., D, 3 H].
         state = xp.broadcast_to(inputs.context[..., None, :], devices.shape)
-        return _mlp(w, "score", xp.concatenate([state, devices, state * devices], -1), layers=4)[..., 0]
+        return _mlp(weights, "score", xp.concatenate([state, devices, state * devices], -1), layers=4)[..., 0]
 
 
 _TABLE = (len(FEATURES), _WIDE, LATENTS)
@@ -200,13 +204,13 @@ def _mlp_shapes(name: str, *widths: int) -> Shapes:
     return {weight: shape for layer in layers for weight, shape in layer.items()}
 
 
-def _scale_features(w: Weights, features: Any, xp: ModuleType) -> Any:
+def _scale_features(weights: Weights, features: Any, xp: ModuleType) -> Any:
     """Features standardized by mean and deviation of the training tables, and clipped to their range."""
-    return (xp.clip(features, w["low"], w["high"]) - w["mean"]) / w["sd"]
+    return (xp.clip(features, weights["low"], weights["high"]) - weights["mean"]) / weights["sd"]
 
 
-def _linear(w: Weights, name: str, x: Any) -> Any:
-    return x @ w[f"{name}.weight"] + w[f"{name}.bias"]
+def _linear(weights: Weights, name: str, x: Any) -> Any:
+    return x @ weights[f"{name}.weight"] + weights[f"{name}.bias"]
 
 
 def _relu(x: Any) -> Any:
@@ -214,8 +218,8 @@ def _relu(x: Any) -> Any:
     return x * (x > 0)
 
 
-def _mlp(w: Weights, name: str, x: Any, layers: int = 2) -> Any:
+def _mlp(weights: Weights, name: str, x: Any, layers: int = 2) -> Any:
     """Multi-layer perceptron: linear layers with a ReLU between them."""
     for i in range(layers - 1):
-        x = _relu(_linear(w, f"{name}.{i}", x))
-    return _linear(w, f"{name}.{layers - 1}", x)
+        x = _relu(_linear(weights, f"{name}.{i}", x))
+    return _linear(weights, f"{name}.{layers - 1}", x)

@@ -15,9 +15,9 @@ import numpy as np
 
 from shardcore.search.anneal.search_space import SearchSpace
 from shardcore.search.learned.nets import PARTS, Net, PolicyInputs, Weights, shard_features
-from shardcore.search.lockstep import Placed, PlanBatch, place_in_order
+from shardcore.search.lockstep import PlacedPlans, PlanBatch, place_in_order
 from shardcore.step.engine.arrays import FREE
-from shardcore.step.options import Options
+from shardcore.step.options import ShardOptions
 
 _EQUAL = 1e-5
 """Relative difference below which scores are equal: they are float32."""
@@ -34,7 +34,7 @@ class Rollout:
     latents: [C, K, D, L] of the devices in the end.
     """
 
-    placed: Placed
+    placed: PlacedPlans
     used: np.ndarray
     costs: np.ndarray | None
     before: np.ndarray
@@ -56,9 +56,9 @@ class Rollouts:
     weights: Weights
     plans: int = 1
     rng: np.random.Generator | None = None
-    _known: tuple[Options, np.ndarray] | None = None
+    _known: tuple[ShardOptions, np.ndarray] | None = None
 
-    def __call__(self, space: SearchSpace, keys: np.ndarray) -> Placed:
+    def __call__(self, space: SearchSpace, keys: np.ndarray) -> PlacedPlans:
         with np.errstate(over="ignore", invalid="ignore"):  # weights from a file may be anything
             return self.roll_out(space, keys).placed
 
@@ -110,7 +110,7 @@ class Rollouts:
         placed = place_in_order(space, keys, single, self.plans, device_scores, _EQUAL)
         return Rollout(placed, used, costs, before, after, sums / speed)
 
-    def latents_of_cached_shards(self, cache: Options) -> np.ndarray:
+    def latents_of_cached_shards(self, cache: ShardOptions) -> np.ndarray:
         """[R, L] latents of all shards in an options cache. A bundle has the sum of its shards' latents."""
         if self._known is None or self._known[0] is not cache or len(self._known[1]) < len(cache.made):
             shards = [s for bundle in cache.made for s in bundle]

@@ -34,7 +34,7 @@ from shardcore.search.greedy import ORDERS
 from shardcore.search.learned.nets import AutoShard, DreamShard, PolicyInputs, Weights, shard_features
 from shardcore.search.learned.policy import NETS, Policy
 from shardcore.search.learned.rollout import Rollout, Rollouts
-from shardcore.search.lockstep import Placed, search_space_by_columns
+from shardcore.search.lockstep import PlacedPlans, search_space_by_columns
 from shardcore.search.state.feasible import feasible_shards
 from shardcore.tables.held_out import is_held_out
 
@@ -107,7 +107,7 @@ def make_policy(
     model: CostModel,
     problems: PolicyProblems | None = None,
     config: PolicyConfig | None = None,
-    like: Topology | None = None,
+    like_topology: Topology | None = None,
     progress: Progress | None = None,
 ) -> TrainedPolicy:
     """Draw problems from a pool, train a policy on them, and test the policy. The policy's meta has the metrics.
@@ -115,9 +115,11 @@ def make_policy(
     Raises ShardCoreError as `draw_policy_problems` and `train_policy` do.
     """
     problems, config = problems or PolicyProblems(), config or PolicyConfig()
-    if like:
-        problems = replace(problems, devices=len(like))
-    to_learn, validation, test = draw_policy_problems(pool, model.setting, problems, config.seed, like)
+    if like_topology:
+        problems = replace(problems, devices=len(like_topology))
+    to_learn, validation, test = draw_policy_problems(
+        pool, model.setting, problems, config.seed, like_topology
+    )
     trained = train_policy(name, to_learn, validation, model, config, progress)
     meta = {
         **trained.policy.meta,
@@ -128,16 +130,20 @@ def make_policy(
 
 
 def draw_policy_problems(
-    pool: Sequence[Table], setting: Setting, config: PolicyProblems, seed: int, like: Topology | None = None
+    pool: Sequence[Table],
+    setting: Setting,
+    config: PolicyProblems,
+    seed: int,
+    like_topology: Topology | None = None,
 ) -> tuple[list[Problem], list[Problem], list[Problem]]:
     """Problems for training, for validation and for testing of a policy, drawn from a pool of tables.
 
-    like: devices' speeds, hosts and links. None: equal devices of one host, without stated links.
+    like_topology: devices' speeds, hosts and links. None: equal devices of one host, without stated links.
 
     Raises ShardCoreError if half of the pool is too small, and if the devices do not divide the batch.
     """
-    if like:
-        config = replace(config, devices=len(like))
+    if like_topology:
+        config = replace(config, devices=len(like_topology))
     require(
         setting.batch % config.devices == 0,
         f"the cost model is for batch {setting.batch}, which {config.devices} devices do not divide evenly",
@@ -145,7 +151,11 @@ def draw_policy_problems(
 
     def draw_problems(tables: list[Table], first: int, n: int) -> list[Problem]:
         problems = [draw_problem(tables, first + i, setting, seed, config) for i in range(n)]
-        return [_on_devices_like(like, problem) for problem in problems] if like else problems
+        return (
+            [_with_devices_of_topology(like_topology, problem) for problem in problems]
+            if like_topology
+            else problems
+        )
 
     # By table, not by problem: test problems show how it does on tables that it never saw.
     half = [t for t in pool if not is_held_out(t, one_of=2)]
@@ -160,11 +170,11 @@ def draw_policy_problems(
         ) from None
 
 
-def _on_devices_like(like: Topology, problem: Problem) -> Problem:
+def _with_devices_of_topology(topology: Topology, problem: Problem) -> Problem:
     """Problem on devices with the speeds, hosts and links of a topology, each with the problem's memory per device."""
     memory_bytes = problem.topology.devices[0].memory_bytes
-    devices = tuple(replace(d, memory_bytes=memory_bytes) for d in like.devices)
-    return replace(problem, topology=replace(like, devices=devices))
+    devices = tuple(replace(d, memory_bytes=memory_bytes) for d in topology.devices)
+    return replace(problem, topology=replace(topology, devices=devices))
 
 
 def train_policy(
@@ -196,10 +206,10 @@ def train_policy(
     torch.set_num_threads(1)  # matrices are small, and results no longer depend on the number of threads
     try:
         # Prepared once: each serves many rollouts.
-        all_prepared = [Prepared(problem, model) for problem in problems]
-        unseen = [Prepared(problem, model) for problem in validation]
+        all_prepared = [PreparedProblem(problem, model) for problem in problems]
+        unseen = [PreparedProblem(problem, model) for problem in validation]
         # The learner changes its arrays in place, so validation sees each round's weights.
-        learner = Learner(name, all_prepared, config)
+        learner = PolicyLearner(name, all_prepared, config)
         best, best_round, kept, curves = np.inf, 0, {}, []
         for i in range(config.rounds):
             # The rate falls to 0, so the last rounds refine.
@@ -224,7 +234,9 @@ def train_policy(
 
 def evaluate_policy(policy: Policy, problems: Sequence[Problem], model: CostModel) -> dict[str, float]:
     """Mean and worst relative cost of a policy's plans, and the share of problems solved."""
-    costs = relative_costs(Rollouts(policy.net, policy.weights), [Prepared(p, model) for p in problems])
+    costs = relative_costs(
+        Rollouts(policy.net, policy.weights), [PreparedProblem(p, model) for p in problems]
+    )
     solved = costs[np.isfinite(costs)]
     metrics = {"test_solved": len(solved) / len(costs)}
     if len(solved):
@@ -232,7 +244,7 @@ def evaluate_policy(policy: Policy, problems: Sequence[Problem], model: CostMode
     return metrics
 
 
-def relative_costs(policy: Rollouts, problems: Sequence[Prepared]) -> np.ndarray:
+def relative_costs(policy: Rollouts, problems: Sequence[PreparedProblem]) -> np.ndarray:
     """Cost of each problem's plan under a policy, relative to the best greedy order's.
 
     inf where the plan does not fit.
@@ -243,7 +255,7 @@ def relative_costs(policy: Rollouts, problems: Sequence[Prepared]) -> np.ndarray
 # --- plans to learn from ------------------------------------------------------------------------------------
 
 
-class Prepared:
+class PreparedProblem:
     """A problem prepared for policy rollouts: search space, shards and their features.
 
     keys: [1, N, 2] its shards, each an item and blocks.
@@ -291,7 +303,7 @@ class CostSample:
     total_ms: float
 
     @classmethod
-    def of_first_plan(cls, prepared: Prepared, placed: Placed) -> CostSample:
+    def of_first_plan(cls, prepared: PreparedProblem, placed: PlacedPlans) -> CostSample:
         """Sample of the first plan among plans placed for a problem."""
         # [S, D] numbers of what devices hold. 0 is nothing.
         blocks = placed.batch.held_blocks[0, 0]
@@ -312,7 +324,7 @@ class CostSample:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class PolicyLosses:
     """Losses from which the networks of a policy learn.
 
     reward: (net, weights, rollout) -> [K] rewards of its plans.
@@ -328,22 +340,25 @@ class Recipe:
     costs_of: tuple[str, ...] = ()
 
 
-def compute_evenness(net: AutoShard, w: Weights, rollout: Rollout) -> np.ndarray:
+def compute_evenness(net: AutoShard, weights: Weights, rollout: Rollout) -> np.ndarray:
     """[K] least over largest compute of devices under each plan, without exchanges: rewards."""
     parts_ms = rollout.placed.batch.device_part_ms()[0]
     compute_ms = parts_ms[..., 0] + parts_ms[..., 2]  # [K, D] forward and backward
     return compute_ms.min(-1) / np.maximum(compute_ms.max(-1), 1e-9)
 
 
-def squared_cost_errors(net: DreamShard, w: Weights, latents: Any, parts: Any, totals: Any) -> Any:
+def squared_cost_errors(net: DreamShard, weights: Weights, latents: Any, parts: Any, totals: Any) -> Any:
     """Squared errors of a cost network's predictions for devices and for plans."""
-    of_parts, of_plans = net.device_costs(w, latents) - parts, net.plan_cost(w, latents, torch) - totals
+    of_parts, of_plans = (
+        net.device_costs(weights, latents) - parts,
+        net.plan_cost(weights, latents, torch) - totals,
+    )
     return (of_parts**2).mean((0, 1)).sum() + (of_plans**2).mean()
 
 
 _DREAMSHARD = ("table", "costs", "choice")
 RECIPES = {
-    "dreamshard": Recipe(
+    "dreamshard": PolicyLosses(
         # The reward of a plan is its negative cost as the cost network predicts it.
         lambda net, w, rollout: -net.plan_cost(w, rollout.latents[0]),
         _DREAMSHARD,
@@ -351,8 +366,8 @@ RECIPES = {
         ("cost_table", "heads", "overall"),
     ),
     # Here it is the negative cost under the CostModel.
-    "dreamshard_direct": Recipe(lambda net, w, rollout: -rollout.placed.total_ms[0], _DREAMSHARD),
-    "autoshard": Recipe(
+    "dreamshard_direct": PolicyLosses(lambda net, w, rollout: -rollout.placed.total_ms[0], _DREAMSHARD),
+    "autoshard": PolicyLosses(
         compute_evenness,
         ("table", "cost", "progress", "device", "score.", "next"),
         # Its network predicts the compute of devices, forward and backward.
@@ -365,14 +380,14 @@ RECIPES = {
 """Recipes by the policy's name."""
 
 
-class Learner:
+class PolicyLearner:
     """Weights in training, and gradients of the plans that were made.
 
     w: tensors by name. arrays: the same memory, so that the next rollout uses what an update changes.
     plans: priced plans that the cost network learns from.
     """
 
-    def __init__(self, name: str, all_prepared: Sequence[Prepared], config: PolicyConfig) -> None:
+    def __init__(self, name: str, all_prepared: Sequence[PreparedProblem], config: PolicyConfig) -> None:
         self.net, self.recipe = NETS[name], RECIPES[name]
         self.all_prepared, self.config = all_prepared, config
         # Another stream than that of problems, which are drawn with the same seed.
@@ -407,12 +422,12 @@ class Learner:
         values["reward"], values["entropy"] = np.mean(updates, 0).tolist()
         return values
 
-    def roll_out_randomly(self, prepared: Prepared, plans: int) -> Rollout:
+    def roll_out_randomly(self, prepared: PreparedProblem, plans: int) -> Rollout:
         """Random plans of a problem under the present weights."""
         rollouts = Rollouts(self.net, self.arrays, plans, self.rng)
         return rollouts.roll_out(prepared.space, prepared.keys)
 
-    def _draw_problems(self, n: int) -> list[Prepared]:
+    def _draw_problems(self, n: int) -> list[PreparedProblem]:
         """Training problems, drawn with replacement."""
         return [self.all_prepared[i] for i in self.rng.integers(len(self.all_prepared), size=n)]
 
@@ -459,7 +474,7 @@ class Learner:
         rewards = self.recipe.reward(self.net, self.arrays, rollout)
         return np.where(fits, rewards, rewards[fits].min() - rewards[fits].std())
 
-    def device_logits(self, prepared: Prepared, rollout: Rollout) -> torch.Tensor:
+    def device_logits(self, prepared: PreparedProblem, rollout: Rollout) -> torch.Tensor:
         """[K, N, D] scores of devices at each step of a rollout; -1e9 for illegal devices."""
         placed, cache, speed = rollout.placed, prepared.cache, torch.from_numpy(prepared.speed)
         rows = self.net.shard_latents(self.w, torch.from_numpy(prepared.x), torch)
@@ -480,7 +495,7 @@ class Learner:
         # A finite number, as 0 × inf would make the entropy NaN.
         return scores.masked_fill(~torch.from_numpy(placed.legal[0]), -1e9)
 
-    def _policy_loss(self, logits: torch.Tensor, placed: Placed, advantage: np.ndarray) -> torch.Tensor:
+    def _policy_loss(self, logits: torch.Tensor, placed: PlacedPlans, advantage: np.ndarray) -> torch.Tensor:
         """REINFORCE loss with an entropy bonus. advantage: [K]."""
         logs = logits.log_softmax(-1)  # [K, N, D]
         # [K, N] log-probability of the device that each shard went to.
@@ -495,7 +510,7 @@ class Learner:
 
 
 def _initial_weights(
-    shapes: dict[str, tuple[int, ...]], all_prepared: Sequence[Prepared], seed: int
+    shapes: dict[str, tuple[int, ...]], all_prepared: Sequence[PreparedProblem], seed: int
 ) -> dict[str, torch.Tensor]:
     """Initial weights of a policy. Features of the problems' tables set the scaling."""
     # Number 0, which is nothing, has no features to scale by.

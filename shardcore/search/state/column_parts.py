@@ -15,10 +15,10 @@ from itertools import pairwise
 from shardcore.core.types import Placement, Plan, Problem, Table
 from shardcore.core.validation import MOST_NAME
 from shardcore.search.state.packing import are_parts_equally_wide
-from shardcore.step.kinds import LAYOUTS, layout_of_kind
+from shardcore.step.kinds import SHARDING_KINDS, sharding_kind_by_name
 from shardcore.step.ways import consolidate_placements
 
-_CUT = tuple(name for name, layout in LAYOUTS.items() if layout.cuts_columns)
+_CUT = tuple(name for name, sharding_kind in SHARDING_KINDS.items() if sharding_kind.cuts_columns)
 """Kinds of sharding that may run some of a table's columns."""
 
 
@@ -127,7 +127,7 @@ def parts_of_plan(plan: Plan, problem: Problem) -> ColumnParts:
     cuts: dict[str, list[int]] = {}
     for name, placements in plan.placements_by_table().items():
         table = placements[0].shard.table
-        shared = any(layout_of_kind(p.kind).divides_rows and p.kind in _CUT for p in placements)
+        shared = any(sharding_kind_by_name(p.kind).divides_rows and p.kind in _CUT for p in placements)
         columns = sorted({p.shard.col_lo for p in placements} - {0})
         if (
             shared

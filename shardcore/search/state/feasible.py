@@ -12,7 +12,7 @@ from shardcore.core.types import Plan, Problem, Shard
 from shardcore.core.validation import require
 from shardcore.search.state.packing import least_excess_plan, packings_of
 from shardcore.search.state.refusal import refusal_message
-from shardcore.step.kinds import LAYOUTS, shards_by_device
+from shardcore.step.kinds import SHARDING_KINDS, shards_by_device
 from shardcore.step.memory import may_exceed_op_limits, plan_fits, require_fits, require_op_limits
 from shardcore.step.ways import fixed_placements, reason_not_runnable, row_division
 
@@ -50,14 +50,14 @@ def _require_runnable_tables(problem: Problem) -> None:
     """Raise ShardCoreError for a table that no kind of sharding can run on the devices where the table may be."""
     most, fails = (
         problem.topology.max_shard_columns,
-        problem.codecs_may_fail or any(map(problem.why_replicas_fail, LAYOUTS.values())),
+        problem.codecs_may_fail or any(map(problem.why_replicas_fail, SHARDING_KINDS.values())),
     )
     for table in (t for t in problem.tables if t.dim > most or fails):
         cannot = f"problem {problem.name!r} cannot place table {table.name!r}"
         # Tables that are kept together are whole on one device.
         reasons = [
             reason_not_runnable(kind, table, problem)
-            for kind in LAYOUTS.values()
+            for kind in SHARDING_KINDS.values()
             if kind.is_on_one_device or table.name not in problem.group_by_table
         ]
         require(not all(reasons), f"{cannot}: {reasons[0]}")

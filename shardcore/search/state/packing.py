@@ -27,11 +27,11 @@ from shardcore.core.progress import iterate_with_progress
 from shardcore.core.types import Placement, Plan, Problem, Shard
 from shardcore.step import memory
 from shardcore.step.id_bytes import id_bytes_per_sample
-from shardcore.step.kinds import LAYOUTS, Layout, layout_for_table, shards_by_device
-from shardcore.step.memory import Account, Caches, peak_bytes_function, shard_sums, usable_bytes
+from shardcore.step.kinds import SHARDING_KINDS, ShardingKind, sharding_kind_for_table, shards_by_device
+from shardcore.step.memory import CacheCounts, MemoryAccount, peak_bytes_function, shard_sums, usable_bytes
 from shardcore.step.shard_memory import local_batch_shares
 from shardcore.step.ways import (
-    Bundle,
+    ShardBundle,
     bundle_shards,
     cut_into_equal_parts,
     reason_not_runnable,
@@ -49,21 +49,21 @@ _AMPLE = float(1 << 50)
 """Bytes that are enough on any device."""
 
 
-class Way(NamedTuple):
+class BundleOption(NamedTuple):
     """One way to place a bundle (shards that stay together): kind of sharding, devices and widths.
 
-    layout: its kind of sharding.
+    sharding_kind: its kind of sharding.
     sites: [S, G] the groups of devices where a part may be. By columns, each is a single device.
     widths: columns that a part may have, rising. The only width of a bundle stands for all of its tables.
     placements: of all parts on the first site. Of a table that is cut to gaps their number is not known: it is whole.
     """
 
-    layout: Layout
+    sharding_kind: ShardingKind
     sites: np.ndarray
     widths: Sequence[int]
     placements: tuple[Placement, ...] = ()
 
-    def with_placements_of(self, bundle: Bundle) -> Way:
+    def with_placements_of(self, bundle: ShardBundle) -> BundleOption:
         """Copy of the way with the placements of a bundle filled in."""
         known = len(bundle) == len(self.widths) == 1
         parts = cut_into_equal_parts(bundle[0], bundle[0].width // self.widths[0]) if known else bundle
@@ -71,36 +71,36 @@ class Way(NamedTuple):
 
     def placement_on_first_site(self, shard: Shard) -> Placement:
         """Placement of a shard on the first site of the way."""
-        return Placement(self.layout.name, shard, tuple(self.sites[0].tolist()))
+        return Placement(self.sharding_kind.name, shard, tuple(self.sites[0].tolist()))
 
 
-def _ways_to_run(bundle: Bundle, problem: Problem) -> Iterator[Way]:
+def _ways_to_run(bundle: ShardBundle, problem: Problem) -> Iterator[BundleOption]:
     """Ways to run a bundle that constraints allow: by columns, shared by groups, and sequences in equal parts."""
     table = bundle[0].table
     dim, block, most = table.dim, problem.column_block_width(table), problem.max_shard_width(table)
     devices = np.array(problem.allowed_devices(table.name))[:, None]
     by_columns = [
-        layout
-        for layout in LAYOUTS.values()
-        if layout.is_on_one_device
-        and all(reason_not_runnable(layout, s.table, problem) is None for s in bundle)
+        sharding_kind
+        for sharding_kind in SHARDING_KINDS.values()
+        if sharding_kind.is_on_one_device
+        and all(reason_not_runnable(sharding_kind, s.table, problem) is None for s in bundle)
     ]
     stays_whole = len(bundle) > 1 or table.name in problem.uncut_tables
-    for layout in by_columns:
+    for sharding_kind in by_columns:
         if not (stays_whole or table.sequence):
-            yield Way(layout, devices, range(block, most + 1, block))
+            yield BundleOption(sharding_kind, devices, range(block, most + 1, block))
         elif dim <= problem.topology.max_shard_columns:
-            yield Way(layout, devices, (dim,))
-    for layout in LAYOUTS.values() if len(bundle) == 1 else ():
-        if not layout.is_on_one_device and reason_not_runnable(layout, table, problem) is None:
-            yield Way(layout, np.array(sharing_groups(layout, table, problem)), (dim,))
-    for layout in by_columns if table.sequence and not stays_whole else ():
+            yield BundleOption(sharding_kind, devices, (dim,))
+    for sharding_kind in SHARDING_KINDS.values() if len(bundle) == 1 else ():
+        if not sharding_kind.is_on_one_device and reason_not_runnable(sharding_kind, table, problem) is None:
+            yield BundleOption(sharding_kind, np.array(sharing_groups(sharding_kind, table, problem)), (dim,))
+    for sharding_kind in by_columns if table.sequence and not stays_whole else ():
         for n in range(2, min(dim // block, len(devices)) + 1):
             if dim // block % n == 0 and dim // n <= most:
-                yield Way(layout, devices, (dim // n,))
+                yield BundleOption(sharding_kind, devices, (dim // n,))
 
 
-class _Choice:
+class _ChosenOptions:
     """A way for each bundle, and the bytes of the shards that follow from it.
 
     batches: share of each run in a local batch, as long as no table is cut to the widths of gaps.
@@ -110,22 +110,22 @@ class _Choice:
     vectors: [G, P + C] bytes and counts on the devices of a site, of a bundle's part of some width.
     """
 
-    def __init__(self, packings: Packings, ways: Sequence[Way]) -> None:
+    def __init__(self, packings: Packings, ways: Sequence[BundleOption]) -> None:
         problem, self.packings, self.ways = packings.problem, packings, ways
         self.batches = local_batch_shares(
             (p for way in iterate_with_progress(ways) for p in way.placements), problem
         )
-        self.account = Account.from_batches(self.batches, problem)
+        self.account = MemoryAccount.from_batches(self.batches, problem)
         tiers, topology = problem.topology.memory, problem.topology
         of_hosts = np.full((len(topology), 1), float(tiers[0].bytes) if tiers else _AMPLE)
         self.limits = np.append(self.account.limits, of_hosts, 1)
         self.host = np.array([device.host for device in topology.devices])
         self.base, self.vectors = cache(self._local_batch_bytes), cache(self._bytes_on_site)
 
-    def _local_batch_bytes(self, cut: frozenset[Layout]) -> np.ndarray:
+    def _local_batch_bytes(self, cut: frozenset[ShardingKind]) -> np.ndarray:
         """[P] bytes of a local batch if the tables of the runs `cut` are cut."""
         batches = {run: batch._replace(cut=batch.cut or run in cut) for run, batch in self.batches.items()}
-        return np.append(Account.from_batches(batches, self.packings.problem).base, 0.0)
+        return np.append(MemoryAccount.from_batches(batches, self.packings.problem).base, 0.0)
 
     def id_bytes_of_part(self, i: int) -> np.ndarray:
         """[P] bytes of a bundle's ids in a local batch that each further part adds."""
@@ -137,15 +137,15 @@ class _Choice:
         """[G, P + C] bytes and counts of `width` columns of a bundle on the devices of a site."""
         way, bundle, on_host = self.ways[i], self.packings.bundles[i], self.limits.shape[1] - 1
         first, *others = bundle
-        total = np.zeros((way.sites.shape[1], on_host + 1 + len(self.packings.caches)))
+        total = np.zeros((way.sites.shape[1], on_host + 1 + len(self.packings.cache_counts)))
         # Columns are exchangeable, and ranges of rows are alike on all sites.
         for shard in bundle if others else [replace(first, col_hi=width)]:
-            run = layout_for_table(way.layout.name, shard.table)
+            run = sharding_kind_for_table(way.sharding_kind.name, shard.table)
             for g, (_, part) in enumerate(shards_by_device(way.placement_on_first_site(shard))):
                 sums = self.packings.sums(run, part)
                 total[g, :on_host] += self.account.bytes_by_phase(run, sums)
                 total[g, on_host] += sums.on_host
-                total[g, on_host + 1 :] += self.packings.caches.total_counts([(run, part)])
+                total[g, on_host + 1 :] += self.packings.cache_counts.total_counts([(run, part)])
         # Each device of a host counts what all of them have there.
         host = self.host[way.sites[0]]
         total[:, on_host] = (host[:, None] == host) @ total[:, on_host]
@@ -162,15 +162,15 @@ class _Choice:
     def excess_bytes(self, load: np.ndarray, free: np.ndarray) -> np.ndarray:
         """[...] memory excess of devices with loads [..., P + C] and free bytes [..., P]."""
         lacks = load[..., : free.shape[-1]] - free
-        if len(self.packings.caches):
-            lacks[..., : self.account.phases] += self.packings.caches.padding_bytes(
+        if len(self.packings.cache_counts):
+            lacks[..., : self.account.phases] += self.packings.cache_counts.padding_bytes(
                 load[..., free.shape[-1] :]
             )[..., None]
         return lacks.max(-1)
 
 
 @dataclass(eq=False)
-class _Pass:
+class _PackingPass:
     """Loads of devices while bundles (shards that stay together) are placed one after another.
 
     choice: a way for each bundle.
@@ -179,20 +179,20 @@ class _Pass:
     cut: runs of tables that were cut to the widths of gaps.
     """
 
-    choice: _Choice
+    choice: _ChosenOptions
     free: np.ndarray
     load: np.ndarray
-    cut: frozenset[Layout] = frozenset()
+    cut: frozenset[ShardingKind] = frozenset()
 
     @classmethod
-    def empty_pass(cls, choice: _Choice, more_bytes: float | None) -> _Pass:
+    def empty_pass(cls, choice: _ChosenOptions, more_bytes: float | None) -> _PackingPass:
         """Pass in which nothing is placed yet."""
         free = choice.limits + (more_bytes or 0.0) - choice.base(frozenset())
         if more_bytes is not None:
             free[:, -1] = _AMPLE
-        return cls(choice, free, np.zeros((len(free), free.shape[1] + len(choice.packings.caches))))
+        return cls(choice, free, np.zeros((len(free), free.shape[1] + len(choice.packings.cache_counts))))
 
-    def place_bundle(self, i: int, full: bool) -> list[tuple[Bundle, np.ndarray]] | None:
+    def place_bundle(self, i: int, full: bool) -> list[tuple[ShardBundle, np.ndarray]] | None:
         """Place a bundle in as few parts as fit. Returns parts and the site [G] of each; None if there is no room.
 
         full: whether a part goes to the fullest site that has room, or else to the emptiest.
@@ -238,7 +238,9 @@ class _Pass:
         of_sites = self.site_excess_bytes(i, widths[-1], sites)
         if len(way.widths) > 1 and (of_sites.min() > 0 or widths[-1] < left):
             # Another part follows: it sends ids once more, and its run has to join outputs.
-            cut = self.cut | {layout_for_table(way.layout.name, self.choice.packings.bundles[i][0].table)}
+            cut = self.cut | {
+                sharding_kind_for_table(way.sharding_kind.name, self.choice.packings.bundles[i][0].table)
+            }
             self.free -= self.choice.id_bytes_of_part(i) + self.choice.base(cut) - self.choice.base(self.cut)
             self.cut = cut
             n = bisect_right(widths, 0, key=lambda width: self.site_excess_bytes(i, width, sites).min())
@@ -293,13 +295,15 @@ class Packings:
             cache(partial(shard_sums, problem=problem)),
         )
 
-    def _make_choice(self, numbers: tuple[int, ...]) -> _Choice:
-        return _Choice(self, [self._ways(i)[n] if n else self.firsts[i] for i, n in enumerate(numbers)])
+    def _make_choice(self, numbers: tuple[int, ...]) -> _ChosenOptions:
+        return _ChosenOptions(
+            self, [self._ways(i)[n] if n else self.firsts[i] for i, n in enumerate(numbers)]
+        )
 
     @cached_property
-    def caches(self) -> Caches:
-        return Caches.from_shards(
-            (layout_for_table(way.layout.name, s.table), replace(part, col_lo=0, col_hi=width))
+    def cache_counts(self) -> CacheCounts:
+        return CacheCounts.from_shards(
+            (sharding_kind_for_table(way.sharding_kind.name, s.table), replace(part, col_lo=0, col_hi=width))
             for i, bundle in enumerate(self.bundles)
             for s in bundle
             if s.table.shares_cache
@@ -318,7 +322,7 @@ class Packings:
         """Order in which bundles of shards are placed: fewest sites first, then the largest."""
         ways = self._choice(self.first).ways
         size = [
-            sum(self._peak_bytes(layout_for_table(way.layout.name, s.table), s) for s in bundle)
+            sum(self._peak_bytes(sharding_kind_for_table(way.sharding_kind.name, s.table), s) for s in bundle)
             for bundle, way in zip(iterate_with_progress(self.bundles), ways, strict=True)
         ]
         return sorted(range(len(size)), key=lambda i: (len(ways[i].sites), -size[i]))
@@ -329,8 +333,9 @@ class Packings:
         for i, (shard, *_) in enumerate(iterate_with_progress(self.bundles)):
             # By columns and copied. Divided rows take no less: their outputs are as wide on each device.
             n_bytes = [
-                len(way.sites[0]) * self._peak_bytes(layout_for_table(way.layout.name, shard.table), shard)
-                if way.widths[-1] == shard.width and not way.layout.divides_rows
+                len(way.sites[0])
+                * self._peak_bytes(sharding_kind_for_table(way.sharding_kind.name, shard.table), shard)
+                if way.widths[-1] == shard.width and not way.sharding_kind.divides_rows
                 else np.inf
                 for way in self._ways(i)
             ]
@@ -374,12 +379,12 @@ class Packings:
         return []
 
     @cached_property
-    def _first_pass_with_fixed_tables(self) -> _Pass | None:
+    def _first_pass_with_fixed_tables(self) -> _PackingPass | None:
         return self._pass_with_fixed_tables(self.first)
 
-    def _pass_with_fixed_tables(self, numbers: tuple[int, ...]) -> _Pass | None:
+    def _pass_with_fixed_tables(self, numbers: tuple[int, ...]) -> _PackingPass | None:
         """Pass with only the tables of `fixed_placements` placed. None if these find no room."""
-        one_pass = _Pass.empty_pass(self._choice(numbers), None)
+        one_pass = _PackingPass.empty_pass(self._choice(numbers), None)
         fixed = sorted({*range(len(self.bundles))} - {*self.searched_bundles})
         return one_pass if all(one_pass.place_bundle(i, False) for i in fixed) else None
 
@@ -417,15 +422,15 @@ class Packings:
                 yield (*self.first[:i], n, *self.first[i + 1 :])
 
     def _place_all(
-        self, choice: _Choice, order: Sequence[int], full: bool, more_bytes: float | None
+        self, choice: _ChosenOptions, order: Sequence[int], full: bool, more_bytes: float | None
     ) -> Plan | int:
         """Plan with the chosen ways to run bundles, or the number of the bundle that finds no room."""
-        one_pass, parts = _Pass.empty_pass(choice, more_bytes), []
+        one_pass, parts = _PackingPass.empty_pass(choice, more_bytes), []
         for i in iterate_with_progress(order):
             placed = one_pass.place_bundle(i, full)
             if placed is None:
                 return i
-            parts += [(choice.ways[i].layout.name, *of_site) for of_site in placed]
+            parts += [(choice.ways[i].sharding_kind.name, *of_site) for of_site in placed]
         placements = [Placement(kind, s, tuple(site.tolist())) for kind, part, site in parts for s in part]
         if are_parts_equally_wide([(p.shard,) for p in placements]):
             return Plan(tuple(placements))
@@ -484,7 +489,7 @@ def excess_bytes(plan: Plan, problem: Problem) -> int:
     return int(max(lacks[d] for placement in plan.placements for d in placement.devices))
 
 
-def are_parts_equally_wide(parts: Sequence[Bundle]) -> bool:
+def are_parts_equally_wide(parts: Sequence[ShardBundle]) -> bool:
     """Tell if all cut sequences of a collection have parts of one width, as TorchRec requires."""
     widths: dict[str, int] = {}
     return all(

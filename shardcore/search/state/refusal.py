@@ -14,7 +14,7 @@ from shardcore.core.constraints import Constraints
 from shardcore.core.topology import DEFAULT_RESERVE, default_reserved_bytes
 from shardcore.core.types import Placement, Problem, Shard, Table
 from shardcore.search.state.packing import least_excess_plan, packings_of
-from shardcore.step.kinds import LAYOUTS, device_names, layout_on_one_device
+from shardcore.step.kinds import SHARDING_KINDS, device_names, kind_on_one_device
 from shardcore.step.memory import memory_account, size_text, usable_bytes
 from shardcore.step.ways import cut_into_equal_parts, fixed_placements, reason_not_runnable, row_division
 
@@ -26,7 +26,7 @@ _LARGE = 1 << 16
 """Devices × tables of a large problem, of which no remedy is tried."""
 
 
-class _Whole:
+class _WholeTables:
     """Bytes of tables that are whole and by columns, beside `fixed_placements`.
 
     packings: with the tables, in bundles that go together.
@@ -43,7 +43,7 @@ class _Whole:
             s
             for bundle in self.bundles
             for s in bundle
-            if reason_not_runnable(layout_on_one_device(s.table), s.table, problem) is None
+            if reason_not_runnable(kind_on_one_device(s.table), s.table, problem) is None
         ]
         placements = [*map(_placement_on_first_device, self.by_columns), *self.fixed]
         self.account = memory_account(placements, problem) if placements else None
@@ -59,7 +59,7 @@ class _Whole:
         shards = [
             s
             for s in shards
-            if reason_not_runnable(layout_on_one_device(s.table), s.table, self.problem) is None
+            if reason_not_runnable(kind_on_one_device(s.table), s.table, self.problem) is None
         ]
         if not shards or not self.account:
             return ""
@@ -88,7 +88,7 @@ class _Whole:
 
 
 def _placement_on_first_device(shard: Shard) -> Placement:
-    return Placement(layout_on_one_device(shard.table).name, shard, (0,))
+    return Placement(kind_on_one_device(shard.table).name, shard, (0,))
 
 
 @lru_cache(maxsize=4)  # several sharders refuse one problem, and remedies take seconds to find
@@ -98,7 +98,7 @@ def refusal_message(problem: Problem, planned_share: float | None = None) -> str
     planned_share: share of memory that TorchRec's planner keeps free, which devices do not have. Further devices then
         bring their local batch. None: there is no such planner.
     """
-    uncut, reserved = _Whole(problem), problem.constraints.reserved_bytes
+    uncut, reserved = _WholeTables(problem), problem.constraints.reserved_bytes
     least = min(d.memory_bytes for d in problem.topology.devices)
     reason = _refusal_of_fixed_tables(uncut)
     notes = {
@@ -139,7 +139,7 @@ def _excess_reason(needed: int, available: int, what: str, where: str) -> str:
     )
 
 
-def _refusal_of_fixed_tables(uncut: _Whole) -> str:
+def _refusal_of_fixed_tables(uncut: _WholeTables) -> str:
     """Reason text for tables on all devices that some device cannot hold; "" if all can."""
     if not uncut.fixed:
         return ""
@@ -149,14 +149,14 @@ def _refusal_of_fixed_tables(uncut: _Whole) -> str:
     return _excess_reason(needed, min(usable_bytes(uncut.problem)), what, "the smallest")
 
 
-def _total_bytes_reason(uncut: _Whole) -> str:
+def _total_bytes_reason(uncut: _WholeTables) -> str:
     """Reason text for tables that need more memory than all devices have together; "" if they do not."""
     n_tables, n_devices = sum(map(len, uncut.bundles)), len(uncut.may_hold)
     what = f"its {n_tables} tables take"
     return uncut.excess_reason(uncut.by_columns, range(n_devices), what, f"its {n_devices} devices")
 
 
-def _largest_table_reason(uncut: _Whole) -> str:
+def _largest_table_reason(uncut: _WholeTables) -> str:
     """Reason text for a table, or tables kept on one device, that fit no device in any way; "" if all fit."""
     problem = uncut.problem
     for i, bundle in zip(uncut.packings.searched_bundles, uncut.bundles, strict=True):
@@ -170,8 +170,8 @@ def _largest_table_reason(uncut: _Whole) -> str:
             len(bundle) > 1 or table.name in problem.uncut_tables,
             problem.column_block_width(table),
         )
-        if reason_not_runnable(layout_on_one_device(table), table, problem) is not None:
-            cause = problem.why_codec_fails(layout_on_one_device(table), table) or "constraints.kinds"
+        if reason_not_runnable(kind_on_one_device(table), table, problem) is not None:
+            cause = problem.why_codec_fails(kind_on_one_device(table), table) or "constraints.kinds"
             reason = f"table {table.name!r} has to be divided by rows ({cause})"
         else:
             parts = list(
@@ -195,17 +195,17 @@ def _largest_table_reason(uncut: _Whole) -> str:
     return ""
 
 
-def _undividable_rows_reason(uncut: _Whole, table: Table) -> str:
+def _undividable_rows_reason(uncut: _WholeTables, table: Table) -> str:
     """Reason text why a table's rows cannot be divided."""
     problem = uncut.problem
     whole = row_division(table, problem)
     if whole is None:
-        dividing = [kind for kind in LAYOUTS.values() if kind.divides_rows]
+        dividing = [kind for kind in SHARDING_KINDS.values() if kind.divides_rows]
         # Why its own kinds cannot, if it has some that divide rows.
         own = [
             kind
             for kind in dividing
-            if kind.name in problem.restricted_kinds_by_table.get(table.name, LAYOUTS)
+            if kind.name in problem.restricted_kinds_by_table.get(table.name, SHARDING_KINDS)
         ]
         return str(reason_not_runnable((own or dividing)[0], table, problem))
     needed, may_hold = uncut.device_bytes([whole], [whole]).tolist(), usable_bytes(problem)
@@ -218,7 +218,7 @@ def _undividable_rows_reason(uncut: _Whole, table: Table) -> str:
     )
 
 
-def _pinned_tables_reason(uncut: _Whole) -> str:
+def _pinned_tables_reason(uncut: _WholeTables) -> str:
     """Reason text for tables pinned to devices that have too little memory for them; "" if there are none.
 
     This is Hall's condition, for each set of devices that some table is pinned to.

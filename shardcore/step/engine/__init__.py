@@ -13,7 +13,7 @@ Nothing in these functions may allocate. They are compiled without numba's refer
 Records are passed as pointers (pointers.py). Each function is compiled when it is first called.
 
 Names in all files: `problem` is the SearchProblem, `state` the State; `problem_words` and `state_words` are the arrays
-of words that have them. a, b, c and d are devices, s an item, h a host, g a group, y a layout, r and k runs, x an
+of words that have them. a, b, c and d are devices, s an item, h a host, g a group, y a shared kind, r and k runs, x an
 exchange. An argument has its name in full where it has no other device, item or run beside it.
 `was` is before a change, `then` after it.
 """

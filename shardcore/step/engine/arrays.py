@@ -12,7 +12,7 @@ An array with no rows means "does not apply".
 Shapes: S items, U most blocks of an item, O options, V entries of a vector, D devices, H hosts.
 N runs: first the K kinds of what single devices hold, then others (step/memory.py).
 X exchanges: of each run's outputs, then of each run's ids. Exchange x is that of run x % N.
-Y layouts of what groups of devices share, G groups. C caches, L log entries, P parameters, A heads.
+Y kinds by which groups of devices share tables, G groups. C caches, L log entries, P parameters, A heads.
 B slots of a run's stage, P most phases of a step, E edits of a move, Q counters. Digits stand for themselves.
 
 Items and blocks are defined in step/options.py.
@@ -35,8 +35,8 @@ MOST_EDITS = 24
 """The most edits of one move."""
 
 RESIDENT, ARRIVED, ENTERED, LOOKUPS, FEATURES, ON_HOST, CACHED = range(7)
-"""Entries of a vector: sums (memory.Sums; RESIDENT is Sums.always_bytes), counts of caches (memory.Caches), then the
-encoding."""
+"""Entries of a vector: sums (memory.ShardSums; RESIDENT is its always_bytes), counts of caches (memory.CacheCounts),
+then the encoding."""
 RUN, SIZE, TABLE, RANK, WEIGHT, JOINT = range(6)
 """Columns of SearchProblem.items.
 
@@ -58,10 +58,10 @@ WORK_BUSIEST, WORK_TOTAL, WORK_ONCE: the share of these that is devices' own wor
 """
 OPTION_RUN, NEXT = range(2)
 """Columns of SearchProblem.options: the run, and the next option of a bundle's chain, 0 for none."""
-LAYOUT, PHASES = 3, 4
+SHARED_KIND, PHASES = 3, 4
 """Further columns of SearchProblem.runs, after those of memory_timeline.COLLECTION.
 
-LAYOUT: number of the layout whose groups share its tables, -1 for kinds.
+SHARED_KIND: number of the shared kind whose groups share its tables, -1 for kinds on one device.
 PHASES + t: phases of stage t.
 """
 MOST_ENTERED, MOST_LOOKUPS, MOST_FEATURES = range(3)
@@ -71,8 +71,8 @@ SPEED, FREE = range(2)
 """Columns of SearchProblem.devices: the speed factor, and bytes that embeddings may have."""
 ANY, HALVES, SHIFTS = range(3)
 """SearchProblem.cut: into any parts, into halves, or only so that columns go from one part of a table to another."""
-LAYOUT_OF, FIRST, LAST, GROUP_RUN = range(4)
-"""Columns of SearchProblem.groups: number of the layout, the first and the last device, and the layout's run.
+KIND_OF_GROUP, FIRST, LAST, GROUP_RUN = range(4)
+"""Columns of SearchProblem.groups: number of the shared kind, the first and the last device, and the shared kind's run.
 
 The last may have fewer rows than the others.
 """
@@ -85,7 +85,7 @@ class SearchProblem(NamedTuple):
     shard: int32[:, ::1]  # [S, U + 1] the option of so many blocks
     shared: int64[
         :, :, ::1
-    ]  # [2, Y, S] that of each device of a layout's groups but the last, and of the last
+    ]  # [2, Y, S] that of each device of a shared kind's groups but the last, and of the last
     vectors: float64[:, ::1]  # [O, V]
     options: int64[:, ::1]  # [O, 2] see OPTION_RUN
     alone: float64[:, ::1]  # [O, 7] see OF_SENT
@@ -104,8 +104,8 @@ class SearchProblem(NamedTuple):
         :, ::1
     ]  # [A, P] parameters of ms, and those that give the chain of fetches where rows are fetched ahead
     # Tables shared by groups of devices.
-    groups: int64[:, ::1]  # [G, 4] see LAYOUT_OF
-    group_of: int64[:, ::1]  # [Y, D] the device's group in each layout; -1: none
+    groups: int64[:, ::1]  # [G, 4] see KIND_OF_GROUP
+    group_of: int64[:, ::1]  # [Y, D] the device's group in each shared kind; -1: none
     may_share: boolean[:, ::1]  # [Y, S] whether groups may share the item
     # Memory.
     # What no run holds, at each moment (memory_timeline.MOMENTS), without replicas and with: bytes, and multiples of
@@ -138,9 +138,11 @@ class SearchProblem(NamedTuple):
         """[S] the option number of each item (columns of a table) as a single, uncut shard."""
         return self.shard[np.arange(len(self.items)), self.items[:, SIZE]]
 
-    def options_shared_by_layout(self, y: int, items: np.ndarray) -> np.ndarray:
-        """[...] option numbers of items shared by groups of layout y, on each device of a group except the last."""
-        return self.shared[0, y, items]
+    def options_of_shared_kind(self, shared_kind: int, items: np.ndarray) -> np.ndarray:
+        """[...] option numbers of items shared by groups of shared kind y, on each device of a group except the
+        last.
+        """
+        return self.shared[0, shared_kind, items]
 
 
 class State(NamedTuple):
@@ -193,7 +195,7 @@ HELD: resident bytes.
 OF_SENT, OF_SCRATCH, PEAK_BYTES, ADDED_MS, SINGLE_MS = range(2, 7)
 """Further columns of SearchProblem.alone, after memory_timeline.OUTPUTS and CUT.
 
-The first four are its share of a local batch (shard_memory.RunBatch).
+The first four are its share of a local batch (shard_memory.LocalBatchShare).
 PEAK_BYTES: bytes of the option alone in its largest phase. An estimate of what it adds to a device's.
 ADDED_MS: ms that it adds to an op, without the launch.
 SINGLE_MS: ms of an op with only this option, at speed 1.

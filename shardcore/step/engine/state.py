@@ -9,15 +9,15 @@ from shardcore.step.engine.arrays import (
     ENTERED,
     FIRST,
     JOINT,
+    KIND_OF_GROUP,
     LAST,
-    LAYOUT,
-    LAYOUT_OF,
     LOAD,
     LOG,
     N_MOVED,
     N_SHARED,
     SCRATCH,
     SENT,
+    SHARED_KIND,
     TABLE,
     WEIGHT,
     problem_at,
@@ -145,7 +145,7 @@ def set_op_ms(head, problem, state, row, run):
 @compile_inner
 def first_of_group(problem, device, run):
     """The first device of the group that shares an op with a device; the device itself if none does."""
-    y = problem.runs[run, LAYOUT]
+    y = problem.runs[run, SHARED_KIND]
     return (
         problem.groups[problem.group_of[y, device], FIRST]
         if y >= 0 and problem.group_of[y, device] >= 0
@@ -195,7 +195,7 @@ def recompute_ops(head, problem, state):
     for i in range(state.number[N_SHARED]):
         s = state.shared[i]
         g = state.group[s]
-        y = problem.groups[g, LAYOUT_OF]
+        y = problem.groups[g, KIND_OF_GROUP]
         for d in range(problem.groups[g, FIRST], problem.groups[g, LAST] + 1):
             if problem.group_of[y, d] == g:
                 add_option_to_ops(problem, state, d, problem.shared[int(d == problem.groups[g, LAST]), y, s])

@@ -73,10 +73,10 @@ def write_edit(state, i, item, device, blocks):
 
 
 @compile_inner
-def options_of_edit(problem, state, i):
+def options_of_edit(problem, state, edit):
     """The options that edit i of a trial removes from its device and adds to it."""
-    s, d = state.edit[i, 0], state.edit[i, 1]
-    return int64(problem.shard[s, state.held[s, d]]), int64(problem.shard[s, state.edit[i, 2]])
+    s, d = state.edit[edit, 0], state.edit[edit, 1]
+    return int64(problem.shard[s, state.held[s, d]]), int64(problem.shard[s, state.edit[edit, 2]])
 
 
 @compile_inner

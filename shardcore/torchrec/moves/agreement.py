@@ -23,15 +23,15 @@ from shardcore.core.errors import ShardCoreError
 _COMMIT, _ABORT = "commit", "abort"
 
 
-class Refused(ShardCoreError):
+class ChangeRefused(ShardCoreError):
     """Raised when a change is given up on all ranks."""
 
 
-class Waited(ShardCoreError):
+class WaitEnded(ShardCoreError):
     """A wait for another rank that has ended without it. The other rank knows why."""
 
 
-class Undecided(ShardCoreError):
+class ChangeUndecided(ShardCoreError):
     """Raised when a rank cannot learn whether other ranks make a change. The job has to end."""
 
 
@@ -60,7 +60,7 @@ class Agreement:
         store = dist.distributed_c10d._get_default_store()
         change = cls(store, rank_and_world_size(), next(_numbers), timeout_s)
         if change._store.check(["decision"]):
-            raise Refused(
+            raise ChangeRefused(
                 f"rank {change.rank} comes late: other ranks have given up this change; ask for it again"
             )
         return change
@@ -86,19 +86,19 @@ class Agreement:
             vote = {"value": share()}
         except Exception as e:  # whatever TorchRec raises, the others need to know
             why = str(e) if isinstance(e, ShardCoreError) else f"{type(e).__name__}: {e}"
-            error, vote = e, {"error": why, "waited": isinstance(e, Waited)}
+            error, vote = e, {"error": why, "waited": isinstance(e, WaitEnded)}
         votes = self._exchange_votes(name, vote)
         # Ranks that only waited come last, so that the cause is reported, not its effect.
         if failed := sorted((v for v in votes if "error" in v), key=lambda v: v["waited"]):
             # Nobody commits without this rank's vote, so the decision is to abort.
             self._decide(_ABORT)
-            raise Refused(failed[0]["error"]) from error
+            raise ChangeRefused(failed[0]["error"]) from error
         values += [v["value"] for v in votes]
 
     def commit(self) -> None:
         """Commit the change once all phases have passed. Raises Refused if another rank has aborted the change."""
         if self._decide(_COMMIT) == _ABORT:
-            raise Refused("another rank has waited too long, and decided against it")
+            raise ChangeRefused("another rank has waited too long, and decided against it")
 
     def _decide(self, decision: str) -> str:
         """Decision on the change: `decision`, unless another rank wrote one first."""
@@ -106,7 +106,7 @@ class Agreement:
             # Compare and set: the first value written stays, and every rank reads that one.
             return self._store.compare_set("decision", "", decision).decode()
         except Exception as e:
-            raise Undecided(
+            raise ChangeUndecided(
                 f"the job's store cannot be reached ({type(e).__name__}); its other ranks may have changed plan: end "
                 "the job, and start it from its checkpoint"
             ) from e
@@ -123,11 +123,11 @@ class Agreement:
         except Exception as e:
             # The store may have a decision already. Only an abort is safe to report as a refusal.
             if self._decide(_ABORT) == _ABORT:
-                raise Refused(
+                raise ChangeRefused(
                     f"not all ranks have done {phase!r} of the change in {patience.total_seconds():g} s; one may have "
                     "died or hang, or not have called"
                 ) from e
-            raise Undecided(f"the change is decided for, and a vote of it cannot be read: {e}") from e
+            raise ChangeUndecided(f"the change is decided for, and a vote of it cannot be read: {e}") from e
 
 
 @contextmanager

@@ -79,7 +79,7 @@ from shardcore.torchrec.moves.rows import (
     WEIGHTS,
     DenseOptimizer,
     Key,
-    Part,
+    TablePart,
     dense_state_granularity,
     key_name,
     parts_on_rank,
@@ -182,7 +182,7 @@ class _NamedPart:
     fused: the table's name if a fused optimizer has its state, else "".
     """
 
-    part: Part
+    part: TablePart
     weights: str
     size: tuple[int, int]
     cuts: tuple[Range, ...]
@@ -276,7 +276,9 @@ def _joined(*names: str) -> str:
     return ".".join(filter(None, names))
 
 
-def _replicated_part_of_job(key: Key, weight: nn.Parameter, optimizer: DenseOptimizer, filling: bool) -> Part:
+def _replicated_part_of_job(
+    key: Key, weight: nn.Parameter, optimizer: DenseOptimizer, filling: bool
+) -> TablePart:
     """Part with all rows of a replicated table or of hot rows, under the job's dense optimizer."""
     if (found := optimizer.parameter_group(weight)) is not None:
         states = dense_state_granularity(*found)
@@ -377,12 +379,12 @@ class _SavedRows:
         """[R, D] of the weights."""
         return self.tensors[WEIGHTS][1].size
 
-    def part(self, rows: Range, columns: Range) -> Part:
+    def part(self, rows: Range, columns: Range) -> TablePart:
         """A part of the saved rows, without tensors."""
         ids = None
         if self.hot is not None:
             ids = self.hot.ids[slice(*rows)] if self.is_hot else self.hot.cold_ids(*rows)
-        return Part(("", ""), rows, columns, {}, ids=ids)
+        return TablePart(("", ""), rows, columns, {}, ids=ids)
 
     def chunks(self, name: str) -> Iterator[tuple[ChunkStorageMetadata, Range, Range, bool]]:
         """Chunks of a tensor: each with its rows and columns, and True if it has a number a row.
@@ -414,7 +416,7 @@ class _SavedRows:
 
 
 @dataclass(frozen=True)
-class _Read:
+class _TensorRead:
     """Rows and columns of a chunk that a part of this rank takes.
 
     tensor: its name in the part, or STEP.
@@ -424,10 +426,10 @@ class _Read:
     item: the read in DCP's terms. Its target is known by number.
     """
 
-    part: Part
+    part: TablePart
     tensor: str
     columns: Range
-    saved: Callable[[], Part]
+    saved: Callable[[], TablePart]
     type: torch.dtype
     item: ReadItem
 
@@ -450,7 +452,7 @@ class _Read:
 class _LoadPlanner(DefaultLoadPlanner):
     """A rank's reads. DCP's reader takes each from its chunk."""
 
-    def __init__(self, reads: Sequence[_Read]) -> None:
+    def __init__(self, reads: Sequence[_TensorRead]) -> None:
         super().__init__()
         self._reads = reads
 
@@ -466,8 +468,8 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 
 def _reads_of_part(
-    part: Part, saved: Sequence[_SavedRows], approximate: bool, folder: str | Path
-) -> Iterator[_Read]:
+    part: TablePart, saved: Sequence[_SavedRows], approximate: bool, folder: str | Path
+) -> Iterator[_TensorRead]:
     """Reads that fill a part. Raises ShardCoreError for rows that are missing, and state of another form."""
     table = key_name(part.key)
     lacking = {name: np.ones(len(tensor), dtype=bool) for name, tensor in part.tensors.items()}
@@ -492,7 +494,7 @@ def _reads_of_part(
                 nothing,
                 nothing,
             )
-            yield _Read(part, STEP, part.columns, lambda: part, count.properties.dtype, item)
+            yield _TensorRead(part, STEP, part.columns, lambda: part, count.properties.dtype, item)
         for name in part.tensors.keys() & rows.tensors.keys():
             lacking[name][into] = False
             yield from _reads_of_tensor(part, name, rows, approximate, folder)
@@ -505,8 +507,8 @@ def _reads_of_part(
 
 
 def _reads_of_tensor(
-    part: Part, name: str, saved: _SavedRows, approximate: bool, folder: str | Path
-) -> Iterator[_Read]:
+    part: TablePart, name: str, saved: _SavedRows, approximate: bool, folder: str | Path
+) -> Iterator[_TensorRead]:
     """Reads of chunks of a tensor that overlap with a part."""
     (key, of), flat = saved.tensors[name], part.tensors[name].ndim == 1
     for chunk, rows, columns, is_flat in saved.chunks(name):
@@ -530,10 +532,10 @@ def _reads_of_tensor(
         index = MetadataIndex(key, chunk.offsets)
         item = ReadItem(LoadItemType.TENSOR, index, torch.Size([0] * n), index, first, lengths)
         between = partial(saved.part, (rows[0] + span[0], rows[0] + span[1]), (lo, hi))
-        yield _Read(part, name, (lo, hi), between, of.properties.dtype, item)
+        yield _TensorRead(part, name, (lo, hi), between, of.properties.dtype, item)
 
 
-def _positions_of_shared_rows(saved: Part, part: Part) -> tuple[Any, Any]:
+def _positions_of_shared_rows(saved: TablePart, part: TablePart) -> tuple[Any, Any]:
     """Positions in the saved part and in this rank's part of the rows that both have; slices if ids are consecutive."""
     if saved.ids is None and part.ids is None:
         lo, hi = max(saved.rows[0], part.rows[0]), min(saved.rows[1], part.rows[1])

@@ -26,8 +26,8 @@ from torch import nn
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.validation import MOST_COUNT, Count, Record, number_within
 from shardcore.plans.followed import JobEvent
-from shardcore.torchrec.moves.agreement import Agreement, Undecided
-from shardcore.torchrec.moves.reshard import MoveConfig, Moved, reshard
+from shardcore.torchrec.moves.agreement import Agreement, ChangeUndecided
+from shardcore.torchrec.moves.reshard import MoveConfig, MoveResult, reshard
 from shardcore.torchrec.plan_files import plan_from_json, plan_to_json
 from shardcore.torchrec.sharding_plan import to_torchrec
 
@@ -145,7 +145,7 @@ class PlanFollower:
         old = plan_to_json(self.model.plan)  # type: ignore[arg-type]
         try:
             moved = self._move_tables(current["plan"])
-        except Undecided:
+        except ChangeUndecided:
             raise
         except ShardCoreError as error:
             return JobEvent(version, REFUSED, str(error))
@@ -172,7 +172,7 @@ class PlanFollower:
         except ShardCoreError as error:
             return {"version": version, "error": str(error)}
 
-    def _move_tables(self, plan: Mapping[str, Any]) -> Moved:
+    def _move_tables(self, plan: Mapping[str, Any]) -> MoveResult:
         return reshard(
             self.model, plan_from_json(plan), self.optimizer, pipeline=self.pipeline, config=self.config.move
         )
@@ -197,7 +197,7 @@ class PlanFollower:
         )
         try:
             moved = self._move_tables(trial.old)
-        except Undecided:
+        except ChangeUndecided:
             raise
         except ShardCoreError as error:  # the new plan still trains
             return JobEvent(version, STAYED, f"{reason}; the job cannot move back: {error}", **numbers)
@@ -239,7 +239,7 @@ class _MoveTrial:
 
     versions: tuple[str | None, str]
     old: Mapping[str, Any]
-    moved: Moved
+    moved: MoveResult
     before: Sequence[Sequence[float]]
     ratio: float | None
 
@@ -248,7 +248,7 @@ class _MoveTrial:
         return _slowest_median_ms(self.before)
 
 
-def _moved_amounts(moved: Moved) -> dict[str, Any]:
+def _moved_amounts(moved: MoveResult) -> dict[str, Any]:
     """Tables, bytes and pause of a move, as fields of a JobEvent."""
     return {"tables": len(moved.tables), "bytes": dict(moved.bytes), "pause_s": moved.pause_s}
 

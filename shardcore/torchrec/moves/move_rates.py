@@ -21,8 +21,8 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Placement, Plan, Problem, Shard, Table
 from shardcore.core.validation import MOST_GBPS, Record, number_within, require
 from shardcore.cost.move_rates import MoveRates
-from shardcore.step.kinds import layout_on_one_device
-from shardcore.torchrec.moves.reshard import BETWEEN, WITHIN, MoveConfig, Moved, reshard
+from shardcore.step.kinds import kind_on_one_device
+from shardcore.torchrec.moves.reshard import BETWEEN, WITHIN, MoveConfig, MoveResult, reshard
 from shardcore.torchrec.sharding_plan import to_torchrec
 
 _WIDE, _NARROW, _ROWS = 32, 8, 64
@@ -148,7 +148,7 @@ class _SyntheticJob:
         tables = self.problem().tables
         return Plan(
             tuple(
-                Placement(layout_on_one_device(t).name, Shard.whole(t), (rank,))
+                Placement(kind_on_one_device(t).name, Shard.whole(t), (rank,))
                 for t, rank in zip(tables, at, strict=True)
             )
         )
@@ -190,7 +190,7 @@ def _median_phase_seconds(made: _SyntheticJob, to: list[int], config: MoveRatesC
         to_torchrec(made.plan(*at), made.problem(), made.unsharded_model(), made.device.type)
         for at in ((len(made.host) - 1, to), (0, []))
     )
-    moves: list[Moved] = []
+    moves: list[MoveResult] = []
     for _ in range(1 + config.repeats):  # the first warms up
         moves += [reshard(job, plan, config=config.move) for plan in (there, back)]
     moves = moves[2:]

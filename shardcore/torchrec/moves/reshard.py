@@ -29,7 +29,7 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.topology import Device, Topology
 from shardcore.core.validation import Record, Wait, number_within, require
 from shardcore.torchrec.modules import Collection, collections_of_model, is_replicated, quote_first_names
-from shardcore.torchrec.moves.agreement import Agreement, Waited, time_limit
+from shardcore.torchrec.moves.agreement import Agreement, WaitEnded, time_limit
 from shardcore.torchrec.moves.pipelines import drain_pipeline
 from shardcore.torchrec.moves.rebuild import (
     WithoutInit,
@@ -47,9 +47,9 @@ from shardcore.torchrec.moves.replica_optimizers import (
 from shardcore.torchrec.moves.rows import (
     WEIGHTS,
     DenseOptimizer,
-    Format,
     Key,
-    Part,
+    RowFormat,
+    TablePart,
     dense_state_granularity,
     fused_kernels,
     fused_state_granularity,
@@ -61,9 +61,9 @@ from shardcore.torchrec.moves.rows import (
 from shardcore.torchrec.moves.transfer import (
     DIGEST_BYTES,
     Exchange,
-    Piece,
-    Region,
+    TableRegion,
     TableRegions,
+    TransferPiece,
     inexact_state_reason,
     tensor_digests,
     transfer_pieces,
@@ -104,7 +104,7 @@ class MoveConfig(Record):
 
 
 @dataclass(frozen=True)
-class Moved:
+class MoveResult:
     """Result of a completed move: tables, bytes and times.
 
     tables: tables that are sharded otherwise now, by path and name.
@@ -134,7 +134,7 @@ def reshard(
     optimizer: Any = None,
     pipeline: Any = None,
     config: MoveConfig = MoveConfig(),
-) -> Moved:
+) -> MoveResult:
     """Move a running job's tables to a new plan. All ranks call it, between the same two training steps.
 
     model: a DistributedModelParallel.
@@ -161,7 +161,9 @@ def reshard(
     return replace(moved, seconds={**moved.seconds, "free": time.perf_counter() - start})
 
 
-def _move_tables(model: Any, new_plan: ShardingPlan, optimizer: DenseOptimizer, config: MoveConfig) -> Moved:
+def _move_tables(
+    model: Any, new_plan: ShardingPlan, optimizer: DenseOptimizer, config: MoveConfig
+) -> MoveResult:
     clock, rank = _Clock(), dist.get_rank()
     agreed = Agreement.new(config.timeout_s)
     with agreed.agreed_phase("plan", lambda: move.facts_for_other_ranks()) as shared:
@@ -173,7 +175,7 @@ def _move_tables(model: Any, new_plan: ShardingPlan, optimizer: DenseOptimizer, 
             )
     clock.lap("plan")
     if not move.collections:
-        return Moved((), {}, clock.seconds, (0,) * len(shared), {}, {})
+        return MoveResult((), {}, clock.seconds, (0,) * len(shared), {}, {})
     built: list[_NewCollection] = []
     group: Any = None
     try:
@@ -210,7 +212,7 @@ def _move_tables(model: Any, new_plan: ShardingPlan, optimizer: DenseOptimizer, 
     renew_fused_optimizer(model)
     refresh_optimizer_wrappers(optimizer.given)
     clock.lap("swap")
-    return Moved(
+    return MoveResult(
         tables=tuple(sorted(key_name(key) for c in move.collections for key in c.changed_keys)),
         bytes=move.bytes_by_link_level(),
         seconds=clock.seconds,
@@ -248,7 +250,7 @@ class _OldCollection:
     sharder: Any
     new: Mapping[str, ParameterSharding]
     regions: Mapping[Key, tuple[TableRegions, TableRegions]]
-    parts: tuple[Part, ...]
+    parts: tuple[TablePart, ...]
     dense: Mapping[str, tuple[Any, dict[str, Any]]]
 
     @property
@@ -301,7 +303,7 @@ class _OldCollection:
             if steps := [counts.steps[name] for name in names if name in counts.steps]:
                 set_fused_step(kernel.emb_module, max(steps))
 
-    def _require_planned_shards(self, parts: Mapping[Any, Part]) -> None:
+    def _require_planned_shards(self, parts: Mapping[Any, TablePart]) -> None:
         """Raise ShardCoreError if TorchRec built other shards, or other tensors of a shard, than planned."""
         rank = dist.get_rank()
         planned = {
@@ -366,7 +368,7 @@ class _NewCollection:
     """A collection under a new plan. state: of its replicas, by parameter."""
 
     collection: Collection
-    parts: Mapping[tuple[Key, tuple[int, int], tuple[int, int]], Part]
+    parts: Mapping[tuple[Key, tuple[int, int], tuple[int, int]], TablePart]
     state: Mapping[nn.Parameter, dict[str, Any]]
 
 
@@ -380,7 +382,7 @@ class _Move:
     """
 
     collections: tuple[_OldCollection, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TransferPiece, ...]
     digest: str
     inexact: Mapping[str, str]
     extra_bytes: int
@@ -459,7 +461,9 @@ class _Move:
                 )
                 work.wait(timedelta(seconds=config.timeout_s))
             except RuntimeError as error:
-                raise Waited(f"an exchange of rows has failed on rank {dist.get_rank()}: {error}") from error
+                raise WaitEnded(
+                    f"an exchange of rows has failed on rank {dist.get_rank()}: {error}"
+                ) from error
 
         Exchange(
             rank=dist.get_rank(),
@@ -470,7 +474,7 @@ class _Move:
             device=self.device,
         ).fill_new_parts(self.pieces, int(config.piece_mib * 2**20))
 
-    def formats_to_verify(self) -> dict[Key, Format]:
+    def formats_to_verify(self) -> dict[Key, RowFormat]:
         """Formats of each table with the tensors that a move leaves unchanged: all but inexact optimizer state."""
         return {
             key: replace(new.format, states=()) if key_name(key) in self.inexact else new.format
@@ -584,7 +588,7 @@ def _old_collection(
                 fused = settings[config.name].get("optimizer")
                 states, state = fused_state_granularity(getattr(fused, "name", "EXACT_SGD")), torch.float32
             shards = _regions_of_sharding(sharding, config.num_embeddings, config.embedding_dim)
-            return TableRegions(shards, replicas, Format(dtype, states, state))
+            return TableRegions(shards, replicas, RowFormat(dtype, states, state))
 
         regions[old.path, config.name] = regions_under(now[config.name]), regions_under(new[config.name])
     parts = []
@@ -607,12 +611,12 @@ def _ranks_per_host(model: Any) -> int:
     return get_local_size(model._env.world_size)
 
 
-def _regions_of_sharding(sharding: ParameterSharding, rows: int, dim: int) -> tuple[Region, ...]:
+def _regions_of_sharding(sharding: ParameterSharding, rows: int, dim: int) -> tuple[TableRegion, ...]:
     if is_replicated(sharding):
-        return tuple(Region(rank, (0, rows), (0, dim)) for rank in range(dist.get_world_size()))
+        return tuple(TableRegion(rank, (0, rows), (0, dim)) for rank in range(dist.get_world_size()))
     shards: Any = sharding.sharding_spec
     return tuple(
-        Region(s.placement.rank(), (row, row + n), (column, column + width))
+        TableRegion(s.placement.rank(), (row, row + n), (column, column + width))
         for s in shards.shards
         for (row, column), (n, width) in [(s.shard_offsets, s.shard_sizes)]
         if n and width

@@ -47,7 +47,7 @@ def key_name(key: Key) -> str:
 
 
 @dataclass(frozen=True)
-class Format:
+class RowFormat:
     """The tensors of a table: its weights' type, and granularity and type of each state.
 
     weights: torch's type of the weights.
@@ -73,7 +73,7 @@ class Format:
 
 
 @dataclass(frozen=True)
-class Part:
+class TablePart:
     """Rows and columns of a table on this rank.
 
     key: collection and name of the table.
@@ -207,7 +207,7 @@ def is_dense_kernel(kernel: Any) -> bool:
 
 def parts_on_rank(
     collection: Collection, optimizer: DenseOptimizer, new_state: dict[nn.Parameter, dict] | None = None
-) -> Iterator[Part]:
+) -> Iterator[TablePart]:
     """Rows and columns of a collection's tables that this rank holds, with optimizer state.
 
     new_state: state of replicas by their parameter, which the optimizer does not have yet.
@@ -240,7 +240,7 @@ def parts_on_rank(
             if not rows or not columns:
                 continue
             states = {k: view_by_row(v, rows) for k, v in of_table.items() if v.numel()}
-            yield Part(
+            yield TablePart(
                 (collection.path, table.name),
                 (row, row + rows),
                 (column, column + columns),
@@ -253,7 +253,7 @@ def parts_on_rank(
 
 def replicated_part(
     key: Key, weight: torch.Tensor, optimizer: DenseOptimizer, state: Mapping[str, Any] | None = None
-) -> Part:
+) -> TablePart:
     """Part with a whole replicated table under a dense optimizer.
 
     state: the weight's optimizer state. None: as the optimizer has it.
@@ -263,9 +263,9 @@ def replicated_part(
     states = {k: view_by_row(v, len(weight)) for k, v in state.items() if torch.is_tensor(v) and k != STEP}
     ends = (0, weight.shape[0]), (0, weight.shape[1])
     if STEP not in state:
-        return Part(key, *ends, {WEIGHTS: weight.detach(), **states})
+        return TablePart(key, *ends, {WEIGHTS: weight.detach(), **states})
     count = state[STEP]
-    return Part(key, *ends, {WEIGHTS: weight.detach(), **states}, int(count), count.fill_)
+    return TablePart(key, *ends, {WEIGHTS: weight.detach(), **states}, int(count), count.fill_)
 
 
 def set_fused_step(op: Any, step: int) -> None:

@@ -17,7 +17,7 @@ from itertools import islice
 import numpy as np
 import torch
 
-from shardcore.torchrec.moves.rows import Format, Key, Part, key_name
+from shardcore.torchrec.moves.rows import Key, RowFormat, TablePart, key_name
 
 ALIGNMENT = 16
 """Bytes. Pieces start at multiples of it in a buffer, so that it can be viewed as any type."""
@@ -32,7 +32,7 @@ Range = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Region:
+class TableRegion:
     """Rows and columns [lo, hi) of a table on a rank."""
 
     rank: int
@@ -53,11 +53,11 @@ class TableRegions:
     format: its tensors.
     """
 
-    regions: tuple[Region, ...]
+    regions: tuple[TableRegion, ...]
     replicas: bool
-    format: Format
+    format: RowFormat
 
-    def regions_on_rank(self, rank: int) -> list[Region]:
+    def regions_on_rank(self, rank: int) -> list[TableRegion]:
         """Regions of the table that a rank holds."""
         return [r for r in self.regions if r.rank == rank]
 
@@ -70,7 +70,7 @@ class TableRegions:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TransferPiece:
     """A rectangle of a tensor that a rank takes from another, or from itself.
 
     key, name: the tensor.
@@ -83,8 +83,8 @@ class Piece:
 
     key: Key
     name: str
-    source: Region
-    target: Region
+    source: TableRegion
+    target: TableRegion
     rows: Range
     columns: Range
     flat: bool
@@ -124,7 +124,9 @@ def inexact_state_reason(old: TableRegions, new: TableRegions) -> str:
     return ""
 
 
-def transfer_pieces(key: Key, old: TableRegions, new: TableRegions, most_bytes: int) -> Iterator[Piece]:
+def transfer_pieces(
+    key: Key, old: TableRegions, new: TableRegions, most_bytes: int
+) -> Iterator[TransferPiece]:
     """Rectangles of a table that the new plan's regions take from the old plan's, on all ranks.
 
     most_bytes: limit of a rectangle. A row may have more.
@@ -148,10 +150,10 @@ def transfer_pieces(key: Key, old: TableRegions, new: TableRegions, most_bytes: 
                 step = max(1, most_bytes // each)
                 for lo in range(rows[0], rows[1], step):
                     hi = min(lo + step, rows[1])
-                    yield Piece(key, name, source, target, (lo, hi), columns, flat, share, of)
+                    yield TransferPiece(key, name, source, target, (lo, hi), columns, flat, share, of)
 
 
-def _bytes_by_peer(by_peer: list[list[Piece]]) -> list[int]:
+def _bytes_by_peer(by_peer: list[list[TransferPiece]]) -> list[int]:
     return [sum(p.aligned_bytes for p in of_peer) for of_peer in by_peer]
 
 
@@ -159,7 +161,7 @@ def _range_overlap(a: Range, b: Range) -> Range:
     return max(a[0], b[0]), min(a[1], b[1])
 
 
-def exchange_rounds(sent: Iterable[Piece], most_bytes: int) -> Iterator[list[Piece]]:
+def exchange_rounds(sent: Iterable[TransferPiece], most_bytes: int) -> Iterator[list[TransferPiece]]:
     """Pieces in rounds: in each, no rank sends or receives more than most_bytes, or one piece."""
     # Pairs of ranks take turns, so that the pieces of a round are between many.
     count: dict[tuple[int, int], int] = defaultdict(int)
@@ -195,12 +197,12 @@ class Exchange:
 
     rank: int
     ranks: int
-    old: Mapping[tuple[Key, Range, Range], Part]
-    new: Mapping[tuple[Key, Range, Range], Part]
+    old: Mapping[tuple[Key, Range, Range], TablePart]
+    new: Mapping[tuple[Key, Range, Range], TablePart]
     all_to_all: Callable[[torch.Tensor, torch.Tensor, list[int], list[int]], None]
     device: torch.device
 
-    def fill_new_parts(self, moved: Iterable[Piece], most_bytes: int) -> None:
+    def fill_new_parts(self, moved: Iterable[TransferPiece], most_bytes: int) -> None:
         """Fill this rank's new parts from the old parts of all ranks. Optimizer state has to be 0 before."""
         remote = []
         for piece in moved:
@@ -217,21 +219,21 @@ class Exchange:
             for piece, view in self._piece_views(received, into):
                 self._write_piece(piece, view)
 
-    def _pieces_by_peer(self, of_round: Sequence[Piece], sending: bool) -> list[list[Piece]]:
+    def _pieces_by_peer(self, of_round: Sequence[TransferPiece], sending: bool) -> list[list[TransferPiece]]:
         """Pieces of a transfer round that this rank sends or receives, by peer rank."""
-        by_peer: list[list[Piece]] = [[] for _ in range(self.ranks)]
+        by_peer: list[list[TransferPiece]] = [[] for _ in range(self.ranks)]
         for piece in of_round:
             here, there = (piece.source, piece.target) if sending else (piece.target, piece.source)
             if here.rank == self.rank:
                 by_peer[there.rank].append(piece)
         return by_peer
 
-    def _empty_buffer(self, by_peer: list[list[Piece]]) -> torch.Tensor:
+    def _empty_buffer(self, by_peer: list[list[TransferPiece]]) -> torch.Tensor:
         return torch.empty(sum(_bytes_by_peer(by_peer)), dtype=torch.uint8, device=self.device)
 
     def _piece_views(
-        self, buffer: torch.Tensor, by_peer: list[list[Piece]]
-    ) -> Iterator[tuple[Piece, torch.Tensor]]:
+        self, buffer: torch.Tensor, by_peer: list[list[TransferPiece]]
+    ) -> Iterator[tuple[TransferPiece, torch.Tensor]]:
         """Views of a buffer, one for each piece in it, in the pieces' shapes."""
         at = 0
         for piece in (p for of_peer in by_peer for p in of_peer):
@@ -239,20 +241,20 @@ class Exchange:
             yield piece, view if piece.flat else view.view(piece.rows[1] - piece.rows[0], -1)
             at += piece.aligned_bytes
 
-    def _piece_cells(self, part: Part, piece: Piece, region: Region) -> torch.Tensor:
+    def _piece_cells(self, part: TablePart, piece: TransferPiece, region: TableRegion) -> torch.Tensor:
         """View of the cells of a piece within a part: [N, W], or [N] of a tensor with one number a row."""
         tensor = part.tensors[piece.name]
         lo, left = piece.rows[0] - region.rows[0], piece.columns[0] - region.columns[0]
         rows = tensor[lo : lo + piece.rows[1] - piece.rows[0]]
         return rows if tensor.ndim == 1 else rows[:, left : left + piece.columns[1] - piece.columns[0]]
 
-    def _read_piece(self, piece: Piece) -> torch.Tensor:
+    def _read_piece(self, piece: TransferPiece) -> torch.Tensor:
         """Values of a piece in the old part, reduced to one number a row if the piece is flat."""
         source = piece.source
         cells = self._piece_cells(self.old[piece.key, source.rows, source.columns], piece, source)
         return cells.mean(1) if piece.flat and cells.ndim == 2 else cells
 
-    def _write_piece(self, piece: Piece, value: torch.Tensor) -> None:
+    def _write_piece(self, piece: TransferPiece, value: torch.Tensor) -> None:
         """Write received values of a piece into the new part."""
         target = piece.target
         cells = self._piece_cells(self.new[piece.key, target.rows, target.columns], piece, target)
@@ -295,7 +297,7 @@ def _random_odd_keys(first: int, n: int, device: torch.device, stream: int) -> t
     return torch.from_numpy(((x ^ (x >> np.uint64(31))) | np.uint64(1)).view(np.int64)).to(device)
 
 
-def tensor_digests(parts: Iterable[Part], formats: Mapping[Key, Format]) -> dict[str, int]:
+def tensor_digests(parts: Iterable[TablePart], formats: Mapping[Key, RowFormat]) -> dict[str, int]:
     """Digests of tensors, keyed by table and tensor name, summed over the parts of each table.
 
     formats: formats of tables. Their tensors are digested, in their types, and no others.

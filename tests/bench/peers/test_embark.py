@@ -3,7 +3,7 @@
 import pytest
 from shapes import with_room
 
-from bench.peers.embark import EmbarkConfig, embark, replicated_layout
+from bench.peers.embark import EmbarkConfig, embark, replicated_kind
 from shardcore.core.access_statistics import Zipf
 from shardcore.core.constraints import Constraints
 from shardcore.core.errors import ShardCoreError
@@ -11,7 +11,7 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.search import Budget
-from shardcore.step.kinds import layout_for_table, shards_by_device
+from shardcore.step.kinds import sharding_kind_for_table, shards_by_device
 from shardcore.step.memory import local_batch_bytes, peak_bytes_function, table_peak_bytes
 
 BATCH, MIB = 64, 2**20
@@ -52,7 +52,7 @@ def plan_of(
 
 def replica_bytes(table: Table, problem: Problem) -> int:
     return peak_bytes_function(problem)(
-        layout_for_table(replicated_layout(problem).name, table), Shard.whole(table)
+        sharding_kind_for_table(replicated_kind(problem).name, table), Shard.whole(table)
     )
 
 

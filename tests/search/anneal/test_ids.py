@@ -16,7 +16,7 @@ from shardcore.search import Budget
 from shardcore.search.anneal import compiled, sharder
 from shardcore.search.portfolio import search_with_annealing
 from shardcore.step.engine.arrays import ARRIVED, ENTERED
-from shardcore.step.kinds import layout_of_kind
+from shardcore.step.kinds import sharding_kind_by_name
 from shardcore.step.lower import lower
 from shardcore.testing.problems import BATCH, MIB, draw_random_tables, small_problem_model
 
@@ -47,7 +47,7 @@ def test_what_exchanges_carry_is_that_of_the_plan_whatever_moved_before(
     )
     problem = Problem("p", tuple(tables), on_hosts(hosts), BATCH)
     model, seen = small_problem_model(problem), []
-    exact = sharder.Search._model_costs_ms
+    exact = sharder.AnnealingSearch._model_costs_ms
 
     def checked(search, start, states):
         names = ("ops", "hosts", "held", "group")
@@ -67,7 +67,7 @@ def test_what_exchanges_carry_is_that_of_the_plan_whatever_moved_before(
         nothing = np.zeros(len(fixed.host))
         ops = state.ops[: len(fixed.host)]
         more = ops[..., ARRIVED].T - np.array([expected.get(run, nothing) for run in runs])
-        divided = any(layout_of_kind(p.kind).divides_rows for p in plan.placements)
+        divided = any(sharding_kind_by_name(p.kind).divides_rows for p in plan.placements)
         assert (more >= 0).all() and (divided or not more.any())
         assert divided or ms == pytest.approx(price(lower(plan, problem), model).total_ms, rel=1e-9)
         carried = np.concatenate([ops[..., ENTERED], ops[..., ARRIVED]], 1)
@@ -77,7 +77,7 @@ def test_what_exchanges_carry_is_that_of_the_plan_whatever_moved_before(
         assert np.array_equal(state.hosts[0, :, :-1], of_hosts)
         seen.append(len({p.kind for p in plan.placements}))
 
-    monkeypatch.setattr(sharder.Search, "_model_costs_ms", checked)
+    monkeypatch.setattr(sharder.AnnealingSearch, "_model_costs_ms", checked)
     search_with_annealing(problem, model, seed=1, budget=Budget(evals=5_000))
     assert len(seen) > 20 and max(seen) > 1
 
@@ -94,7 +94,7 @@ def test_fetches_ahead_are_those_of_the_plan_whatever_moved_before(gbps, monkeyp
     )
     model, exact, waits = (
         small_problem_model(problem).for_problem(problem),
-        sharder.Search._model_costs_ms,
+        sharder.AnnealingSearch._model_costs_ms,
         [],
     )
 
@@ -107,7 +107,7 @@ def test_fetches_ahead_are_those_of_the_plan_whatever_moved_before(gbps, monkeyp
     def require_exact(search, start, ms):
         cost = price(lower(Plan(tuple(start.placements)), problem), model)
         # All ranges of divided rows count as the first. The last one may have fewer rows.
-        divided = any(layout_of_kind(p.kind).divides_rows for p in start.placements)
+        divided = any(sharding_kind_by_name(p.kind).divides_rows for p in start.placements)
         assert divided or ms == pytest.approx(cost.total_ms, rel=1e-9)
         # The state's own log leads elsewhere: back to the best plan met.
         copy = sharder.copy_state(start.state)
@@ -115,7 +115,7 @@ def test_fetches_ahead_are_those_of_the_plan_whatever_moved_before(gbps, monkeyp
         assert compiled_ms == pytest.approx(ms, rel=1e-6)
         waits.append((max(cost.fetch_wait_ms), ms))
 
-    monkeypatch.setattr(sharder.Search, "_model_costs_ms", checked)
+    monkeypatch.setattr(sharder.AnnealingSearch, "_model_costs_ms", checked)
     plan = search_with_annealing(problem, model, seed=1, budget=Budget(evals=5_000))
     assert len(waits) > 20 and all(wait > 0 for wait, _ in waits) == (gbps < 1)
     if gbps < 1:

@@ -7,7 +7,7 @@ from shapes import column, on_hosts
 from shardcore.core.types import Placement, Problem, Setting, Shard, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.search import Budget
-from shardcore.search.anneal.sharder import Search
+from shardcore.search.anneal.sharder import AnnealingSearch
 from shardcore.search.state.feasible import feasible_shards
 
 HOT = Table("hot", 100_000, 64, 80.0)
@@ -16,8 +16,8 @@ PROBLEM = Problem("cut", (HOT, *COOL), on_hosts("aaaaaa", 2**30), 4098)
 MODEL = AnalyticModel(Setting("gpu", PROBLEM.global_batch))
 
 
-def search_for(budget: Budget) -> Search:
-    return Search(PROBLEM, MODEL, budget.start(), 0)
+def search_for(budget: Budget) -> AnnealingSearch:
+    return AnnealingSearch(PROBLEM, MODEL, budget.start(), 0)
 
 
 def halved_plan() -> list[Placement]:

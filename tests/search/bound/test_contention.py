@@ -7,11 +7,11 @@ from test_lower_bound import contended, crowded
 from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem
 from shardcore.search.bound.contention import least_feature_sums, op_rates_lower_bound
-from shardcore.search.bound.options import Run, bundles_and_runs
+from shardcore.search.bound.options import RunShards, bundles_and_runs
 from shardcore.testing.problems import BATCH, MIB, draw_random_tables
 
 
-def run_of(model) -> Run:
+def run_of(model) -> RunShards:
     """Columns of 8 tables on two devices."""
     tables = draw_random_tables(np.random.default_rng(1), 8, dims=(4, 8, 12))
     problem = Problem("ops", tables, Topology((Device(MIB),) * 2), BATCH)

@@ -25,7 +25,7 @@ from shardcore.cost.profile import load_profile, profile_names
 from shardcore.search import SHARDERS, Budget
 from shardcore.search.bound import lower_bound, options
 from shardcore.step.exchange_lines import has_equal_transfers, is_even_division_cheapest
-from shardcore.step.kinds import LAYOUTS
+from shardcore.step.kinds import SHARDING_KINDS
 from shardcore.step.lower import Workload, lower
 from shardcore.testing.plans import all_plans
 from shardcore.testing.problems import BATCH, MIB, draw_random_tables, small_problem_model
@@ -198,10 +198,10 @@ def test_no_device_waits_for_rows_of_another_host_backward():
     plan = Plan(
         tuple(
             host_row(t, group)
-            for t, group in zip(problem.tables, LAYOUTS["host_row"].device_groups(where), strict=True)
+            for t, group in zip(problem.tables, SHARDING_KINDS["host_row"].device_groups(where), strict=True)
         )
     )
-    proved_ms = lower_bound.prove_lower_bound(problem, model, shared=[LAYOUTS["host_row"]]).proved_ms
+    proved_ms = lower_bound.prove_lower_bound(problem, model, shared=[SHARDING_KINDS["host_row"]]).proved_ms
     assert 0.8 < proved_ms / price(lower(plan, problem), model).total_ms <= 1
 
 
@@ -241,11 +241,11 @@ def test_a_table_that_must_stay_whole_or_tables_kept_together_are_in_the_way():
         tables=(replace(largest, pooling=50.0), *(t for t in free.tables if t != largest)),
         constraints=Constraints(unsplit=names),
     )
-    limit = lower_bound.prove_lower_bound(whole, model, shared=[LAYOUTS["row"]]).limit
+    limit = lower_bound.prove_lower_bound(whole, model, shared=[SHARDING_KINDS["row"]]).limit
     words = "whole on a device it takes more than an even share of all, and its parts together cost more"
     assert limit == f"table {largest.name!r}: {words}"
     together = replace(free, constraints=Constraints(together=(names,)))
-    result = lower_bound.prove_lower_bound(together, model, shared=[LAYOUTS["row"]])
+    result = lower_bound.prove_lower_bound(together, model, shared=[SHARDING_KINDS["row"]])
     assert "kept together on one device" in result.limit
     shards = [Shard.whole(t) for t in free.tables]
     assert result.proved_ms >= model.op_ms(model.encode(shards).sum(0, keepdims=True))[0] * (1 - 1e-9)
@@ -435,7 +435,7 @@ def test_no_plan_is_cheaper_where_tables_share_a_cache(factors):
 
 def test_what_one_host_shares_does_not_contend_on_others():
     """Each host shares one of the hot tables. Were both on all devices, they would take far longer."""
-    given, model, shared = hot_and_light(), crowded(), LAYOUTS["host_row"]
+    given, model, shared = hot_and_light(), crowded(), SHARDING_KINDS["host_row"]
     ways = [
         [*(column(t, d) for d in range(4)), *(host_row(t, h) for h in ((0, 1), (2, 3)) if t.name != "light")]
         for t in given.tables

@@ -19,9 +19,9 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Problem
 from shardcore.cost.model import price
 from shardcore.cost.profile import load_profile
-from shardcore.search.bound.contention import Curve, op_slowdown_curve
+from shardcore.search.bound.contention import SlowdownCurve, op_slowdown_curve
 from shardcore.search.bound.lower_bound import dual_feasible_functions, prove_lower_bound
-from shardcore.search.bound.options import Run, bundles_and_runs
+from shardcore.search.bound.options import RunShards, bundles_and_runs
 from shardcore.step.lower import Workload, lower
 from shardcore.testing.plans import all_plans
 from shardcore.testing.problems import BATCH, MIB, draw_random_tables, small_problem_model
@@ -170,7 +170,7 @@ def test_sums_of_dual_feasible_functions_are_at_most_1():
     assert most == 1
 
 
-def curve_of(run: Run, model) -> Curve:
+def curve_of(run: RunShards, model) -> SlowdownCurve:
     """The curve of ops of two devices."""
     return op_slowdown_curve(run.codes, run.bundle, run.codes[run.part == 1].sum(0) / 2, model)
 

@@ -32,8 +32,8 @@ from shardcore.search.bound.lower_bound import prove_lower_bound
 from shardcore.search.decisions.driver import decide
 from shardcore.search.decisions.row_domains import RowDomains
 from shardcore.search.decisions.towers import (
-    Division,
     OnTowers,
+    TowerDivision,
     assign_tower_hosts,
     pin_tables_to_towers,
     step_ms_without_towers,
@@ -79,7 +79,7 @@ def test_no_division_of_few_groups_is_better(seed):
     capacity = np.stack([np.ones(n_hosts), np.full(n_hosts, room)], 1)
     allowed = rng.random((n_groups, n_hosts)) < 0.9
     allowed[:, 0] |= ~allowed.any(1)
-    division = Division(affinity + affinity.T, load, capacity, allowed)
+    division = TowerDivision(affinity + affinity.T, load, capacity, allowed)
     least = min(
         division.cost(np.array([*range(n_hosts), *h]))
         for h in product(range(n_hosts), repeat=n_groups)
@@ -95,7 +95,7 @@ def test_out_of_time_the_first_division_that_fits_will_do():
     affinity, load = rng.random((30, 30)), rng.uniform(1, 4, (30, 2))
     capacity = np.stack([np.ones(3), np.full(3, load[:, 1].sum())], 1)
     at_once, whole = (
-        Division(affinity + affinity.T, load, capacity, np.ones((30, 3), dtype=bool), seconds)
+        TowerDivision(affinity + affinity.T, load, capacity, np.ones((30, 3), dtype=bool), seconds)
         for seconds in (1e-9, None)
     )
     assert whole.cost(whole.best_division()) < at_once.cost(at_once.best_division())
@@ -108,7 +108,7 @@ def test_memory_counts_before_affinity():
     affinity[0, 1] = affinity[1, 0] = 1.0
     for room, beside in ((10.5, 3), (11.0, 1)):
         capacity = np.array([(1, room)] * 2)
-        division = Division(affinity, load, capacity, np.ones((4, 2), dtype=bool))
+        division = TowerDivision(affinity, load, capacity, np.ones((4, 2), dtype=bool))
         host = division.best_division()[2:]
         assert np.flatnonzero(host == host[0]).tolist() == [0, beside]
 

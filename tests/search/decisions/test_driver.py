@@ -224,7 +224,10 @@ def test_towers_may_have_rows_in_host_memory():
     "decisions, why",
     [
         ([Groups(), OnTowers(Towers(2.0, (("t0",),)))], "sharding groups and towers .* towers are of all"),
-        ([provision.Provision([], {}, provision.Target(1.0)), MemoryTiers()], "clusters and memory tiers "),
+        (
+            [provision.Provision([], {}, provision.ProvisionTarget(1.0)), MemoryTiers()],
+            "clusters and memory tiers ",
+        ),
         ([MemoryTiers(), MemoryTiers()], "memory tiers were asked for twice"),
     ],
 )

@@ -13,12 +13,12 @@ from shardcore.core.topology import Device, Topology
 from shardcore.core.types import Plan, Problem, Setting, Table
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.search import SHARDERS
-from shardcore.search.decisions.driver import Found, Outcome, decide
+from shardcore.search.decisions.driver import FoundPlan, ProposalOutcome, decide
 from shardcore.search.decisions.provision import (
     Cluster,
     Offer,
     Provision,
-    Target,
+    ProvisionTarget,
     best_cluster_of_each_offer,
     candidate_clusters,
     read_offers,
@@ -33,16 +33,16 @@ PLAIN = {"name": "a", "devices": 1, "memory_bytes": 1, "price_per_hour": 1, "mod
 LARGE = Offer("large", 4, GIB, 6.0, "m", most_hosts=2, links=make_links(within_host=100.0))
 
 
-ANY = Target(step_ms=1e9)
+ANY = ProvisionTarget(step_ms=1e9)
 
 
-def of(offer: Offer, hosts: int, ms: float) -> Outcome:
+def of(offer: Offer, hosts: int, ms: float) -> ProposalOutcome:
     problem = replace(PROBLEM, topology=offer.topology(hosts))
     cluster = Cluster(words=f"{hosts} x {offer.name!r}", problem=problem, offer=offer, hosts=hosts)
-    return Outcome(proposal=cluster, found=Found(problem=problem, plan=Plan(()), ms=ms, evals=0))
+    return ProposalOutcome(proposal=cluster, found=FoundPlan(problem=problem, plan=Plan(()), ms=ms, evals=0))
 
 
-def sweep(problem: Problem, offers, models, search, target: Target = ANY) -> list[Outcome]:
+def sweep(problem: Problem, offers, models, search, target: ProvisionTarget = ANY) -> list[ProposalOutcome]:
     return list(decide(problem, MODELS["m"], [Provision(offers, models, target)], search).outcomes)
 
 
@@ -71,7 +71,7 @@ def test_more_machines_are_faster_and_the_cheapest_that_is_fast_enough_is_chosen
     chosen = decide(
         PROBLEM,
         MODELS["m"],
-        [Provision([SMALL, LARGE], MODELS, Target(step_ms=four.ms))],
+        [Provision([SMALL, LARGE], MODELS, ProvisionTarget(step_ms=four.ms))],
         SHARDERS["size_greedy"],
     )
     assert chosen.ms <= four.ms and chosen.ledger.because.startswith("cheapest with step_ms ")
@@ -84,7 +84,7 @@ def test_targets_of_time_speed_and_price():
     found = [of(SMALL, 1, 12.0), of(SMALL, 2, 6.0), of(SMALL, 4, 4.0), of(LARGE, 1, 3.0), of(LARGE, 2, 2.0)]
 
     def chosen(**target):
-        best = best_cluster_of_each_offer(found, Target(**target))
+        best = best_cluster_of_each_offer(found, ProvisionTarget(**target))
         return [(x.proposal.offer.name, x.proposal.hosts) for x in best]
 
     assert chosen(step_ms=6.0) == [("small", 2), ("large", 1)]
@@ -97,9 +97,11 @@ def test_targets_of_time_speed_and_price():
 def test_equally_cheap_clusters_rank_by_speed_and_equally_fast_ones_by_price():
     same, cheap = replace(SMALL, name="same"), replace(SMALL, name="cheap", price_per_hour=0.5)
     found = [of(SMALL, 2, 5.0), of(same, 2, 4.0), of(cheap, 2, 4.0)]
-    names = [x.proposal.offer.name for x in best_cluster_of_each_offer(found[:2], Target(step_ms=7.0))]
+    names = [
+        x.proposal.offer.name for x in best_cluster_of_each_offer(found[:2], ProvisionTarget(step_ms=7.0))
+    ]
     assert names == ["same", "small"]
-    assert best_cluster_of_each_offer(found, Target(price_per_hour=9.0))[0].proposal.offer is cheap
+    assert best_cluster_of_each_offer(found, ProvisionTarget(price_per_hour=9.0))[0].proposal.offer is cheap
 
 
 def test_a_cluster_without_room_says_why_and_a_target_out_of_reach_names_the_nearest():
@@ -115,9 +117,11 @@ def test_a_cluster_without_room_says_why_and_a_target_out_of_reach_names_the_nea
         )
     assert len(heard) == 2 and "MiB" in str(heard[0].error) and heard[0].ms == float("inf")
     with pytest.raises(ShardCoreError, match="no cluster of 2 reaches step_ms 1; the nearest, 2 x 'small'"):
-        best_cluster_of_each_offer([of(SMALL, 1, 12.0), of(SMALL, 2, 6.0)], Target(step_ms=1.0))
+        best_cluster_of_each_offer([of(SMALL, 1, 12.0), of(SMALL, 2, 6.0)], ProvisionTarget(step_ms=1.0))
     with pytest.raises(ShardCoreError, match="price_per_hour 0.5; the nearest, 1 x 'small', has 1"):
-        best_cluster_of_each_offer([of(SMALL, 1, 12.0), of(SMALL, 2, 6.0)], Target(price_per_hour=0.5))
+        best_cluster_of_each_offer(
+            [of(SMALL, 1, 12.0), of(SMALL, 2, 6.0)], ProvisionTarget(price_per_hour=0.5)
+        )
 
 
 @pytest.mark.parametrize(
@@ -127,8 +131,8 @@ def test_a_cluster_without_room_says_why_and_a_target_out_of_reach_names_the_nea
         (lambda: replace(SMALL, price_per_hour=-1.0), "price_per_hour -1.0"),
         (lambda: replace(LARGE, most_hosts=60_000), "most_hosts 60000 of 4 devices; a problem has 65536"),
         (lambda: replace(SMALL, links=(Link("within_host", 1.0),) * 2), "links of within_host, within_host"),
-        (lambda: Target(), "the target has nothing"),
-        (lambda: Target(1.0, 2.0), "it needs one of step_ms, samples_per_s, price_per_hour"),
+        (lambda: ProvisionTarget(), "the target has nothing"),
+        (lambda: ProvisionTarget(1.0, 2.0), "it needs one of step_ms, samples_per_s, price_per_hour"),
         (
             lambda: list(
                 candidate_clusters(replace(PROBLEM, constraints=Constraints(pinned=(("t0", (0,)),))), [SMALL])

@@ -16,7 +16,7 @@ from shardcore.search import Budget, sharder
 from shardcore.search.learned.nets import FEATURES, shard_features
 from shardcore.search.learned.policy import NETS
 from shardcore.search.learned.rollout import Rollouts
-from shardcore.search.learned.training import CostSample, Learner, PolicyConfig, Prepared
+from shardcore.search.learned.training import CostSample, PolicyConfig, PolicyLearner, PreparedProblem
 from shardcore.search.lockstep import search_space_by_columns
 from shardcore.step import access
 from shardcore.step.lower import lower
@@ -31,7 +31,7 @@ each_net = pytest.mark.parametrize("name", NETS)
 def rolled(name, problem, plans=6, random=True):
     """A problem, and plans of it by an untrained policy."""
     setting = replace(MODEL.setting, batch=problem.global_batch)
-    policy, prepared = untrained(name), Prepared(problem, replace(MODEL, setting=setting))
+    policy, prepared = untrained(name), PreparedProblem(problem, replace(MODEL, setting=setting))
     rollouts = Rollouts(policy.net, policy.weights, plans, np.random.default_rng(0) if random else None)
     return prepared, rollouts.roll_out(prepared.space, prepared.keys)
 
@@ -63,7 +63,7 @@ def test_only_legal_devices_are_taken_whatever_the_scores(name):
 def test_torch_scores_what_numpy_placed_by(name):
     """The update must score what the rollout saw: the argmax of its scores is the first plan."""
     prepared, rollout = rolled(name, draw_problem(5, n_tables=9), plans=1, random=False)
-    learner = Learner(name, [prepared], PolicyConfig())
+    learner = PolicyLearner(name, [prepared], PolicyConfig())
     learner.w = {k: torch.from_numpy(v) for k, v in untrained(name).weights.items()}
     logits = learner.device_logits(prepared, rollout)
     assert (logits[0].argmax(-1).numpy() == rollout.placed.devices[0, 0]).all()
@@ -163,8 +163,8 @@ def test_a_cost_network_learns_from_all_shards_of_a_plan(name):
 @each_net
 def test_an_update_gives_illegal_devices_no_share(name):
     problem = CASES["pinned"]
-    prepared = Prepared(problem, small_problem_model(problem))
-    learner = Learner(name, [prepared], PolicyConfig(plans_each=4))
+    prepared = PreparedProblem(problem, small_problem_model(problem))
+    learner = PolicyLearner(name, [prepared], PolicyConfig(plans_each=4))
     rollout = learner.roll_out_randomly(prepared, 4)
     shares = learner.device_logits(prepared, rollout).softmax(-1).detach().numpy()
     somewhere = rollout.placed.legal[0].any(-1)  # a step without a legal device teaches nothing

@@ -17,7 +17,7 @@ from shardcore.search.learned.policy import NETS
 from shardcore.search.learned.training import (
     PolicyConfig,
     PolicyProblems,
-    Prepared,
+    PreparedProblem,
     draw_policy_problems,
     make_policy,
     train_policy,
@@ -91,7 +91,7 @@ def test_problems_may_be_drawn_for_the_devices_of_another():
     [problem, *_], _, _ = draw_policy_problems(POOL, MODEL.setting, FEW, 0, like)
     assert [(d.speed, d.host) for d in problem.topology.devices] == [(2.0, "a"), (1.0, "b")]
     assert problem.topology.links == like.links and problem.topology.devices[0].memory_bytes > 7
-    assert Prepared(problem, MODEL).cache.speed.tolist() == [2.0, 1.0]
+    assert PreparedProblem(problem, MODEL).cache.speed.tolist() == [2.0, 1.0]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from shardcore.step.engine.arrays import (
     FIRST,
     GROUP_RUN,
     HALVES,
-    LAYOUT_OF,
+    KIND_OF_GROUP,
     LOAD,
     LOG,
     MOST_EDITS,
@@ -194,7 +194,7 @@ def propose_shared_move(problem, state):
         b = state.number[WORST]
     if n_shared > 0 and draw_uniform(state) < 0.6:
         leaves = state.shared[draw_integer_below(state, n_shared)]
-        y = problem.groups[state.group[leaves], LAYOUT_OF]
+        y = problem.groups[state.group[leaves], KIND_OF_GROUP]
         # An item that leaves a group goes to the less loaded of two devices.
         c = draw_integer_below(state, n)
         b = c if is_less(state.devices[c, LOAD], state.devices[b, LOAD]) else b
@@ -237,9 +237,9 @@ def propose_shared_move(problem, state):
 
 
 @compile_inner
-def shared_item_option(problem, layout, item):
-    """Option number of an item on a device of a group of a layout; 0 for an item of -1."""
-    return problem.shared[0, layout, item] if item >= 0 else int64(0)
+def shared_item_option(problem, shared_kind, item):
+    """Option number of an item on a device of a group of a shared kind; 0 for an item of -1."""
+    return problem.shared[0, shared_kind, item] if item >= 0 else int64(0)
 
 
 @compile_inner
@@ -247,9 +247,9 @@ def shared_move_energy(head, problem, state, leaves, start, comes, to, b, back):
     """Annealing energy in ms after a move of shared tables (see `propose_shared_move`). The plan itself stays."""
     n, moves = device_count(state), comes < 0 and to >= 0
     group, s = problem.groups[start if start >= 0 else to], leaves if leaves >= 0 else comes
-    y = group[LAYOUT_OF]
+    y = group[KIND_OF_GROUP]
     # The run of the groups' ops, and that of b's own op for such items.
-    # (Tables of a layout are of one collection, so both items are of one kind.)
+    # (Tables of a shared kind are of one collection, so both items are of one kind.)
     r, k = group[GROUP_RUN], problem.items[s, RUN]
     # The first row has the op of group `start` and b's own op, the second has the op of group `to`.
     begin_trial_ops(state, b, n)
