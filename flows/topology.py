@@ -29,12 +29,13 @@ def measure_pair_times(ranks: int, config: PairConfig) -> PairMeasurement:
 
     Raises ShardCoreError if the ranks find no room, or one fails, dies or hangs.
     """
-
-    def show_turns(done: int, of: int) -> None:
-        console.show_progress(done / of, f"turns of pairs: {done} of {of}")
-
     with RayTransport() as transport:
-        return pairs.measure_pairs(ranks, config, transport, show_turns)
+        return pairs.measure_pairs(
+            ranks,
+            config,
+            transport,
+            lambda done, of: console.show_progress(done / of, f"turns of pairs: {done} of {of}"),
+        )
 
 
 @flow(name="topology")

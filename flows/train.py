@@ -56,10 +56,6 @@ class TrainConfig(fit.FitConfig):
                     f"{paths.DATASETS}/, which DVC watches"
                 )
 
-    @property
-    def fit_config(self) -> fit.FitConfig:
-        return fit.FitConfig(**{f.name: getattr(self, f.name) for f in dataclasses.fields(fit.FitConfig)})
-
 
 def data_version() -> str:
     """DVC's hash of the measurements, from dvc.lock. "unversioned" outside a DVC stage."""
@@ -100,9 +96,10 @@ def train_model(
     with registry.tagged_run(run_name=f"train-{setting.hardware}") as run:
         provenance = {"data_version": data_version(), "git_commit": git_commit(), "seed": config.seed}
         _log_inputs(data, config, provenance)
-        trained = stage.train(data, config.fit_config, progress, provenance=provenance)
+        fitting = params.part_of_config(config, fit.FitConfig)
+        trained = stage.train(data, fitting, progress, provenance=provenance)
         model = trained.model
-        studied = stage.study_model(model, data, config.fit_config, progress, config.learning_curve)
+        studied = stage.study_model(model, data, fitting, progress, config.learning_curve)
         card = model_report.model_card(model, studied, registry.registered_model_name(setting.hardware))
         mlflow.log_metrics(studied.flat_metrics())
         if trained.traced_errors:
@@ -153,19 +150,16 @@ def _log_curves(
     curve: study.LearningCurve | None,
 ) -> None:
     """Log training curves by epoch, and the learning curve by number of samples, to MLflow."""
-    metrics = [
+    by_epoch = (
         Metric(f"{r['model']}/{k}", float(v), 0, r["epoch"])
         for r in rows
         for k, v in r.items()
         if k not in ("model", "epoch")
-    ]
-    metrics += [
-        Metric("learning_curve/test_mape", error, 0, samples)
-        for samples, error in (curve.rows if curve else ())
-    ]
-    # MLflow takes at most 1,000 metrics in a request.
-    for i in range(0, len(metrics), 1000):
-        client.log_batch(run_id, metrics=metrics[i : i + 1000])
+    )
+    by_samples = (
+        Metric("learning_curve/test_mape", error, 0, n) for n, error in (curve.rows if curve else ())
+    )
+    registry.log_curves(client, run_id, [*by_epoch, *by_samples])
 
 
 def _log_figures(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import mlflow
 from mlflow.entities import Metric
@@ -23,7 +23,6 @@ from tasks.commit import git_commit
 from tasks.progress import RunProgress
 
 CURVES = "curves.csv"
-Part = TypeVar("Part", PolicyConfig, PolicyProblems)
 
 
 @dataclass(frozen=True)
@@ -38,10 +37,6 @@ class TrainPolicyConfig(PolicyConfig, PolicyProblems):
     def __post_init__(self) -> None:
         PolicyConfig.__post_init__(self)
         PolicyProblems.__post_init__(self)
-
-    def part_of_type(self, cls: type[Part]) -> Part:
-        """The part of this config that is a `cls`: a PolicyConfig or a PolicyProblems."""
-        return cls(**{f.name: getattr(self, f.name) for f in dataclasses.fields(cls)})
 
 
 @task(task_run_name="train-policy")
@@ -74,14 +69,15 @@ def train_against_cost_model(
             config.algorithm,
             files.read_pool(pool),
             model,
-            config.part_of_type(PolicyProblems),
-            config.part_of_type(PolicyConfig),
+            params.part_of_config(config, PolicyProblems),
+            params.part_of_config(config, PolicyConfig),
             progress=show_round,
         )
         policy, metrics = trained.policy, dict(trained.policy.meta["metrics"])
-        client.log_batch(
+        registry.log_curves(
+            client,
             run.info.run_id,
-            metrics=[
+            [
                 Metric(k, float(v), 0, int(row["round"]))
                 for row in trained.curves
                 for k, v in row.items()

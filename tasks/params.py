@@ -1,5 +1,6 @@
 """params.yaml: a section for each stage, and the shared setting."""
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -49,3 +50,8 @@ def read_section(name: str, cls: type[T], path: str | Path = paths.PARAMS) -> T:
         )
     values = params.get(name)
     return build_record(cls, {} if values is None else values, f"{path}, section {name!r}")
+
+
+def part_of_config(config: object, cls: type[T]) -> T:
+    """The part of a stage's config that is a config of the library, whose fields the stage's class inherits."""
+    return cls(**{f.name: getattr(config, f.name) for f in dataclasses.fields(cls)})

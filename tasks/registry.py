@@ -140,6 +140,13 @@ def tagged_run(**options: Any) -> Iterator[mlflow.ActiveRun]:
         yield begun
 
 
+def log_curves(client: mlflow.MlflowClient, run_id: str, metrics: Sequence[Any]) -> None:
+    """Log metrics of many steps to an MLflow run. metrics: mlflow.entities.Metric of each."""
+    # MLflow takes at most 1,000 metrics in a request.
+    for i in range(0, len(metrics), 1000):
+        client.log_batch(run_id, metrics=metrics[i : i + 1000])
+
+
 def _end_abandoned_runs(client: mlflow.MlflowClient) -> None:
     """Mark MLflow runs of this host as killed if their process is gone."""
     left = f"attributes.status = 'RUNNING' AND tags.`{_PROCESS_TAG}` LIKE '{socket.gethostname()} %'"

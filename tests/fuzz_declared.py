@@ -2,7 +2,8 @@
 
 A sound file is read once, while calls of `schema.build_record` are watched. They tell which object of the file is which
 record. Of each field of its declaration there are wrong types, values beyond its ends and words that are not known;
-it is missing, unknown, huge, not a number, there twice, or has control characters.
+it is missing, unknown, huge, not a number, there twice, or has control characters. Lists and mappings have a damaged
+entry too, one less, one twice, or an odd key.
 """
 
 import dataclasses
@@ -25,7 +26,10 @@ from shardcore.io import files, schema
 FILES: Mapping[str, str] = {
     **{
         name: f"{name}.json"
-        for name in ("problem", "pool", "plan", "grouped", "dmp", "offers", "torchrec", "towers", "profile")
+        for name in (
+            *("problem", "pool", "plan", "grouped", "dmp", "offers", "torchrec", "towers", "profile"),
+            "network",
+        )
     },
     "move-rates": "move-rates.json",
     "job-report": "job-report/jobs/trainer.json",
@@ -35,6 +39,7 @@ FILES: Mapping[str, str] = {
     "policy": "policy/policy.json",
     "plans": "plans/*/decisions/*.json",
     "params": "params.yaml",
+    "job": "job/step-*/job.json",
 }
 """The file with records of each format that has some."""
 Node = tuple[str | int, ...]
@@ -138,6 +143,11 @@ def cases(records: Mapping[Node, type], whole: Any) -> Iterator[Case]:
                 continue  # the reader sets it
             for how, value in (*_ODD.items(), *_beyond(field)):
                 yield Case(at, key, how, value, _is_wrong(field, value))
+            # A reader may take another form than the declaration, which then does not tell.
+            declared = not _is_wrong(field, there.get(key))
+            for how, value in _odd_entries(there.get(key)):
+                is_wrong = _has_no_json(value) or (declared and _is_wrong(field, value))
+                yield Case(at, key, how, value, is_wrong)
 
 
 def _beyond(field: Field) -> Iterator[tuple[str, Any]]:
@@ -156,11 +166,37 @@ def _beyond(field: Field) -> Iterator[tuple[str, Any]]:
         yield "an empty list", []
 
 
-def _is_wrong(field: Field, value: Any) -> bool:
-    """Tell if a declaration forbids a value. JSON has no numbers beyond 2^53, and none that are not finite."""
+def _odd_entries(value: Any) -> Iterator[tuple[str, Any]]:
+    """The value with its first entry damaged, gone or there twice, or with an odd key."""
+    if isinstance(value, list) and value:
+        first, *rest = value
+        yield "an entry less", rest
+        yield "an entry twice", [first, *value]
+        for how, odd in _ODD.items():
+            yield f"an entry is {how}", [odd, *rest]
+    if isinstance(value, dict) and value:
+        key, first = next(iter(value.items()))
+        others = {other: inner for other, inner in value.items() if other != key}
+        yield "an entry less", others
+        for how, odd in _ODD.items():
+            yield f"an entry is {how}", {**value, key: odd}
+            if isinstance(odd, str):
+                yield f"a key is {how}", {odd: first, **others}
+
+
+def _has_no_json(value: Any) -> bool:
+    """Tell if a value has a number that files may not have: beyond 2^53 or not finite. Or a lone surrogate."""
+    if isinstance(value, dict | list):
+        inner = [*value, *value.values()] if isinstance(value, dict) else value
+        return any(map(_has_no_json, inner))
     if isinstance(value, float) and not abs(value) < float("inf"):
         return True
-    if (isinstance(value, int) and abs(value) > schema.MOST_INT) or value == "\ud800":
+    return (isinstance(value, int) and abs(value) > schema.MOST_INT) or value == "\ud800"
+
+
+def _is_wrong(field: Field, value: Any) -> bool:
+    """Tell if a declaration forbids a value."""
+    if _has_no_json(value):
         return True
     try:
         right = convert_to_type(value, field.kind, field.name, schema.build_record)

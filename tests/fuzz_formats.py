@@ -144,7 +144,8 @@ def use_pool(folder: Path, sound: Sound) -> None:
 
 @reads("plan", "shardcore/io/files.py:read_plan", seal=True)
 def use_plan(folder: Path, sound: Sound) -> None:
-    _priced(files.read_plan(folder / "plan.json", sound.problem), sound.problem, sound.model)
+    plan = files.read_valid_plan(folder / "plan.json", sound.problem)
+    _priced(plan, sound.problem, sound.model)
 
 
 @reads(
@@ -346,7 +347,7 @@ def use_towers(folder: Path, sound: Sound) -> None:
     topology = sound.problem.topology
     devices = tuple(replace(d, host=f"host-{i // half}") for i, d in enumerate(topology.devices))
     on_hosts = replace(sound.problem, topology=replace(topology, devices=devices))
-    found = assign_tower_hosts(on_hosts, read_towers(folder / "towers.json"), sound.model)
+    found = assign_tower_hosts(on_hosts, read_towers(folder / "towers.json", on_hosts), sound.model)
     assert 0 <= found.affinity_inside <= 1 + 1e-9 and _is_cost(found.loads), "affinity or loads are none"
     _priced(SHARDERS["lookup_greedy"](found.problem, sound.model), found.problem, sound.model)
 

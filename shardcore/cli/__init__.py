@@ -54,13 +54,6 @@ def command_line_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run_command(name: str, options: Any) -> None:
-    """Run a command: import its module, and call its function of the options."""
-    module, _ = COMMANDS[name]
-    run = getattr(import_module(f"shardcore.cli.{module}"), re.sub("[ -]", "_", name))
-    run(options)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     try:
         try:
@@ -76,7 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             redirect_stdout(_EscapedStream(sys.stdout)),
             redirect_stderr(_EscapedStream(sys.stderr)),
         ):
-            run_command(parsed.command, options)
+            module = import_module(f"shardcore.cli.{COMMANDS[parsed.command][0]}")
+            getattr(module, re.sub("[ -]", "_", parsed.command))(options)
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader has what it wanted. Python would complain again when it flushes at its end.

@@ -734,7 +734,7 @@ COMMANDS: Mapping[str, tuple[str, type]] = {
     "measure": ("measure", MeasureOptions),
     "train": ("train", TrainOptions),
     "report": ("measurements", ReportOptions),
-    "train-policy": ("policies", TrainPolicyOptions),
+    "train-policy": ("train", TrainPolicyOptions),
     "profile list": ("profiles", ListOptions),
     "profile show": ("profiles", ShowOptions),
     "profile networks": ("profiles", NetworksOptions),

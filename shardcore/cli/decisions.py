@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardcore.cli import grouped
 from shardcore.cli.commands import PlanOptions
 from shardcore.cli.models import load_cost_model
 from shardcore.cli.options import require_writable_outputs
@@ -23,7 +22,7 @@ from shardcore.plans.replan import ReplanConfig, Start
 from shardcore.report import decisions_report, figures, plan_report
 from shardcore.search import DEFAULT_SHARDER
 from shardcore.search.decisions.driver import Decision, FoundPlan, Proposal, ProposalOutcome
-from shardcore.search.decisions.groups import FoundGroups, Groups
+from shardcore.search.decisions.groups import FoundGroups, Groups, synchronisation_workloads
 from shardcore.search.decisions.hot_rows import HotRows
 from shardcore.search.decisions.memory_tiers import MemoryTiers
 from shardcore.search.decisions.provision import Offer, Provision, ProvisionTarget, read_offers
@@ -31,7 +30,7 @@ from shardcore.search.decisions.row_domains import RowDomains
 from shardcore.search.decisions.towers import OnTowers, with_towers_of_plan
 from shardcore.step.kinds import pod_size, row_domain_choices
 from shardcore.step.lower import lower
-from shardcore.step.sharding_groups import problem_of_group
+from shardcore.step.sharding_groups import GroupedPlan, problem_of_group
 from shardcore.torchrec.topologies import POD_SIZE
 
 
@@ -71,8 +70,11 @@ def requested_decisions(args: PlanOptions, problem: Problem, stored: Problem) ->
     if args.hot_rows:
         yield HotRows()
     if args.towers:
+        # With hot rows, towers may name the tables that these are put in.
         yield OnTowers(
-            read_towers(args.towers), start and start.old, not (start and start.config.limits_moves)
+            read_towers(args.towers, None if args.hot_rows else problem),
+            start and start.old,
+            not (start and start.config.limits_moves),
         )
     if args.tiers:
         yield MemoryTiers()
@@ -175,8 +177,22 @@ OUTCOME_TEXTS: Mapping[type[Decision], Callable[[Any, FoundPlan, Problem], Itera
 def extrapolation_sentences(found: FoundPlan, model: CostModel) -> list[str]:
     """Sentences on where a plan's predicted cost extrapolates beyond measurements. model: model for the problem."""
     if isinstance(found, FoundGroups):
-        return grouped.extrapolation_sentences(found.grouped_plan, found.whole, model)
+        return grouped_extrapolation_sentences(found.grouped_plan, found.whole, model)
     return model.out_of_range(lower(found.plan, with_towers_of_plan(found.plan, found.problem)))
+
+
+def grouped_extrapolation_sentences(grouped: GroupedPlan, problem: Problem, model: CostModel) -> list[str]:
+    """Sentences on what a grouped plan's cost extrapolates: a step of one group, and synchronising replicas.
+
+    model: model for the problem of a group.
+    """
+    sentences = []
+    # These come first, as only a few are shown: all weights travel at once, which is much more than steps
+    # exchange.
+    if grouped.grouping.size < len(problem.topology):
+        for works in synchronisation_workloads(grouped, problem):
+            sentences += [f"synchronising: {text}" for work in works for text in model.out_of_range(work)]
+    return list(dict.fromkeys((*sentences, *model.out_of_range(lower(grouped.plan, grouped.problem)))))
 
 
 def write_plan_and_problem(args: PlanOptions, found: FoundPlan) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from shardcore.cli.commands import MeasureOptions
-from shardcore.cli.progress_line import PrintedProgress, showing_progress
+from shardcore.cli.progress_line import showing_progress
 from shardcore.core.catalog import OPTIMIZERS
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import PRECISION_BYTES, Setting
@@ -64,7 +64,7 @@ def measure(args: MeasureOptions) -> None:
         expected_ms = group_op_ms([reference.shards], model, reference.batch)[0]
         print(f"profile {profile.name} expects the reference op to take {expected_ms:.3g} ms", flush=True)
     with showing_progress() as line:
-        found = run.measure(wanted, args.out, PrintedProgress(line))
+        found = run.measure(wanted, args.out, line)
     print("measured {compute} groups, {comm} exchanges and {steps} steps of plans".format_map(found))
     if profile:
         _print_profile_errors(profile, args.out, setting)

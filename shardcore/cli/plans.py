@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from shardcore.cli import decisions as deciding
-from shardcore.cli import grouped
 from shardcore.cli.commands import ExportOptions, PlanOptions, PriceOptions
 from shardcore.cli.models import load_cost_model, load_model_for_problem, model_source, source_digest
 from shardcore.cli.progress_line import showing_progress
@@ -39,7 +38,7 @@ from shardcore.search.decisions.driver import (
     ledger_entries,
     ledger_from_provenance,
 )
-from shardcore.search.decisions.groups import FoundGroups
+from shardcore.search.decisions.groups import FoundGroups, grouped_cost
 from shardcore.search.decisions.provision import Cluster, Provision
 from shardcore.search.decisions.towers import with_towers_of_plan
 from shardcore.search.explain import explain
@@ -281,7 +280,7 @@ def price(args: PriceOptions) -> None:
         workload, cautious = lower(found, own), at_confidence(model, args.confidence)
     cost, bands = predicted(workload, cautious), known_errors.error_bands(model, workload)
     beyond = (
-        grouped.extrapolation_sentences(of_groups, whole, model)
+        deciding.grouped_extrapolation_sentences(of_groups, whole, model)
         if of_groups
         else model.out_of_range(workload)
     )
@@ -291,8 +290,15 @@ def price(args: PriceOptions) -> None:
         "memory_bytes": workload.memory_bytes,
         "extrapolated": beyond,
         **(dict(zip(("band", "embeddings_band"), bands, strict=True)) if bands else {}),
-        **(grouped.grouped_cost_json(of_groups, whole, cautious) if of_groups else {}),
     }
+    if of_groups:
+        of_step = grouped_cost(of_groups, whole, cautious)
+        body |= {
+            "total_ms": of_step.total_ms,
+            "groups": dataclasses.asdict(of_groups.grouping),
+            "step_ms": of_step.step_ms,
+            "sync_ms": of_step.sync_ms,
+        }
     if args.json:
         print(rounded_json(body))
     else:

@@ -48,7 +48,8 @@ def showing_progress(
 class ProgressLine:
     """The latest report, which a thread shows again and again, so that the time goes on during long steps.
 
-    On a terminal, one line is rewritten. Anything else gets a line every few seconds.
+    On a terminal, one line is rewritten. Anything else gets a line every few seconds. It is also the progress of a
+    stage (stages/progress.py): the end of each kind of work has a permanent line.
     """
 
     def __init__(self, out: TextIO, silent_s: float) -> None:
@@ -73,6 +74,16 @@ class ProgressLine:
         self._write(
             f"\r{escape_unprintable(text)}\x1b[K\n" if self.rewrites else f"{escape_unprintable(text)}\n"
         )
+
+    def info(self, text: str, *values: object, **_: object) -> None:
+        self.print_line(text % values)
+
+    warning = info
+
+    def show(self, tally: Tally) -> None:
+        progress.report(tally.progress_line)
+        if tally.done == tally.total:
+            self.print_line(tally.progress_line)
 
     def stop(self) -> None:
         """Stop showing progress, and erase the live line on a terminal."""
@@ -101,26 +112,6 @@ class ProgressLine:
         with self._lock:
             self.out.write(text)
             self.out.flush()
-
-
-class PrintedProgress:
-    """Progress of a stage (see stages/progress.py): reports, and lines above the progress line.
-
-    The end of each kind of work has a line.
-    """
-
-    def __init__(self, line: ProgressLine):
-        self._line = line
-
-    def info(self, text: str, *values: object, **_: object) -> None:
-        self._line.print_line(text % values)
-
-    warning = info
-
-    def show(self, tally: Tally) -> None:
-        progress.report(tally.progress_line)
-        if tally.done == tally.total:
-            self._line.print_line(tally.progress_line)
 
 
 def report_text(phase: str, best_ms: float | None, left_s: float | None, now_s: float, since_s: float) -> str:

@@ -42,26 +42,20 @@ def replay(args: ReplayOptions) -> None:
         return replay_all(some, setting, config, Transport(device), reference)
 
     config = dataclasses.replace(args.config, arena_bytes=int(args.arena_gib * 2**30))
-    if args.append:
-        # Replays are kept by algorithm. A plan without one is named by its file.
-        named_plans = [
-            (plan.provenance.get("algorithm", path.stem), plan)
-            for path, plan in zip(args.plans, plans, strict=True)
-        ]
-        # The reference op shows the machine's slowdown during the replays.
-        reference = dataset.reference_op(args.append, setting)
-        with showing_progress():
+    with showing_progress():
+        if args.append:
+            # Replays are kept by algorithm. A plan without one is named by its file.
+            named_plans = [
+                (plan.provenance.get("algorithm", path.stem), plan)
+                for path, plan in zip(args.plans, plans, strict=True)
+            ]
+            # The reference op shows the machine's slowdown during the replays.
+            reference = dataset.reference_op(args.append, setting)
             known = replays.add_missing_replays(
-                args.append,
-                problem,
-                named_plans,
-                setting,
-                config,
-                lambda w: run_replays(w, reference),
+                args.append, problem, named_plans, setting, config, lambda w: run_replays(w, reference)
             )
-        costs = [known[replays.plan_digest(plan)] for plan in plans]
-    else:
-        with showing_progress():
+            costs = [known[replays.plan_digest(plan)] for plan in plans]
+        else:
             costs = run_replays(workloads)
     body = {
         "setting": files.setting_to_json(setting),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
 
 from shardcore.cli.commands import MeasurePairsOptions
+from shardcore.cli.progress_line import showing_progress
+from shardcore.core.progress import report
 from shardcore.core.types import Problem
 from shardcore.core.validation import require
 from shardcore.io import files
@@ -17,17 +18,22 @@ from shardcore.report import topology_report
 def topology_measure(args: MeasurePairsOptions) -> None:
     problem = files.read_problem(args.problem)
     pairs.require_measurable_links(problem)
-    if "RANK" in os.environ:
-        first = _torchrun_rank(problem) == 0
-        found = pairs.measure_in_job(
-            args.pairs, args.device, _print_turn_progress if first else lambda *_: None
-        )
-        if not first:
-            return
-    else:
-        transport = Transport(args.device)
-        found = pairs.measure_pairs(len(problem.topology), args.pairs, transport, _print_turn_progress)
-    print(topology_report.write_measured_topology(found, problem, args.out, args.ranks))
+    in_job = "RANK" in os.environ
+    is_first = not in_job or _torchrun_rank(problem) == 0
+
+    def report_turns(done: int, of: int) -> None:
+        if is_first:
+            report(f"pairs: {done} of {of} turns")
+
+    with showing_progress():
+        if in_job:
+            found = pairs.measure_in_job(args.pairs, args.device, report_turns)
+        else:
+            found = pairs.measure_pairs(
+                len(problem.topology), args.pairs, Transport(args.device), report_turns
+            )
+    if is_first:
+        print(topology_report.write_measured_topology(found, problem, args.out, args.ranks))
 
 
 def _torchrun_rank(problem: Problem) -> int:
@@ -47,8 +53,3 @@ def _torchrun_rank(problem: Problem) -> int:
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         require(name in given, f"{name} is not set, though RANK is; a job needs both")
     return int(given["RANK"])
-
-
-def _print_turn_progress(done: int, total: int) -> None:
-    if done % max(1, total // 10) == 0 or done == total:
-        print(f"pairs: {done} of {total} turns", file=sys.stderr, flush=True)

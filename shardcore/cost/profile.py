@@ -30,7 +30,7 @@ from shardcore.core.validation import (
     require_path_name,
     to_path_name,
 )
-from shardcore.io import envelope, schema, writing
+from shardcore.io import envelope, writing
 
 if TYPE_CHECKING:
     from shardcore.cost.profile_model import ProfileModel
@@ -347,7 +347,7 @@ def _load(cls: type[_Of], name_or_path: str | Path, hint: str = "") -> _Of:
 
 
 def _read(cls: type[_Of], path: str | Path) -> _Of:
-    return schema.build_record(cls, envelope.open_document(path, cls.noun), str(path))
+    return envelope.read_record(cls, path, cls.noun)
 
 
 def profile_of_device(device_name: str) -> Profile:

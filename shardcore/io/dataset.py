@@ -14,7 +14,7 @@ import dataclasses
 import hashlib
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -24,7 +24,7 @@ from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Setting, Shard, Table
 from shardcore.core.validation import require, short_repr
 from shardcore.io import dataset_parts, files
-from shardcore.io.dataset_parts import MEASUREMENT_VERSIONS, Row
+from shardcore.io.dataset_parts import MEASUREMENT_VERSIONS, SCHEMAS, SETTING_COLUMNS, Row
 from shardcore.io.measurements import (
     CollectiveRequest,
     CollectiveSample,
@@ -37,6 +37,7 @@ from shardcore.io.measurements import (
 REPLAYS = "replays"
 _USUAL = {"busy_ms": 0.0, "group": "world", "emulated": None}
 """Fields of a CollectiveRequest that enter its id only if they have other values."""
+_COLUMNS = {kind: frozenset(schema.names) for kind, schema in SCHEMAS.items()}
 _OVER_HOSTS = 2
 """Version of times over several hosts, raised by hand when their meaning changes. In 2, ranks start together."""
 _FEWEST_OF_REFERENCE = 4
@@ -135,10 +136,6 @@ def write_compute_samples(folder: str | Path, samples: Sequence[ComputeSample], 
             ],
             "forward": s.forward and dataclasses.asdict(s.forward),
             "backward": s.backward and dataclasses.asdict(s.backward),
-            "slowdown": s.slowdown,
-            "relative_ci": s.relative_ci,
-            "order": s.order,
-            "software": s.software,
             "sequence": all(x.table.sequence for x in s.request.shards),
         }
         for s in samples
@@ -151,19 +148,12 @@ def write_collective_samples(folder: str | Path, samples: Sequence[CollectiveSam
     rows = [
         {
             **_common_columns(s, "comm"),
-            **{k: getattr(s.request, k) for k in ("collective", "payload", "hosts", "busy_ms", "group")},
             "emulated_between_gbit_s": s.request.emulated and s.request.emulated.between_gbit_s,
             "emulated_within_gbit_s": s.request.emulated and s.request.emulated.within_gbit_s,
-            "emulated_pods": s.request.pods if s.request.pods > 1 else None,
             "emulated_pod_gbit_s": s.request.emulated and s.request.emulated.pod_gbit_s,
-            "widths": list(s.request.widths),
-            "start_ms": list(s.request.start_ms),
             "forward": s.forward and [dataclasses.asdict(x) for x in s.forward],
             "backward": s.backward and [dataclasses.asdict(x) for x in s.backward],
-            "waiting_ms": s.waiting_ms and list(s.waiting_ms),
-            "order": s.order,
-            "oversubscribed": s.oversubscribed,
-            "work_ms": s.work_ms and list(s.work_ms),
+            "emulated_pods": s.request.pods if s.request.pods > 1 else None,
         }
         for s in samples
     ]
@@ -171,19 +161,18 @@ def write_collective_samples(folder: str | Path, samples: Sequence[CollectiveSam
 
 
 def _common_columns(sample: ComputeSample | CollectiveSample, kind: str) -> Row:
-    """Columns that compute and collective samples have in common."""
-    s = sample.setting
+    """Columns of the setting, and those named as fields of the sample and of its request. Times are plain values."""
     return {
-        "id": sample.id,
-        "hardware": s.hardware,
-        "setting_batch": s.batch,
-        "precision": s.precision,
-        "optimizer": s.optimizer,
+        **{column: getattr(sample.setting, name) for name, column in SETTING_COLUMNS.items()},
         "measurement_version": MEASUREMENT_VERSIONS[kind],
-        "measured_at": sample.measured_at,
-        "error": sample.error,
-        "batch": sample.request.batch,
+        **_named_columns(vars(sample.request), kind, type(sample.request)),
+        **_named_columns(vars(sample), kind, type(sample)),
     }
+
+
+def _named_columns(values: Mapping[str, Any], kind: str, cls: type) -> Row:
+    """Values of the columns that are named as fields of a dataclass, from a row or from an instance's fields."""
+    return {f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in _COLUMNS[kind]}
 
 
 # --- reading ------------------------------------------------------------------------------------------------
@@ -270,23 +259,16 @@ def read_compute_timings(
             )
             for s in row["shards"]
         )
-        read = ComputeSample(
-            row["id"],
-            row["setting"],
-            ComputeRequest(shards, row["batch"]),
-            row["forward"] and TimingSpread(**row["forward"]),
-            row["backward"] and TimingSpread(**row["backward"]),
-            measured_at=row["measured_at"],
-            error=row["error"],
-            slowdown=row["slowdown"],
-            relative_ci=row["relative_ci"],
-            order=row["order"],
-            software=row["software"],
-        )
-        _require_matching_id(read.id, compute_id(read.setting, read.request))
-        return read
+        given = {
+            **_named_columns(row, "compute", ComputeSample),
+            "setting": row["setting"],
+            "request": ComputeRequest(shards, row["batch"]),
+            "forward": row["forward"] and TimingSpread(**row["forward"]),
+            "backward": row["backward"] and TimingSpread(**row["backward"]),
+        }
+        return ComputeSample(**given)
 
-    return _build_samples(folder, "compute", setting, build_sample, most)
+    return _build_samples(folder, "compute", setting, build_sample, compute_id, most)
 
 
 def _read_collective_timings(folder: str | Path, setting: Setting | None) -> list[CollectiveSample]:
@@ -299,36 +281,21 @@ def _read_collective_timings(folder: str | Path, setting: Setting | None) -> lis
             f"it has emulated_within_gbit_s {within} only; it needs emulated_between_gbit_s beside it",
         )
         request = CollectiveRequest(
-            tuple(row["widths"]),
-            row["batch"],
-            tuple(row["start_ms"]),
-            collective=row["collective"],
-            payload=row["payload"],
-            hosts=row["hosts"],
-            busy_ms=row["busy_ms"],
-            group=row["group"],
+            **_named_columns(row, "comm", CollectiveRequest),
             emulated=None
             if between is None
             else EmulatedLinks(between, within, row["emulated_pods"] or 1, row["emulated_pod_gbit_s"]),
         )
-        both = [row[k] and tuple(TimingSpread(**x) for x in row[k]) for k in ("forward", "backward")]
-        read = CollectiveSample(
-            row["id"],
-            row["setting"],
-            request,
-            forward=both[0],
-            backward=both[1],
-            waiting_ms=row["waiting_ms"] and tuple(row["waiting_ms"]),
-            measured_at=row["measured_at"],
-            error=row["error"],
-            order=row["order"],
-            oversubscribed=row["oversubscribed"],
-            work_ms=row["work_ms"] and tuple(row["work_ms"]),
-        )
-        _require_matching_id(read.id, collective_id(read.setting, read.request))
-        return read
+        given = {
+            **_named_columns(row, "comm", CollectiveSample),
+            "setting": row["setting"],
+            "request": request,
+            "forward": row["forward"] and tuple(TimingSpread(**x) for x in row["forward"]),
+            "backward": row["backward"] and tuple(TimingSpread(**x) for x in row["backward"]),
+        }
+        return CollectiveSample(**given)
 
-    return _build_samples(folder, "comm", setting, build_sample)
+    return _build_samples(folder, "comm", setting, build_sample, collective_id)
 
 
 def _build_samples(
@@ -336,17 +303,24 @@ def _build_samples(
     kind: str,
     setting: Setting | None,
     make: Callable[[Row], Sample],
+    identify: Callable[[Setting, Any], str],
     most: int | None = None,
 ) -> list[Sample]:
     """Samples built by `make` from a dataset's rows of a kind (the first `most` rows), each timing once.
+
+    identify: (setting, request) -> id of the sample.
 
     Raises ShardCoreError naming an invalid sample.
     """
     samples = {}
     for row in islice(dataset_parts.read_rows(folder, kind, setting), most):
         try:
+            sample = make(row)
+            # If the request was edited, a model would learn its timing for another request.
+            right = identify(sample.setting, sample.request)
+            require(sample.id == right, f"its request has the id {right}")
             # By time, too, as a timing is in two parts after an interrupted merge.
-            samples[row["id"], row["measured_at"]] = make(row)
+            samples[row["id"], row["measured_at"]] = sample
         except (TypeError, ShardCoreError) as error:
             reason = error if isinstance(error, ShardCoreError) else "it has an entry that is nothing"
             raise ShardCoreError(
@@ -365,11 +339,6 @@ def merge_parts(folder: str | Path) -> None:
     )
 
 
-def _require_matching_id(read: str, right: str) -> None:
-    # The request was edited: a model would learn its timing for another request.
-    require(read == right, f"its request has the id {right}")
-
-
 # --- questions ----------------------------------------------------------------------------------------------
 
 
@@ -378,7 +347,7 @@ def dataset_settings(folder: str | Path) -> list[Setting]:
     rows = dataset_parts.read_rows(
         folder,
         "compute",
-        columns=["hardware", "setting_batch", "precision", "optimizer", "measurement_version"],
+        columns=[*SETTING_COLUMNS.values(), "measurement_version"],
     )
     return sorted({row["setting"] for row in rows}, key=str)
 

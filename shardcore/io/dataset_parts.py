@@ -43,19 +43,13 @@ _MOST_VALUES, _MOST_TEXT = (1 << 18, 16), (1 << 24, 64)
 Repeated values take almost no bytes, so a small file could unpack to any size. Shipped parts have 0.6 values
 a byte.
 """
-_OPTIONAL = (
-    "error",
-    "forward",
-    "backward",
-    "relative_ci",
-    "waiting_ms",
-    "emulated_between_gbit_s",
-    "emulated_within_gbit_s",
-    "emulated_pods",
-    "emulated_pod_gbit_s",
-    "work_ms",
-)
-"""Columns that may be null."""
+SETTING_COLUMNS = {
+    "hardware": "hardware",
+    "batch": "setting_batch",
+    "precision": "precision",
+    "optimizer": "optimizer",
+}
+"""Column of each field of a sample's Setting."""
 _ABSENT = ("emulated_pods", "emulated_pod_gbit_s")
 """Columns that a part lacks if all their values are null, so that parts without pods are as in earlier versions."""
 
@@ -126,8 +120,14 @@ COMM = pa.schema(
 """Columns of parts of collectives, as in CollectiveRequest and CollectiveSample. Lists have one entry a rank.
 emulated_*: fields of EmulatedLinks; null where hosts and links are real.
 """
-_SCHEMAS = {"compute": COMPUTE, "comm": COMM}
+SCHEMAS = {"compute": COMPUTE, "comm": COMM}
 
+
+_OPTIONAL = (
+    *("error", "forward", "backward", "relative_ci", "waiting_ms", "work_ms"),
+    *(name for name in COMM.names if name.startswith("emulated_")),
+)
+"""Columns that may be null."""
 Row = dict[str, Any]
 
 
@@ -138,7 +138,7 @@ def write_part(folder: str | Path, kind: str, rows: list[Row]) -> Path:
     """
     sink = pa.BufferOutputStream()
     absent = [name for name in _ABSENT if all(row.get(name) is None for row in rows)]
-    schema = pa.schema([field for field in _SCHEMAS[kind] if field.name not in absent])
+    schema = pa.schema([field for field in SCHEMAS[kind] if field.name not in absent])
     pq.write_table(pa.Table.from_pylist(rows, schema=schema), sink, compression="zstd")
     content = sink.getvalue().to_pybytes()
     # Equal content gets an equal name, so copies of a part merge into one.
@@ -162,9 +162,9 @@ def read_rows(
             if row["measurement_version"] != MEASUREMENT_VERSIONS[kind]:
                 continue
             if "hardware" in row:
-                fields = row["hardware"], row["setting_batch"], row["precision"], row["optimizer"]
+                fields = {name: row[column] for name, column in SETTING_COLUMNS.items()}
                 with prefix_errors(path):
-                    row |= {"part": path, "setting": Setting(*fields)}
+                    row |= {"part": path, "setting": Setting(**fields)}
             if setting is None or row["setting"] == setting:
                 yield row
 
@@ -182,7 +182,7 @@ def merge_parts(folder: str | Path, require_valid: Callable[[str], object]) -> N
         with suppress(FileNotFoundError):  # its writer may have renamed it by now
             if time.time() - unfinished.lstat().st_mtime > 3600:
                 unfinished.unlink()
-    for kind in _SCHEMAS:
+    for kind in SCHEMAS:
         parts = {path: rows for path, rows in _read_all_parts(folder, kind).items() if rows}
         if len(parts) < 2:
             continue
@@ -274,7 +274,7 @@ def _read_bounded(content: bytes, path: Path) -> tuple[pa.Table, pa.Schema]:
 
 def _decode_rows(content: bytes, kind: str, columns: list[str] | None, path: Path) -> list[Row]:
     """Rows of a Parquet part's content, after checks of columns and version."""
-    schema, (table, in_file) = _SCHEMAS[kind], _read_bounded(content, path)
+    schema, (table, in_file) = SCHEMAS[kind], _read_bounded(content, path)
     if (
         "measurement_version" in table.schema.names
         and MEASUREMENT_VERSIONS[kind] not in table.column("measurement_version").unique().to_pylist()

@@ -20,12 +20,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 
 from shardcore.core.errors import ShardCoreError, shorten
 from shardcore.core.types import Plan, Problem, Table
-from shardcore.core.validation import require, short_repr
+from shardcore.core.validation import MOST_DEVICES, number_within, require, short_repr
 from shardcore.io import files, schema, writing
 from shardcore.io.envelope import read_record, sealed_document
 from shardcore.io.kineto import SUFFIXES
@@ -47,7 +48,7 @@ class JobFacts:
     versions: of torch, torchrec and fbgemm_gpu.
     """
 
-    world_size: int
+    world_size: Annotated[int, number_within(1, MOST_DEVICES)]
     features: Mapping[str, tuple[str, ...]]
     versions: Mapping[str, str]
 
@@ -185,8 +186,7 @@ def read_step(folder: str | Path) -> JobStep:
 
 def _read_facts(folder: Path) -> JobFacts:
     """Read the facts of a traced training job."""
-    path = folder / JOB_JSON
-    return read_record(JobFacts, path, SCHEMA)
+    return read_record(JobFacts, folder / JOB_JSON, SCHEMA)
 
 
 def _with_measured_access(folder: Path, problem: Problem, facts: JobFacts) -> tuple[Problem, tuple[str, ...]]:

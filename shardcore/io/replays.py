@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from shardcore.core.errors import ShardCoreError, Unreachable
 from shardcore.core.step_cost import PARTS
@@ -343,13 +343,12 @@ class _Row:
     """One plan's replay in replays.json."""
 
     algorithm: str
-    plan: str
+    plan: Annotated[str, files.require_digest]
     total_ms: float
     cost: StepSample
 
     def __post_init__(self) -> None:
         cost, what = self.cost, f"the replay of plan {self.plan}"
-        files.require_digest(self.plan, "a replay", "plan")
         parts = [getattr(cost, name) for name in PARTS]
         require(
             len(parts[0]) > 0

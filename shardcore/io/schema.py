@@ -225,9 +225,10 @@ def parse_json(content: bytes, what: Any) -> Any:
         value = json.loads(
             text,
             object_pairs_hook=_dict_without_duplicates,
-            parse_int=_parse_int,
-            parse_float=_parse_float,
-            parse_constant=_parse_float,
+            # A longer one is too large, and slow to convert.
+            parse_int=lambda number: _valid_number(int(number[:18]), number),
+            parse_float=lambda number: _valid_number(float(number), number),
+            parse_constant=lambda number: _valid_number(float(number), number),
         )
         _require_max_depth(value)
         if _SURROGATE.search(content):
@@ -254,16 +255,11 @@ def _dict_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
-def _parse_int(text: str) -> int:
-    """Integer of a JSON number. Raises ValueError if too large."""
-    if len(text) > 17 or abs(value := int(text)) > MOST_INT:
+def _valid_number(value: float, text: str) -> float:
+    """A parsed number of a file. Raises ValueError, with its text, if the number is too large or not finite."""
+    if isinstance(value, int) and abs(value) > MOST_INT:
         raise ValueError(f"the number {shorten(text, 40)} is too large")
-    return value
-
-
-def _parse_float(text: str) -> float:
-    """Float of a JSON number. Raises ValueError if not finite."""
-    if not math.isfinite(value := float(text)):
+    if not math.isfinite(value):
         raise ValueError(f"the number {shorten(text, 40)} is not finite")
     return value
 
@@ -282,17 +278,6 @@ def _require_max_depth(value: Any) -> None:
         if not level:
             return
     raise RecursionError
-
-
-def _require_valid_numbers(value: Any) -> None:
-    """Raise ValueError for a parsed value with a number that is not finite or too large."""
-    if isinstance(value, dict | list):
-        for one in value.values() if isinstance(value, dict) else value:
-            _require_valid_numbers(one)
-    elif isinstance(value, int) and abs(value) > MOST_INT:
-        raise ValueError(f"the number {short_repr(value)} is too large")
-    elif isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"the number {value} is not finite")
 
 
 def read_yaml(path: str | Path) -> Any:
@@ -318,6 +303,10 @@ def read_yaml(path: str | Path) -> Any:
                 raise ValueError(f"key {short_repr(twice)} appears twice")
             return made
 
+        def construct_object(self, node: Any, deep: bool = False) -> Any:
+            made = super().construct_object(node, deep)
+            return _valid_number(made, short_repr(made)) if isinstance(made, int | float) else made
+
         def construct_scalar(self, node: Any) -> Any:
             value = super().construct_scalar(node)
             # A lone surrogate cannot be encoded.
@@ -331,7 +320,6 @@ def read_yaml(path: str | Path) -> Any:
     try:
         value = yaml.load(text, Loader)
         _require_max_depth(value)
-        _require_valid_numbers(value)
     except RecursionError:
         raise ShardCoreError(f"{path} has values within values, deeper than {MOST_DEPTH}") from None
     # Constructors of dates, tags and the like raise various errors.

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from shardcore.core.errors import ShardCoreError
+from shardcore.core.types import Problem
 from shardcore.core.validation import MOST_RATIO, require, short_repr
 from shardcore.io.envelope import read_record
 
@@ -104,6 +105,16 @@ class Towers:
         return np.array(self.affinity, dtype=float).reshape(len(self.tables), len(self.tables))
 
 
-def read_towers(path: str | Path) -> Towers:
-    """Read the towers of a file. Raises ShardCoreError naming the file and what is wrong in it."""
-    return read_record(Towers, path, "towers")
+def read_towers(path: str | Path, problem: Problem | None = None) -> Towers:
+    """Read the towers of a file. Raises ShardCoreError naming the file and what is wrong in it.
+
+    problem: problem that has to have all tables of the file. None: not checked here.
+    """
+    towers = read_record(Towers, path, "towers")
+    named = {*towers.tables, *(name for group in towers.towers for name in group)}
+    unknown = sorted(named - {table.name for table in problem.tables}) if problem else []
+    if problem and unknown:
+        raise ShardCoreError(
+            f"{path} has table {short_repr(unknown[0])}, which problem {problem.name!r} does not have"
+        )
+    return towers

@@ -13,6 +13,7 @@ import mlflow
 import numpy as np
 import pytest
 from laws import SETTING, trained
+from mlflow.entities import Metric
 from tracking import empty_database, quick_mlflow, tracked
 
 from shardcore.core.errors import ShardCoreError
@@ -51,6 +52,12 @@ def test_runs_of_processes_that_are_gone_are_ended_and_others_go_on(client):
         "RUNNING",
         "RUNNING",
     ]
+
+
+def test_curves_have_more_points_than_a_request_may_have(client):
+    with registry.tagged_run(run_name="long") as run:
+        registry.log_curves(client, run.info.run_id, [Metric("cost", 1.0, 0, i) for i in range(1001)])
+    assert len(client.get_metric_history(run.info.run_id, "cost")) == 1001
 
 
 def test_an_alias_that_nobody_set_is_none_and_a_registry_that_cannot_tell_is_named(

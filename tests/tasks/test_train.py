@@ -26,7 +26,7 @@ from shardcore.io.measurements import StepSample, TimingSpread
 from shardcore.measure.replay import ReplayConfig
 from shardcore.search import SHARDERS
 from shardcore.stages.evaluate import CandidateModel, EvaluateConfig, judge_model
-from tasks import registry
+from tasks import params, registry
 from tasks.setting import SettingConfig
 
 WANTED = SettingConfig(SETTING.hardware, SETTING.batch)
@@ -190,9 +190,10 @@ def test_own_replays_tell_what_exchanges_take_in_steps(place):
 def test_the_stage_s_own_options_do_not_change_the_model(place):
     config = TrainConfig(**QUICK, datasets=("datasets/x",), learning_curve=False)
     same = {k: v for k, v in dataclasses.asdict(config).items() if k not in ("datasets", "learning_curve")}
+    fitting = params.part_of_config(config, fit.FitConfig)
     assert (
-        type(config.fit_config) is fit.FitConfig
-        and dataclasses.asdict(config.fit_config) == same
+        type(fitting) is fit.FitConfig
+        and dataclasses.asdict(fitting) == same
         and same["epochs"] == QUICK["epochs"]
     )
     assert schema.build_record(TrainConfig, {"datasets": ["datasets/x"]}, "train").datasets == ("datasets/x",)
