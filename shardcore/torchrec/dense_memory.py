@@ -66,7 +66,12 @@ def measured_job(
         for parameter in parameters:
             parameter.grad = None
     kept = [*dense.parameters(), *dense.buffers(), *parameters, *_optimizer_state_tensors(stepping)]
-    ids = sum(map(_tensor_bytes, (t for x in _keyed_jagged_tensors(batch) for t in _tensors_of_batch(x))))
+    ids = sum(
+        _tensor_bytes(tensor)
+        for leaf in _leaves_of_batch(batch)
+        if not isinstance(leaf, torch.Tensor)
+        for tensor in _tensors_of_batch(leaf)
+    )
     return dataclasses.replace(
         job,
         dense_bytes=sum(map(_tensor_bytes, kept)),
@@ -215,10 +220,6 @@ def _optimizer_state_tensors(optimizer: torch.optim.Optimizer | None) -> list[to
     """Tensors in an optimizer's state; none without an optimizer."""
     leaves = tree_leaves(dict(optimizer.state)) if optimizer else []
     return [x for x in leaves if isinstance(x, torch.Tensor)]
-
-
-def _keyed_jagged_tensors(batch: Any) -> Iterator[KeyedJaggedTensor]:
-    return (x for x in _leaves_of_batch(batch) if not isinstance(x, torch.Tensor))
 
 
 def _tensors_of_batch(batch: Any) -> Iterator[torch.Tensor]:

@@ -272,11 +272,6 @@ FIELDS: Mapping[str, Mapping[str, FieldTreatment]] = {
 }
 
 
-def record_name(record: type) -> str:
-    """Name in FIELDS of a TorchRec record class: its own name, or that of a base class."""
-    return next(c.__name__ for c in record.__mro__ if c.__name__ in FIELDS)
-
-
 def field_defaults(record: type) -> dict[str, Any]:
     """Default of each field of a TorchRec class; inspect.Parameter.empty for a required field."""
     # Dataclasses list their fields. Other classes have them in the arguments of __init__.
@@ -326,7 +321,9 @@ def unpriced_field_lines(kind: type, values: Mapping[str, Any], what: str) -> li
 
     Raises as `unpriced_record_lines`.
     """
-    treatments, defaults, lines = FIELDS[record_name(kind)], field_defaults(kind), []
+    # Under its own name, or that of a base class.
+    treatments = FIELDS[next(c.__name__ for c in kind.__mro__ if c.__name__ in FIELDS)]
+    defaults, lines = field_defaults(kind), []
     for name, value in values.items():
         treatment = treatments.get(name)
         # A field at its default has no effect, so it needs no treatment.

@@ -135,12 +135,6 @@ def unpriced_fused_params(sharders: Iterable[ModuleSharder[Any]]) -> list[str]:
     ]
 
 
-def replicas_share_optimizer(optimizer: str, job: Job) -> bool:
-    """Tell if the job states that replicated tables train under the same optimizer as fused ones."""
-    # FBGEMM's exact optimizers are torch's of the same name.
-    return optimizer.removeprefix("exact_") == job.replica_optimizer
-
-
 def replication_note(optimizer: str, job: Job) -> str:
     """Line that says why no table is replicated by default, and which setting allows replicas."""
     of_job = f"({job.replica_optimizer})" if job.replica_optimizer else "(nobody says which)"

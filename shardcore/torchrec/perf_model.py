@@ -6,6 +6,8 @@
 
 Its enumerator, storage, proposers and partitioner stay. Of the plans that they propose it takes the one that
 our cost model prefers.
+
+`register_profile` gives only a card's bandwidths to TorchRec's estimator, whose formulas stay, too.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING
 from shardcore.core.errors import ShardCoreError
 from shardcore.core.types import Problem
 from shardcore.cost.model import CostModel, predicted_total_ms
+from shardcore.cost.profile import Profile
 from shardcore.step.lower import lower
 from shardcore.torchrec.cost_models import resolve_cost_model
 from shardcore.torchrec.modules import tables_of_model
@@ -77,3 +80,35 @@ class ShardCorePerfModel:
             return float("inf")
         self.rated += 1
         return predicted_total_ms(step, self.model)
+
+
+def register_profile(profile: Profile) -> str:
+    """Register the bandwidths of a hardware profile with TorchRec's EmbeddingPerfEstimatorFactory (TorchRec 1.6).
+
+    Lookups of each kernel then have the card's rates in TorchRec's formulas. Rates of exchanges stay the topology's:
+    TorchRec's estimator reads none of a registered configuration.
+
+    Returns the name under which `EmbeddingPerfEstimatorFactory.create` makes the estimator: the profile's.
+    Raises ShardCoreError under an older TorchRec.
+    """
+    try:
+        from torchrec.distributed.planner.estimator import config, estimator
+    except ImportError as error:
+        raise ShardCoreError(
+            f"the installed TorchRec has no EmbeddingPerfEstimatorFactory to register {profile.name} with; "
+            "it needs to be 1.6 or later"
+        ) from error
+
+    per_ms = {name: rate * 1e6 for name, rate in profile.rate_values.items()}  # GB/s as bytes per ms
+    bandwidths = {
+        "name": profile.name,
+        "kernel_device_bandwidths": {
+            ("cuda", "fused"): per_ms["read_gbps"],
+            ("cuda", "dense"): per_ms["dense_gbps"],
+            ("cuda", "fused_uvm"): per_ms["host_read_gbps"],
+        },
+        "hbm_to_ddr_mem_bw": per_ms["host_cache_gbps"],
+    }
+    of_card = type("ProfileConfig", (config.EmbeddingPerfEstimatorConfig,), bandwidths)
+    estimator.EmbeddingPerfEstimatorFactory.register(profile.name)(of_card)
+    return profile.name

@@ -193,7 +193,9 @@ class ShardCorePlanner:
         optimizer = optimizers.optimizer_of_tables(model_tables, used)
         job = self._job_for_plan(constraints, payloads_of_sharders(used), notes)
         # FBGEMM's own default trains tables of which nobody says more.
-        replicas = optimizers.replicas_share_optimizer(optimizer or "exact_sgd", job)
+        # Replicas are allowed where the job states that they train under the same optimizer: FBGEMM's exact
+        # optimizers are torch's of the same name.
+        replicas = (optimizer or "exact_sgd").removeprefix("exact_") == job.replica_optimizer
         if not replicas and len(self.topology) > 1:
             notes.append(optimizers.replication_note(optimizer or "exact_sgd", job))
         # Ranks have equal batches.

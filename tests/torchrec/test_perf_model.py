@@ -15,6 +15,8 @@ from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner import Topology as TheirTopology
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstimator
 from torchrec.distributed.planner.types import PerfModel
 
 from shardcore.core.constraints import Constraints
@@ -22,9 +24,10 @@ from shardcore.core.errors import SettingMismatch, ShardCoreError
 from shardcore.core.types import Setting
 from shardcore.cost.analytic import AnalyticModel
 from shardcore.cost.model import price
+from shardcore.cost.profile import load_profile
 from shardcore.step.lower import lower
 from shardcore.step.memory import require_fits
-from shardcore.torchrec.perf_model import ShardCorePerfModel
+from shardcore.torchrec.perf_model import ShardCorePerfModel, register_profile
 from shardcore.torchrec.planner import problem_for
 from shardcore.torchrec.sharding_plan import from_torchrec
 
@@ -85,3 +88,33 @@ def test_a_problem_or_model_of_something_else_is_refused():
         ShardCorePerfModel(other, MODULE, AnalyticModel(Setting("cpu", 64)))
     with pytest.raises(SettingMismatch):
         ShardCorePerfModel(PROBLEM, MODULE, AnalyticModel(Setting("cpu", 64, precision="fp16")))
+
+
+def test_a_registered_profile_prices_lookups_at_the_cards_rates():
+    estimators = pytest.importorskip("torchrec.distributed.planner.estimator")
+    profile = load_profile("nvidia-h100-sxm")
+    assert register_profile(profile) == "nvidia-h100-sxm"
+    made = estimators.EmbeddingPerfEstimatorFactory.create("NVIDIA-H100-SXM", topology=WHERE)
+    rates = profile.rate_values
+    assert made._config.kernel_device_bandwidths["cuda", "fused"] == rates["read_gbps"] * 1e6
+
+    def lookup_ms(estimator):
+        """TorchRec's ms of lookups, of all options with these kernels that it has for MODULE."""
+        both = [estimator, EmbeddingStorageEstimator(topology=WHERE)]
+        options = EmbeddingEnumerator(WHERE, 16, estimator=both).enumerate(MODULE, SHARDERS)
+        options = [option for option in options if option.compute_kernel in ("fused", "dense", "fused_uvm")]
+        perfs = [shard.perf for option in options for shard in option.shards]
+        return sum(perf.fwd_compute + perf.bwd_compute for perf in perfs)
+
+    slower = {name: rate / 2 for name, rate in rates.items() if name.endswith("_gbps")}
+    register_profile(dataclasses.replace(profile.with_values({**rates, **slower}), name="half"))
+    half = estimators.EmbeddingPerfEstimatorFactory.create("half", topology=WHERE)
+    assert lookup_ms(half) == pytest.approx(2 * lookup_ms(made), rel=1e-6)
+
+
+def test_a_profile_is_not_registered_with_an_older_torchrec(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchrec.distributed.planner.estimator", None)
+    with pytest.raises(
+        ShardCoreError, match="has no EmbeddingPerfEstimatorFactory .* needs to be 1.6 or later"
+    ):
+        register_profile(load_profile("nvidia-h100-sxm"))

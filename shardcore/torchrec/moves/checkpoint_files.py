@@ -167,7 +167,7 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         # Paths are written, but not used: a path of another system could not even be made.
         if module.split(".")[0] == "pathlib":
-            return _path_text
+            return lambda *parts: "/".join(parts)
         if module in _MODULES or (module, name) in _NAMES:
             found = super().find_class(module, name)
             if (module, name) in _NAMES or (isinstance(found, type) and found.__module__ == module):
@@ -175,10 +175,6 @@ class _Unpickler(pickle.Unpickler):
         elif module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
         raise pickle.UnpicklingError(f"it names {module}.{name}")
-
-
-def _path_text(*parts: str) -> str:
-    return "/".join(parts)
 
 
 def _unpickled_metadata(content: bytes, path: Path) -> tuple[Metadata, dict[str, int]]:

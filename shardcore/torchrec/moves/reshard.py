@@ -213,7 +213,14 @@ def _move_tables(
     refresh_optimizer_wrappers(optimizer.given)
     clock.lap("swap")
     return MoveResult(
-        tables=tuple(sorted(key_name(key) for c in move.collections for key in c.changed_keys)),
+        tables=tuple(
+            sorted(
+                key_name(key)
+                for collection in move.collections
+                for key, (before, after) in collection.regions.items()
+                if before != after
+            )
+        ),
         bytes=move.bytes_by_link_level(),
         seconds=clock.seconds,
         extra_bytes=tuple(of["extra_bytes"] for of in shared),
@@ -256,11 +263,6 @@ class _OldCollection:
     @property
     def path(self) -> str:
         return self.old.path
-
-    @property
-    def changed_keys(self) -> list[Key]:
-        """Keys of the tables whose regions the new plan changes."""
-        return [key for key, (old, new) in self.regions.items() if old != new]
 
     def build_new_shards(
         self, model: Any, optimizer: DenseOptimizer, counts: _OptimizerProgress
