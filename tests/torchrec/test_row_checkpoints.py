@@ -1,5 +1,6 @@
 """Rows and optimizer state in PyTorch Distributed Checkpoints: under any plan, by DCP too, whole or refused."""
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -93,3 +94,12 @@ def test_a_save_and_a_load_take_some_chunks_of_memory():
     """Far less than the table of 1 GiB. What an allocator keeps of the chunks differs from run to run."""
     (found,) = checkpointing.in_processes(1, 1, checkpointing.peak_mib, 1024)
     assert isinstance(found, list) and max(found) < 400, found
+
+
+@pytest.mark.long
+def test_a_table_larger_than_the_memory_that_is_left_is_saved_and_loaded(tmp_path):
+    script = Path(__file__).parent / "large_checkpoint.py"
+    command = [sys.executable, script, "--gib", "1", "--mib", "512", "--folder", tmp_path / "large"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.splitlines()[-1] == "all bytes are equal"
