@@ -4,7 +4,7 @@
 
 Prints a table of the rows that the file then has; README shows some of them. A run goes on where one before it ended.
 All costs are predicted: of the embeddings' part of a step, by the card's profile. --inputs: the folder with a
-production list of 1,935 tables and TorchRec's plan of it (see docs/benchmarks/2026-11-30-workloads.md).
+production list of 1,935 tables and TorchRec's plan of it (see docs/benchmarks/2026-12-01-workloads.md).
 """
 
 from __future__ import annotations

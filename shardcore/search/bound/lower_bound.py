@@ -273,7 +273,7 @@ class BoundProgram:
     # --- the bound ------------------------------------------------------------------------------------------
 
     def costliest_bundle(self) -> tuple[Table, ...]:
-        """ShardBundle (tables placed together) that takes longest whole on one device."""
+        """Bundle (tables placed together) that takes longest whole on one device."""
         whole = self.options["alone_ms"] * (self.options["part"] == 1) * (self.options["on"].sum(1) == 1)
         return self.bundles[self.options["bundle"][whole.argmax()]]
 
