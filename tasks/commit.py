@@ -1,4 +1,4 @@
-"""git: the commit of this checkout, for provenance, and commands."""
+"""Run git, and read the commit of this checkout for provenance."""
 
 from __future__ import annotations
 

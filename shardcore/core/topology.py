@@ -225,8 +225,9 @@ class Topology(Record, noun="topology", hash_once=True):
 
     @cached_property
     def row_domains(self) -> tuple[tuple[int, ...], ...]:
-        """Devices of each domain (host, pod) over which tables' rows are divided. A tower has one, as TorchRec groups
-        ranks in one way.
+        """Devices of each domain (host or pod) over which tables' rows are divided.
+
+        These are the domains of towers, too: TorchRec groups ranks in one way only.
         """
         return self.devices_by_domain(ROWS_OVER[self.row_domain])
 

@@ -28,7 +28,7 @@ def _format_number(value: float) -> str:
 
 @dataclass(frozen=True)
 class MeasuredRange:
-    """Input of a cost model, such as bytes of a shard, in words that report a value beyond the measured ones.
+    """Words that warn of an input of a cost model, such as bytes of a shard, beyond its measured range.
 
     The report reads "NAME <phrase VALUE>; <end> measured LIMIT". upper and lower are its ends.
     """

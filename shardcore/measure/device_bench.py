@@ -58,7 +58,7 @@ class DeviceBench(KernelBench):
         """Hardware name of the worker's device."""
         return hardware.hardware_name(self.device)
 
-    def use_reference(self, reference_ms: float) -> None:
+    def set_usual_reference_ms(self, reference_ms: float) -> None:
         """Set the reference op's ms at the usual speed of the devices."""
         self.reference_ms = reference_ms
 

@@ -203,10 +203,10 @@ class KernelBench:
         failed = [sample for run in turn if (sample := self._run_repeat(run, active))]
         return failed + self._collect_settled()
 
-    def _run_repeat(self, run: KernelRun, active: int) -> ComputeSample | None:
+    def _run_repeat(self, run: KernelRun, n_active_ops: int) -> ComputeSample | None:
         """Run an op once more, one of so many. Returns a sample with the error if the run fails."""
         try:
-            forward, backward = self._retry_without_cache(lambda: self._run_in_turn(run, active))
+            forward, backward = self._retry_without_cache(lambda: self._run_in_turn(run, n_active_ops))
         except self._device.request_errors as error:
             # Without the reference, the usual speed is not known, so nothing can go on.
             if run is self._reference:

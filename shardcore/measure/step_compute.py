@@ -117,7 +117,7 @@ def _output_shape(op: Op, elements: int) -> tuple[int, ...]:
 
 
 def _has_flat_outputs(op: Op) -> bool:
-    """True if an op's outputs form no matrix: sequences, or features with other numbers of values than samples."""
+    """True if an op's outputs form no [batch, columns] matrix: sequences, or features with batch sizes of their own."""
     return op.sharding_kind.sequence or any(s.table.has_variable_batch for s in op.shards)
 
 

@@ -219,7 +219,7 @@ class Supervisor(Generic[W]):
                 self._restart_worker(device)
             if measured_ms:
                 # The mean for all devices, so that their timings have one level.
-                for device in self._call_all("use_reference", self.reference_ms)[1]:
+                for device in self._call_all("set_usual_reference_ms", self.reference_ms)[1]:
                     self._restart_worker(device)
         return self.reference_ms
 

@@ -213,14 +213,14 @@ def _what_if_data(what_if: WhatIf, problem: Problem) -> dict[str, Any]:
     }
 
 
-def _placement_records(placements: Sequence[Placement], n: int) -> list[dict[str, Any]]:
+def _placement_records(placements: Sequence[Placement], n_devices: int) -> list[dict[str, Any]]:
     """JSON records of a table's placements, with `on` their devices; None: all devices."""
     return [
         {
             "kind": p.kind,
             "columns": [p.shard.col_lo, p.shard.col_hi],
             "dim": p.shard.table.dim,
-            "on": None if len(p.devices) == n > 1 else list(p.devices),
+            "on": None if len(p.devices) == n_devices > 1 else list(p.devices),
         }
         for p in sorted(placements, key=lambda p: p.shard.col_lo)
     ]

@@ -25,7 +25,7 @@ from shardcore.search.anneal.search_space import SearchSpace, search_space
 from shardcore.search.state.shards import priced_plan
 from shardcore.search.ties import cost_ranks
 from shardcore.step.engine.arrays import FREE, LACK, LOAD, ROOM
-from shardcore.step.engine.pointers import pack_batch, pack_record
+from shardcore.step.engine.pointers import pack_record, pack_records
 from shardcore.step.options import Integers, ShardOptions
 from shardcore.step.ways import IMPOSSIBLE
 
@@ -55,7 +55,7 @@ class PlanBatch:
         topology, model = space.cache.problem.topology, space.cache.model
         self._state = compiled.empty_state(space.fixed, len(topology.hosts), (len(keys) * plans,))
         # Packed once: the records outlive all calls.
-        self._problem, self._states = pack_record(space.fixed), pack_batch(self._state)
+        self._problem, self._states = pack_record(space.fixed), pack_records(self._state)
         self._head = model.compiled_op_ms().head
         compiled.prepare_plans(self._head, self._problem, self._states, np.ascontiguousarray(keys, np.int64))
 

@@ -28,7 +28,7 @@ from shardcore.measure.replay import replay_all
 from shardcore.measure.sampling import Request, distinct_requests
 from shardcore.measure.sampling.collectives import draw_collective_request
 from shardcore.measure.sampling.groups import draw_compute_request, reference_request
-from shardcore.measure.sampling.steps import Plans, draw_first_step_plans, fitting_tables
+from shardcore.measure.sampling.steps import Plans, draw_plans_of_measured_steps, fitting_tables
 from shardcore.measure.supervise import FinishedCall, Supervisor
 from shardcore.measure.tally import NAMES, Tally, duration_text
 from shardcore.measure.transport import NoRoom, Transport
@@ -112,7 +112,7 @@ class WantedSamples:
         most_bytes, n = self.config.step_config.arena_bytes, self.config.step_samples
         if not n or self.why_no_steps():
             return []
-        return draw_first_step_plans(
+        return draw_plans_of_measured_steps(
             self.pool, n, self.setting, self.n_step_ranks, most_bytes, self.config.seed
         )
 

@@ -37,7 +37,7 @@ Plans = list[tuple[str, Plan]]
 """Plans of a problem, each with the names of the kinds of its tables."""
 
 
-def draw_first_step_plans(
+def draw_plans_of_measured_steps(
     pool: Sequence[Table], n: int, setting: Setting, devices: int, max_table_bytes: int, seed: int = 0
 ) -> list[tuple[Problem, Plans]]:
     """Draw the first n plans whose steps are measured, by problem."""

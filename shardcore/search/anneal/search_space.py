@@ -101,7 +101,7 @@ class SearchSpace:
     @property
     def whole_item_bytes(self) -> np.ndarray:
         """[S] estimated bytes of each item (columns of a table) as one shard."""
-        return self.cache.peak_bytes[self.fixed.options_of_whole_items()]
+        return self.cache.peak_bytes[self.fixed.option_of_each_uncut_item()]
 
     @property
     def allowed_device_counts(self) -> np.ndarray:

@@ -377,7 +377,7 @@ def simplify_plan(plan: Plan, problem: Problem, model: CostModel, seed: int, met
         joined, cache = start.fixed._replace(cut=SHIFTS), start.space.cache
         # [S] whether the whole table costs little.
         is_cheap = (
-            joined.alone[joined.options_of_whole_items(), ADDED_MS]
+            joined.alone[joined.option_of_each_uncut_item(), ADDED_MS]
             < _CHEAP * start.state.devices[: len(problem.topology), LOAD].mean()
         )
         # Parts of a sequence have to stay equally wide.

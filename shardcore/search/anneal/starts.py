@@ -235,7 +235,7 @@ class StartMaker:
         """
         fixed = space.fixed
         # With the exchange: of a sequence it costs more than the op.
-        step_ms = self._single_option_step_ms(fixed, fixed.options_of_whole_items(), fixed.items[:, RUN])
+        step_ms = self._single_option_step_ms(fixed, fixed.option_of_each_uncut_item(), fixed.items[:, RUN])
         mean_ms = step_ms.sum() / fixed.devices[:, SPEED].sum()
         for y in (y for y, shared_kind in enumerate(space.cache.shared_kinds) if shared_kind.divides_rows):
             yield [np.where(fixed.may_share[y] & (step_ms > share * mean_ms), y, -1) for share in _DIVIDED]
@@ -338,7 +338,7 @@ class StartMaker:
         n = np.where(group < 0, (start.state.held > 0).sum(1), 0)
         most = np.minimum(len(fixed.devices), fixed.items[:, SIZE])
         costliest = np.argsort(
-            cost_ranks(-self._single_op_ms(fixed, fixed.options_of_whole_items())), kind="stable"
+            cost_ranks(-self._single_op_ms(fixed, fixed.option_of_each_uncut_item())), kind="stable"
         )
         pairs = _item_group_pairs((s, group[s]) for s in np.flatnonzero(group >= 0).tolist())
         cuts = list[ItemCuts]()
@@ -425,7 +425,7 @@ class StartMaker:
         0 for the shared items, and for those that always are.
         """
         fixed = space.fixed
-        op_ms = self._single_op_ms(fixed, fixed.options_of_whole_items())
+        op_ms = self._single_op_ms(fixed, fixed.option_of_each_uncut_item())
         n = np.ones(len(op_ms), dtype=np.int64)
         n[space.divided] = 0
         if shared is not None:
@@ -556,7 +556,7 @@ def _divide_devices_among_runs(space: SearchSpace, n_bytes: int) -> SearchSpace 
     n_bytes: that all devices may use.
     """
     fixed, run_of_item, host = space.fixed, space.fixed.items[:, RUN], space.fixed.host
-    ms = np.bincount(run_of_item, fixed.alone[fixed.options_of_whole_items(), ADDED_MS])
+    ms = np.bincount(run_of_item, fixed.alone[fixed.option_of_each_uncut_item(), ADDED_MS])
     # Devices with one item have few launches to save.
     if np.count_nonzero(ms) < 2 or len(run_of_item) < 2 * len(host):
         return None

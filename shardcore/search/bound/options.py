@@ -235,8 +235,8 @@ class Exchanges:
             ids, self._line_end_points(run.received / n, most), ("forward",)
         )
         self.ids = LinearCost(received.once_ms, received.byte_ms / n)
-        self.own_outputs = self._most_bytes_by_ms(sent, run.sent, 0.0)
-        self.own_ids = self._most_bytes_by_ms(ids, run.received, job.id_overlap_ms)
+        self.own_outputs = self._bytes_that_take_longer(sent, run.sent, 0.0)
+        self.own_ids = self._bytes_that_take_longer(ids, run.received, job.id_overlap_ms)
 
     def _line_below_exchanges(
         self, channels: Mapping[Channel, float], points: tuple[float, float], directions: Sequence[str]
@@ -262,7 +262,7 @@ class Exchanges:
         least = max(float(each.min()), _LEAST_BYTES)
         return least, max(most, least * (1 + _STEP))
 
-    def _most_bytes_by_ms(
+    def _bytes_that_take_longer(
         self, channels: Mapping[Channel, float], n_bytes: np.ndarray, hidden_ms: float
     ) -> Callable[[float], float]:
         """Function from ms of an exchange to the smallest bytes of a device that take longer. Hidden ms do not count.

@@ -36,7 +36,7 @@ def _cached_feasible_shards(problem: Problem) -> tuple[Shard, ...]:
     fixed = {p.shard.table.name for p in fixed_placements(problem)}  # raises for a table that no kind can run
     _require_runnable_tables(problem)
     # Where some tables do not fit alone, or not together, a packing says how tables are cut.
-    placements = packings_of(problem).place_each_bundle_alone() or find_fitting_plan(problem).placements
+    placements = packings_of(problem).place_bundles_independently() or find_fitting_plan(problem).placements
     shards = []
     for placement in (p for p in placements if p.shard.table.name not in fixed):
         # A table on several devices is whole, or divided by rows.

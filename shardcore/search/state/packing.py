@@ -342,7 +342,7 @@ class Packings:
             numbers.append(int(np.argmin(n_bytes)))
         return tuple(numbers)
 
-    def place_each_bundle_alone(self) -> list[Placement] | None:
+    def place_bundles_independently(self) -> list[Placement] | None:
         """Placements of all tables that are not `fixed_placements`, each placed as if it were the only table besides
         these.
 
@@ -352,12 +352,12 @@ class Packings:
             return None
         placements = list[Placement]()
         for i in iterate_with_progress(self.searched_bundles):
-            if not (alone := self.place_bundle_alone(i)):
+            if not (alone := self.place_bundle_independently(i)):
                 return None
             placements += alone
         return placements if are_parts_equally_wide([(p.shard,) for p in placements]) else None
 
-    def place_bundle_alone(self, i: int) -> list[Placement]:
+    def place_bundle_independently(self, i: int) -> list[Placement]:
         """Placements of a bundle, in equal parts, in its first way that has room next to `fixed_placements`.
 
         Empty if none has.

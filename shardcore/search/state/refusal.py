@@ -160,7 +160,7 @@ def _largest_table_reason(uncut: _WholeTables) -> str:
     """Reason text for a table, or tables kept on one device, that fit no device in any way; "" if all fit."""
     problem = uncut.problem
     for i, bundle in zip(uncut.packings.searched_bundles, uncut.bundles, strict=True):
-        if uncut.packings.place_bundle_alone(i):
+        if uncut.packings.place_bundle_independently(i):
             continue
         table = bundle[0].table
         # The message is of the device that comes nearest.

@@ -134,7 +134,7 @@ class SearchProblem(NamedTuple):
         """[..., F] the cost model's encodings of options, by their numbers [...]."""
         return np.ascontiguousarray(self.vectors[options][..., self.first_code :])
 
-    def options_of_whole_items(self) -> np.ndarray:
+    def option_of_each_uncut_item(self) -> np.ndarray:
         """[S] the option number of each item (columns of a table) as a single, uncut shard."""
         return self.shard[np.arange(len(self.items)), self.items[:, SIZE]]
 

@@ -160,7 +160,7 @@ def max_local_batch_bytes(problem, state):
 
 
 @compile_inner
-def set_memory_room(problem, state, device, row):
+def set_local_batch_room(problem, state, device, row):
     """Compute a device's resident bytes and its room for a local batch, from its ops.
 
     What a device lacks has to be counted only where a local batch may take more than its room. That is infinite for
@@ -239,7 +239,7 @@ def set_excess_bytes(problem, state):
     for h in range(state.hosts.shape[1]):
         state.hosts[0, h, -1] = 0.0
     for d in range(device_count(state)):
-        set_memory_room(problem, state, d, d)
+        set_local_batch_room(problem, state, d, d)
         state.devices[d, LACK] = excess_bytes(problem, state, d, d)
         over += state.devices[d, LACK]
         state.hosts[0, problem.host[d], -1] += sum_over_device_ops(state, d, int64(ON_HOST))

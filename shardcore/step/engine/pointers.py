@@ -87,7 +87,7 @@ def pack_record(record: Any) -> Any:
     return np.array(words, np.int64)
 
 
-def pack_batch(records: Any) -> np.ndarray:
+def pack_records(records: Any) -> np.ndarray:
     """[B, W] packed words of B records. records: one record, whose arrays have a first dimension of B."""
     words = np.tile(pack_record(type(records)(*(array[0] for array in records))), (len(records[0]), 1))
     # Arrays of one record follow those of the one before, so only the addresses differ.

@@ -51,7 +51,7 @@ from shardcore.step.engine.memory import (
     max_local_batch_bytes,
     replace_counted_option,
     set_excess_bytes,
-    set_memory_room,
+    set_local_batch_room,
 )
 from shardcore.step.engine.pointers import WORDS, entry
 from shardcore.step.engine.state import (
@@ -170,7 +170,7 @@ def edits_fit(problem, state, a, b, n):
     fit = True
     for slot in range(2):
         d, row = a if slot == 0 else b, n_devices + slot
-        set_memory_room(problem, state, d, row)
+        set_local_batch_room(problem, state, d, row)
         state.devices[row, LACK] = excess_bytes(problem, state, d, row)
         fit = fit and state.devices[row, LACK] <= state.devices[d, LACK]
         if problem.host_free < np.inf and problem.host[a] != problem.host[b]:
@@ -285,7 +285,7 @@ def accept_edits(problem, state, a, b, n):
 
 
 @compile_inner
-def join_in_local_batch(problem, state, item, held, blocks):
+def count_joined_shards_once(problem, state, item, held, blocks):
     """Count two shards of an item on a device as one. Returns True if the local batch was recomputed."""
     if held == 0:
         return False
@@ -306,13 +306,13 @@ def can_hold_blocks(problem, state, item, blocks, device):
     if len(problem.allowed) > 0 and not problem.allowed[item, device]:
         return False
     held, row, sent = int64(state.held[item, device]), device_count(state), state.value[SENT]
-    changes = join_in_local_batch(problem, state, item, held, blocks)
+    changes = count_joined_shards_once(problem, state, item, held, blocks)
     begin_trial_ops(state, device, row)
     # The widened shard: a row's optimizer state counts once.
     replace_option_in_ops(
         problem, state, row, int64(problem.shard[item, held]), int64(problem.shard[item, held + blocks])
     )
-    set_memory_room(problem, state, device, row)
+    set_local_batch_room(problem, state, device, row)
     fits = excess_bytes(problem, state, device, row) == 0.0 and host_memory_fits(problem, state, device, row)
     if changes:
         # A run whose last cut table became whole takes more in some phases, on all devices.
@@ -337,7 +337,7 @@ def put_shard(head, problem, state, item, blocks, device):
     Computes the device's ops with their ms, its room, and what its host carries. `refresh_state` computes all else.
     """
     held, row = int64(state.held[item, device]), device_count(state)
-    join_in_local_batch(problem, state, item, held, blocks)
+    count_joined_shards_once(problem, state, item, held, blocks)
     set_held_blocks(problem, state, item, device, held + blocks)
     begin_trial_ops(state, device, row)
     replace_option_in_ops(
@@ -345,7 +345,7 @@ def put_shard(head, problem, state, item, blocks, device):
     )
     price_changed_ops(head, problem, state, row)
     apply_trial_ops(problem, state, device, row)
-    set_memory_room(problem, state, device, device)
+    set_local_batch_room(problem, state, device, device)
 
 
 @entry(void(HEAD, WORDS, BATCH, int64[:, :, ::1]))

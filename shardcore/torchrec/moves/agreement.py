@@ -46,7 +46,7 @@ def rank_and_world_size() -> tuple[int, int]:
 
 
 class Agreement:
-    """One change. All ranks make it with the same number, and go through the same phases.
+    """Agreement of all ranks on one change of the sharding plan: they go through the same phases, or none changes.
 
     store: store of the job's process group.
     ranks: this rank, and how many there are.

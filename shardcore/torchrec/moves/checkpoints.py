@@ -277,13 +277,13 @@ def _joined(*names: str) -> str:
 
 
 def _replicated_part_of_job(
-    key: Key, weight: nn.Parameter, optimizer: DenseOptimizer, filling: bool
+    key: Key, weight: nn.Parameter, optimizer: DenseOptimizer, creates_missing_state: bool
 ) -> TablePart:
     """Part with all rows of a replicated table or of hot rows, under the job's dense optimizer."""
     if (found := optimizer.parameter_group(weight)) is not None:
         states = dense_state_granularity(*found)
         # Torch makes state at the first step. Loading needs it before.
-        if filling and states and not optimizer.parameter_state(weight):
+        if creates_missing_state and states and not optimizer.parameter_state(weight):
             found[0].state[weight] = zero_optimizer_state(*found, weight, 0)
     return replicated_part(key, weight, optimizer)
 

@@ -23,7 +23,7 @@ from shardcore.measure.sampling.problems import (
     sample_table_bytes,
     with_sized_devices,
 )
-from shardcore.measure.sampling.steps import draw_first_step_plans, draw_step_plans
+from shardcore.measure.sampling.steps import draw_plans_of_measured_steps, draw_step_plans
 from shardcore.step.access import output_bytes
 from shardcore.step.collectives import COLLECTIVES
 from shardcore.step.kinds import shards_by_device
@@ -232,7 +232,7 @@ def test_exchanges_vary_in_balance_and_skew():
 
 def test_steps_are_of_random_plans_of_all_ways_that_run(tables):
     pool = [dataclasses.replace(t, name=f"{t.name}{i}") for i in range(10) for t in tables]
-    steps = draw_first_step_plans(pool, 15, SETTING, 2, 32 << 20, seed=3)
+    steps = draw_plans_of_measured_steps(pool, 15, SETTING, 2, 32 << 20, seed=3)
     assert [len(made) for _, made in steps] == [6, 6, 3]
     for problem, made in steps:
         assert len(problem.topology) == 2 and all(t.bytes <= 32 << 20 for t in problem.tables)
@@ -241,7 +241,7 @@ def test_steps_are_of_random_plans_of_all_ways_that_run(tables):
             assert entered == {"all_to_all"} | ({"reduce_scatter"} if "row" in kind else set()) | (
                 {"all_reduce"} if "data_parallel" in kind else set()
             )
-    more = draw_first_step_plans(pool, 30, SETTING, 2, 32 << 20, seed=3)
+    more = draw_plans_of_measured_steps(pool, 30, SETTING, 2, 32 << 20, seed=3)
     assert more[:2] == steps[:2] and more[2][1][:3] == steps[2][1]
     large = [dataclasses.replace(t, rows=2_000_000) for t in pool]
     assert {kind for kind, _ in draw_step_plans(large, 0, SETTING, 2, 1 << 29)[1]} == {
@@ -252,8 +252,8 @@ def test_steps_are_of_random_plans_of_all_ways_that_run(tables):
     assert max(t.dim for some in few for t in some) >= 32
     output = "none of the pool's 60 tables has lookups and fits 1 MiB at a dim of 4"
     with pytest.raises(ShardCoreError, match=output):
-        draw_first_step_plans(large, 1, SETTING, 2, 1 << 20)
-    assert draw_first_step_plans(large, 0, SETTING, 2, 1 << 20) == []
+        draw_plans_of_measured_steps(large, 1, SETTING, 2, 1 << 20)
+    assert draw_plans_of_measured_steps(large, 0, SETTING, 2, 1 << 20) == []
 
 
 def test_problems_are_like_neuroshards(tables):
